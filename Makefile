@@ -1,0 +1,39 @@
+# Every target sets up what it needs in .venv; nothing to export, nothing to start by hand.
+PYTHON ?= python3
+VENV   := .venv
+BIN    := $(VENV)/bin
+# The only CPU build of torch that all our machines have. Other versions are a matter for `make soak`.
+TORCH  ?= 2.13.0
+
+.PHONY: venv test check soak bench wheel clean
+venv: $(VENV)/.ready
+
+# torch first: a range alone would pull the newest build with gigabytes of CUDA.
+$(VENV)/.ready: pyproject.toml setup.py $(wildcard native/*.c native/*.h)
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --upgrade "pip>=25.1"
+	$(BIN)/python -m pip install --quiet "torch==$(TORCH)"
+	$(BIN)/python -m pip install --quiet --editable ".[torch]" --group dev
+	touch $@
+
+test: venv
+	$(BIN)/python -m pytest -m "not soak"
+
+check: venv
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+
+soak: venv
+	$(BIN)/python -m pytest -m soak --timeout 3600
+
+bench: venv
+	$(BIN)/liveweight bench digest
+
+wheel: venv
+	rm -rf build dist
+	$(BIN)/python -m pip wheel --quiet --no-deps --wheel-dir dist .
+	$(PYTHON) tests/wheel_smoke.py dist
+
+clean:
+	rm -rf $(VENV) build dist src/*.egg-info

@@ -1,0 +1,296 @@
+"""Every error that liveweight raises, with its stable code and one remedy.
+
+LiveWeightError
+├── Refused                    nothing was touched: the request is wrong, not the machine
+│   ├── ManifestMismatch       LW-101   what is offered is not what the engine expects
+│   ├── ManifestInvalid        LW-102   a manifest that contradicts itself
+│   ├── LayoutInvalid          LW-103   regions that overlap in part, or lie outside
+│   ├── VersionConflict        LW-104   same run and label, other content
+│   ├── VersionNotOffered      LW-105   the source holds another version
+│   ├── RoundOpen              LW-106   another round holds the replica
+│   └── WrongState             LW-107   not possible in the state the rank is in
+├── WireError                  two processes do not understand each other
+│   ├── ProtocolMismatch       LW-201   another protocol version
+│   ├── WrongSecret            LW-202   the peer does not hold the shared secret
+│   ├── MessageInvalid         LW-203   bytes that are no message of ours
+│   ├── MessageTooLarge        LW-204   beyond the size limit
+│   ├── ChannelClosed          LW-205   the peer is gone
+│   └── CredentialsUnsafe      LW-206   a secret or socket that others could read
+├── DeadlineExceeded           LW-301   a wait that ended without its answer
+├── Damage                     bytes are not what they should be
+│   ├── DigestMismatch         LW-401   content differs from the manifest
+│   ├── ChecksumMismatch       LW-402   a piece was damaged on its way
+│   └── OfferChanged           LW-403   the source's memory changed while it was read
+├── Unavailable                this machine cannot do it
+│   ├── MissingExtra           LW-501   an optional dependency is not installed
+│   └── OutOfMemory            LW-502   memory for an arena or a shadow could not be had
+├── Torn                       LW-601   an in-place update failed: a mixture, which does not serve
+├── RoundFailed                the code of its cause: a round ended without a commit
+└── OutcomeUnknown             LW-602   the decision of a round could not be learned in time
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+NAMES_SHOWN = 8
+
+
+def _listed(names: Sequence[str]) -> str:
+    shown = ", ".join(names[:NAMES_SHOWN])
+    more = len(names) - NAMES_SHOWN
+    return f"{shown} and {more} more" if more > 0 else shown
+
+
+class LiveWeightError(Exception):
+    """Base of the tree. `code` is stable across releases; `remedy` says what to do; `retryable`, whether trying again can help."""
+
+    code: str = "LW-000"
+    remedy: str = "report it, with the traceback"
+    retryable: bool = False
+
+
+class Refused(LiveWeightError):
+    """A request that was turned down before anything was touched."""
+
+    remedy = "correct the request"
+
+
+class ManifestMismatch(Refused):
+    """What is offered is not what the engine expects; all names, in both directions."""
+
+    code = "LW-101"
+    remedy = "publish exactly the tensors that the engine lists, in its dtypes and shapes"
+
+    def __init__(self, differences: Sequence[str]) -> None:
+        super().__init__(f"refused: {_listed(differences)}")
+        self.differences = tuple(differences)
+
+
+class ManifestInvalid(Refused):
+    """A manifest that contradicts itself: empty, or with a name twice."""
+
+    code = "LW-102"
+    remedy = "give every tensor one name, once, and offer at least one"
+
+
+class LayoutInvalid(Refused):
+    """Regions that overlap in part, lie outside their tensor or memory, or leave a part of it to nobody."""
+
+    code = "LW-103"
+    remedy = "let regions be equal or disjoint, inside their tensor, and cover it"
+
+
+class VersionConflict(Refused):
+    """The same run and label were published before with other content."""
+
+    code = "LW-104"
+    remedy = "use a new label, or a new run after a restart"
+
+
+class VersionNotOffered(Refused):
+    """The version asked for is not the one that the source holds."""
+
+    code = "LW-105"
+    remedy = "ask for a version that the source offers"
+    retryable = True
+
+    def __init__(self, asked: str, offered: Sequence[str]) -> None:
+        super().__init__(f"asked for {asked}, the source offers {_listed(offered) or 'nothing'}")
+        self.asked, self.offered = asked, tuple(offered)
+
+
+class RoundOpen(Refused):
+    """Another round holds the replica."""
+
+    code = "LW-106"
+    remedy = "wait for that round to end, or abort it"
+    retryable = True
+
+    def __init__(self, replica: str, holder: str) -> None:
+        super().__init__(f"{replica} is in a round of {holder}")
+        self.replica, self.holder = replica, holder
+
+
+class WrongState(Refused):
+    """The command does not fit the state; the state is unchanged."""
+
+    code = "LW-107"
+    remedy = "look at the state first; it is in the message"
+
+    def __init__(self, state: str, command: str) -> None:
+        super().__init__(f"{command} is not possible while {state}")
+        self.state, self.command = state, command
+
+
+class WireError(LiveWeightError):
+    """Two processes do not understand each other."""
+
+    remedy = "check that both sides are what you think they are"
+
+
+class ProtocolMismatch(WireError):
+    """The peer speaks another version of the protocol."""
+
+    code = "LW-201"
+    remedy = "install the same release of liveweight on both sides"
+
+    def __init__(self, ours: int, theirs: int) -> None:
+        super().__init__(f"we speak protocol {ours}, the peer speaks {theirs}")
+        self.ours, self.theirs = ours, theirs
+
+
+class WrongSecret(WireError):
+    """The peer could not show that it holds the shared secret."""
+
+    code = "LW-202"
+    remedy = "give both sides the same secret file"
+
+
+class MessageInvalid(WireError):
+    """Bytes that are no message of ours."""
+
+    code = "LW-203"
+    remedy = "something else talks to this socket; check the address"
+
+
+class MessageTooLarge(WireError):
+    """A message beyond the size limit; it was not allocated."""
+
+    code = "LW-204"
+    remedy = "raise the limit on both sides if the message is honest"
+
+    def __init__(self, size_bytes: int, limit_bytes: int) -> None:
+        super().__init__(f"message of {size_bytes} bytes, the limit is {limit_bytes}")
+        self.size_bytes, self.limit_bytes = size_bytes, limit_bytes
+
+
+class ChannelClosed(WireError):
+    """The peer is gone, or this side was closed."""
+
+    code = "LW-205"
+    remedy = "see why the peer ended, then try again"
+    retryable = True
+
+
+class CredentialsUnsafe(WireError):
+    """A secret file or a socket directory that other users could read."""
+
+    code = "LW-206"
+    remedy = "chmod 0600 the secret file and 0700 the socket directory, owned by you"
+
+
+class DeadlineExceeded(LiveWeightError):
+    """A wait ended without its answer; it says for whom, and for how long."""
+
+    code = "LW-301"
+    remedy = "see what the one waited for was doing; a longer deadline helps only if it was working"
+    retryable = True
+
+    def __init__(self, waiting_for: str, waited_s: float) -> None:
+        super().__init__(f"waited {waited_s:.1f} s for {waiting_for}")
+        self.waiting_for, self.waited_s = waiting_for, waited_s
+
+
+class Damage(LiveWeightError):
+    """Bytes are not what they should be; nothing of them was committed."""
+
+    remedy = "try again; if it stays, suspect the memory or the link"
+    retryable = True
+
+
+class DigestMismatch(Damage):
+    """The content of tensors differs from the manifest."""
+
+    code = "LW-401"
+
+    def __init__(self, names: Sequence[str], where: str) -> None:
+        super().__init__(f"{where}: content differs from the manifest: {_listed(names)}")
+        self.names, self.where = tuple(names), where
+
+
+class ChecksumMismatch(Damage):
+    """A bucket or part was damaged on its way."""
+
+    code = "LW-402"
+
+
+class OfferChanged(Damage):
+    """The source's memory changed while it was read."""
+
+    code = "LW-403"
+    remedy = "do not change parameters of a live offer before publish() returned; or offer frozen"
+
+
+class Unavailable(LiveWeightError):
+    """This machine cannot do what was asked."""
+
+    remedy = "see the message"
+
+
+class MissingExtra(Unavailable):
+    """An optional dependency is not installed; the message is the pip line that helps."""
+
+    code = "LW-501"
+    remedy = "run the pip line in the message"
+
+    def __init__(self, feature: str, extra: str) -> None:
+        super().__init__(f"{feature} needs: pip install 'liveweight[{extra}]'")
+        self.feature, self.extra = feature, extra
+
+
+class OutOfMemory(Unavailable):
+    """Memory for an arena or a shadow could not be had."""
+
+    code = "LW-502"
+    remedy = "free memory, raise the limit, or use a mode that needs less"
+
+
+class Torn(LiveWeightError):
+    """An in-place update failed: the rank holds a mixture of two versions and does not serve."""
+
+    code = "LW-601"
+    remedy = "run a full round, or restore a snapshot"
+    retryable = True
+
+
+class OutcomeUnknown(LiveWeightError):
+    """The decision of a round could not be learned in time; the engines know it."""
+
+    code = "LW-602"
+    remedy = "ask the engines which version they serve, then go on or publish again"
+    retryable = True
+
+
+class RoundFailed(LiveWeightError):
+    """A round ended without a commit. Its code is that of its cause."""
+
+    remedy = "see the cause; the engines serve what `serving` says"
+
+    def __init__(
+        self,
+        cause: LiveWeightError,
+        *,
+        replica: str,
+        rank: int | None,
+        step: str,
+        waited_s: float,
+        serving: str | None,
+    ) -> None:
+        who = replica if rank is None else f"{replica}, rank {rank}"
+        again = "a retry may help" if cause.retryable else "a retry will not help"
+        super().__init__(
+            f"{cause.code} {step} failed at {who} after {waited_s:.1f} s: {cause}. "
+            f"Still serving {serving or 'no version of ours'}; {again}."
+        )
+        self.cause, self.replica, self.rank, self.step = cause, replica, rank, step
+        self.waited_s, self.serving = waited_s, serving
+        self.code, self.retryable = cause.code, cause.retryable
+
+
+def catalogue(root: type[LiveWeightError] = LiveWeightError) -> Iterator[type[LiveWeightError]]:
+    """Every class that has a code of its own, in the tree's order. The operations page is checked against it."""
+    for child in root.__subclasses__():
+        if "code" in vars(child):
+            yield child
+        yield from catalogue(child)
