@@ -1,0 +1,173 @@
+"""Manifests: the ordered list of a version's tensors, and what a version is.
+
+A manifest says what is offered; it holds no bytes of weights. How its digests are made is spec/digest's.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+
+import msgspec
+import xxhash
+
+from liveweight.errors import ManifestInvalid, ManifestMismatch
+from liveweight.spec.dtype import DType
+
+FORMAT = 1
+_DIGEST = re.compile(r"[0-9a-f]{32}")
+
+
+class TensorSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One full tensor: its name, dtype, shape, further names that share it (tied weights), and its content's digest if known."""
+
+    name: str
+    dtype: DType
+    shape: tuple[int, ...]
+    aliases: tuple[str, ...] = ()
+    digest: str | None = None
+
+    def __post_init__(self) -> None:
+        if not self.name:
+            raise ValueError("a tensor without a name")
+        if any(size < 0 for size in self.shape):
+            raise ValueError(f"{self.name}: shape {self.shape}")
+        if self.digest is not None and not _DIGEST.fullmatch(self.digest):
+            raise ValueError(f"{self.name}: a digest is 32 hex digits, not {self.digest!r}")
+
+    @property
+    def elements(self) -> int:
+        """How many elements it has."""
+        return math.prod(self.shape)
+
+    @property
+    def size_bytes(self) -> int:
+        """How many bytes its elements take."""
+        return self.elements * self.dtype.size_bytes
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Its name and its aliases."""
+        return (self.name, *self.aliases)
+
+    def describe(self) -> str:
+        """dtype and shape, as in error messages."""
+        return f"{self.dtype.value}{list(self.shape)}"
+
+
+class Manifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The tensors of one version, in the source's order; every name occurs once."""
+
+    tensors: tuple[TensorSpec, ...]
+    format: int = FORMAT
+
+    def __post_init__(self) -> None:
+        if self.format != FORMAT:
+            raise ManifestInvalid(f"manifest format {self.format}, this release reads {FORMAT}")
+        if not self.tensors:
+            raise ManifestInvalid("a manifest without tensors")
+        named = Counter(name for tensor in self.tensors for name in tensor.names)
+        twice = sorted(name for name, times in named.items() if times > 1)
+        if twice:
+            raise ManifestInvalid(f"named more than once: {', '.join(twice)}")
+
+    def __iter__(self) -> Iterator[TensorSpec]:
+        return iter(self.tensors)
+
+    def by_name(self) -> Mapping[str, TensorSpec]:
+        """Every name, aliases included, to its tensor."""
+        return {name: tensor for tensor in self.tensors for name in tensor.names}
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of all tensors."""
+        return sum(tensor.size_bytes for tensor in self.tensors)
+
+    def digest(self) -> str | None:
+        """The digest of the content: of every name's dtype, shape and digest, in name order. None if a tensor's is unknown.
+
+        Order and tying do not matter: two sources with the same values under the same names have the same digest.
+        """
+        if any(tensor.digest is None for tensor in self.tensors):
+            return None
+        named = sorted((name, tensor) for tensor in self.tensors for name in tensor.names)
+        rows = [(name, tensor.dtype.value, tensor.shape, tensor.digest) for name, tensor in named]
+        return xxhash.xxh3_128_hexdigest(msgspec.msgpack.encode(rows))
+
+    def without_digests(self) -> Manifest:
+        """The same tensors, their content unknown."""
+        return Manifest(
+            tensors=tuple(msgspec.structs.replace(tensor, digest=None) for tensor in self.tensors)
+        )
+
+    def to_json(self) -> bytes:
+        """As JSON; the same manifest gives the same bytes."""
+        return msgspec.json.encode(self)
+
+    def to_msgpack(self) -> bytes:
+        """As msgpack; the same manifest gives the same bytes."""
+        return msgspec.msgpack.encode(self)
+
+    @classmethod
+    def from_json(cls, data: bytes) -> Manifest:
+        """Read what `to_json` wrote; ManifestInvalid for anything else."""
+        return _decoded(lambda: msgspec.json.decode(data, type=cls))
+
+    @classmethod
+    def from_msgpack(cls, data: bytes) -> Manifest:
+        """Read what `to_msgpack` wrote; ManifestInvalid for anything else."""
+        return _decoded(lambda: msgspec.msgpack.decode(data, type=cls))
+
+
+class Version(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Which weights: the trainer's run, a label within it, and the digest of the content where it is known."""
+
+    run: str
+    label: str | int
+    digest: str | None = None
+
+    def same_name(self, other: Version) -> bool:
+        """Whether run and label, which identify a version within a run, are the same."""
+        return self.run == other.run and self.label == other.label
+
+    def __str__(self) -> str:
+        return str(self.label)
+
+
+def compare(expected: Manifest, offered: Manifest) -> None:
+    """Raise ManifestMismatch with every name that an engine misses, does not know, or wants in another dtype or shape."""
+    differences = []
+    offers, expects = offered.by_name(), expected.by_name()
+    for want in expected:
+        match next((offers[name] for name in want.names if name in offers), None):
+            case None:
+                differences.append(f"{want.name} missing")
+            case have if (have.dtype, have.shape) != (want.dtype, want.shape):
+                differences.append(f"{want.name} expected {want.describe()}, offered {have.describe()}")
+            case _:
+                pass
+    for have in offered:
+        wanted = {expects[name].name for name in have.names if name in expects}
+        if not wanted:
+            differences.append(f"{have.name} unexpected")
+    differences += _split_ties(expected, offered)
+    if differences:
+        raise ManifestMismatch(differences)
+
+
+def _split_ties(expected: Manifest, offered: Manifest) -> Iterator[str]:
+    """Names that the engine holds as one tensor and the source offers as several."""
+    offers = offered.by_name()
+    for want in expected:
+        found = {offers[name].name for name in want.names if name in offers}
+        if len(found) > 1:
+            yield f"{want.name} is tied to {', '.join(want.aliases)}, offered as separate tensors"
+
+
+def _decoded(decode: Callable[[], Manifest]) -> Manifest:
+    try:
+        return decode()
+    except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
+        raise ManifestInvalid(f"not a manifest: {error}") from error

@@ -1,0 +1,1 @@
+"""What several suites share: strategies, cluster processes, checks for leftovers."""

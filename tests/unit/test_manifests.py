@@ -1,0 +1,131 @@
+"""Manifests keep what they say, refuse contradictions, and are compared in both directions."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from liveweight.errors import ManifestInvalid, ManifestMismatch
+from liveweight.spec.dtype import DType
+from liveweight.spec.manifest import Manifest, TensorSpec, Version, compare
+
+EMBED = TensorSpec(
+    name="embed",
+    dtype=DType.BFLOAT16,
+    shape=(4, 2),
+    aliases=("head",),
+    digest="00112233445566778899aabbccddeeff",
+)
+NORM = TensorSpec(name="norm", dtype=DType.FLOAT32, shape=(2,), digest="f" * 32)
+MANIFEST = Manifest(tensors=(EMBED, NORM))
+
+GOLDEN_JSON = (
+    b'{"tensors":[{"name":"embed","dtype":"bfloat16","shape":[4,2],"aliases":["head"],'
+    b'"digest":"00112233445566778899aabbccddeeff"},'
+    b'{"name":"norm","dtype":"float32","shape":[2],"aliases":[],"digest":"ffffffffffffffffffffffffffffffff"}],'
+    b'"format":1}'
+)
+
+SPECS = st.builds(
+    TensorSpec,
+    name=st.text(min_size=1, max_size=8),
+    dtype=st.sampled_from(DType),
+    shape=st.lists(st.integers(0, 2**40), max_size=3).map(tuple),
+    digest=st.none() | st.from_regex(r"[0-9a-f]{32}", fullmatch=True),
+)
+MANIFESTS = st.lists(SPECS, min_size=1, max_size=6, unique_by=lambda spec: spec.name).map(
+    lambda specs: Manifest(tensors=tuple(specs))
+)
+
+
+@given(MANIFESTS)
+def test_a_manifest_round_trips(manifest: Manifest) -> None:
+    assert Manifest.from_json(manifest.to_json()) == manifest
+    assert Manifest.from_msgpack(manifest.to_msgpack()) == manifest
+
+
+def test_the_bytes_of_a_manifest_do_not_change_between_releases() -> None:
+    assert MANIFEST.to_json() == GOLDEN_JSON
+    assert MANIFEST.to_msgpack().hex() == (
+        "82a774656e736f72739285a46e616d65a5656d626564a56474797065a862666c6f61743136a573686170659204"
+        "02a7616c696173657391a468656164a6646967657374d92030303131323233333434353536363737383839396161626263636464656566"
+        "6685a46e616d65a46e6f726da56474797065a7666c6f61743332a5736861706591"
+        "02a7616c696173657390a6646967657374d9206666666666666666666666666666666666666666666666666666666666666666a6666f726d617401"
+    )
+    assert MANIFEST.digest() == "b42c701e05207058376a75cd1ffb3435"
+
+
+@given(st.binary(max_size=200))
+def test_other_bytes_are_refused(data: bytes) -> None:
+    for read in (Manifest.from_json, Manifest.from_msgpack):
+        with pytest.raises(ManifestInvalid):
+            read(data)
+
+
+@pytest.mark.parametrize(
+    "tensors",
+    [(), (NORM, NORM), (EMBED, msgspec.structs.replace(NORM, name="head"))],
+    ids=["empty", "twice", "alias taken"],
+)
+def test_a_manifest_that_contradicts_itself_is_refused(tensors: tuple[TensorSpec, ...]) -> None:
+    with pytest.raises(ManifestInvalid):
+        Manifest(tensors=tensors)
+
+
+def test_a_newer_format_is_refused_with_both_numbers() -> None:
+    with pytest.raises(ManifestInvalid, match="format 2, this release reads 1"):
+        Manifest.from_json(GOLDEN_JSON.replace(b'"format":1', b'"format":2'))
+
+
+def test_order_and_tying_do_not_change_the_content() -> None:
+    untied = [
+        msgspec.structs.replace(EMBED, aliases=()),
+        msgspec.structs.replace(EMBED, name="head", aliases=()),
+    ]
+    assert Manifest(tensors=(NORM, *untied)).digest() == MANIFEST.digest()
+    assert Manifest(tensors=(NORM, untied[0])).digest() != MANIFEST.digest()
+
+
+def test_an_unknown_digest_leaves_the_content_unknown() -> None:
+    assert MANIFEST.without_digests().digest() is None
+
+
+def test_differences_are_named_in_both_directions() -> None:
+    wide = msgspec.structs.replace(EMBED, shape=(4, 3))
+    half = msgspec.structs.replace(NORM, dtype=DType.FLOAT16)
+    extra = TensorSpec(name="bias", dtype=DType.FLOAT32, shape=(2,))
+    gone = TensorSpec(name="gone", dtype=DType.FLOAT32, shape=(2,))
+    with pytest.raises(ManifestMismatch) as caught:
+        compare(Manifest(tensors=(EMBED, NORM, gone)), Manifest(tensors=(wide, half, extra)))
+    assert caught.value.differences == (
+        "embed expected bfloat16[4, 2], offered bfloat16[4, 3]",
+        "norm expected float32[2], offered float16[2]",
+        "gone missing",
+        "bias unexpected",
+    )
+
+
+def test_ties_match_where_they_can() -> None:
+    untied = (
+        msgspec.structs.replace(EMBED, aliases=()),
+        msgspec.structs.replace(EMBED, name="head", aliases=()),
+    )
+    compare(Manifest(tensors=untied), Manifest(tensors=(EMBED,)))
+    compare(Manifest(tensors=(EMBED,)), Manifest(tensors=(untied[1],)))
+    with pytest.raises(ManifestMismatch, match="embed is tied to head, offered as separate tensors"):
+        compare(Manifest(tensors=(EMBED,)), Manifest(tensors=untied))
+
+
+@pytest.mark.parametrize("wrong", [{"name": ""}, {"shape": (-1,)}, {"digest": "xyz"}])
+def test_a_tensor_cannot_be_built_wrong(wrong: dict[str, object]) -> None:
+    with pytest.raises(ValueError):
+        msgspec.structs.replace(NORM, **wrong)
+
+
+def test_run_and_label_name_a_version() -> None:
+    one = Version(run="r", label=1, digest="0" * 32)
+    assert one.same_name(Version(run="r", label=1))
+    assert not one.same_name(Version(run="s", label=1))
+    assert not one.same_name(Version(run="r", label="1"))
