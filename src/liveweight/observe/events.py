@@ -1,0 +1,171 @@
+"""The closed set of events: frozen values that carry facts and no text.
+
+Owns what can be said. Who reads it, and in which words, is the readers' (log, metrics, reports).
+An event is said once, after the fact, by the one who knows it first hand.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Literal, TypeAlias
+
+OfferKind: TypeAlias = Literal["live", "frozen", "ring"]
+
+
+class Outcome(StrEnum):
+    """How a round ended."""
+
+    COMMITTED = "committed"
+    UNCHANGED = "unchanged"  # the version was installed already: a success without work
+    UNDONE = "undone"
+    REFUSED = "refused"
+    ABORTED = "aborted"
+    TORN = "torn"
+    UNKNOWN = "unknown"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Event:
+    """Something that happened in this process."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RoundEvent(Event):
+    """A step of a round. `round` is its id as text; of a refused open, as much of it as is known."""
+
+    replica: str
+    round: str
+    version: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemberEvent(RoundEvent):
+    """A step that ranks take, and then their replica. `rank` is None where the whole replica is meant."""
+
+    rank: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RoundOpened(RoundEvent):
+    """The manifests agree and the replica is held by this round; the undo of the round before is gone."""
+
+    serving: str | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Staged(RoundEvent):
+    """A rank has read all regions it owns into its shadow."""
+
+    rank: int
+    size_bytes: int
+    took_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Verified(MemberEvent):
+    """What lies in the shadow has the manifest's digests."""
+
+    took_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Voted(MemberEvent):
+    """A vote was cast. `objection` is None for a yes, which holds for `lease_s`."""
+
+    lease_s: float
+    objection: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Committed(MemberEvent):
+    """The new weights are live. `stall_s` is how long decoding stood still for it."""
+
+    stall_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Aborted(MemberEvent):
+    """The round was given up before its commit and its shadow dropped. `rank` is who failed, if one did."""
+
+    step: str
+    code: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Undone(RoundEvent):
+    """The weights of before are live again. `version` is the one that was taken back."""
+
+    serving: str
+    stall_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LeaseExpired(RoundEvent):
+    """A replica was ready and heard no decision within its lease; it aborts."""
+
+    lease_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RoundEnded(RoundEvent):
+    """The last event of every round. `serving` is None where none of ours serves, or is known to."""
+
+    outcome: Outcome
+    took_s: float
+    verified: bool
+    serving: str | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OfferMade(Event):
+    """A source holds a version ready to be read."""
+
+    version: str
+    kind: OfferKind
+    tensors: int
+    size_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Frozen(Event):
+    """A trainer rank's share is copied into its arena; its parameters may change now."""
+
+    version: str
+    rank: int
+    size_bytes: int
+    took_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LiveOfferImpossible(Event):
+    """The parameters cannot be read where they lie; the source freezes instead."""
+
+    version: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PeerRefused(Event):
+    """A channel turned a peer away before any message of it was read. `code` is the error's."""
+
+    code: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KernelsChosen(Event):
+    """Which kernels digest and copy. `reason` says why not the native ones, or is None."""
+
+    name: str
+    reason: str | None = None
+
+
+AnyStep: TypeAlias = (
+    RoundOpened | Staged | Verified | Voted | Committed | Aborted | Undone | LeaseExpired | RoundEnded
+)
+"""Every event of a round."""
+
+AnyEvent: TypeAlias = AnyStep | OfferMade | Frozen | LiveOfferImpossible | PeerRefused | KernelsChosen
+"""Every event there is. Readers match it exhaustively, so a new event asks each of them for an answer."""

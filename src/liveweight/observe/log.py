@@ -1,0 +1,97 @@
+"""The log: one line per event, through the standard logger `liveweight`.
+
+Owns levels and wording. Handlers, formats and files belong to the program that uses the library.
+"""
+
+from __future__ import annotations
+
+import logging
+from logging import DEBUG, ERROR, INFO, WARNING
+from typing import assert_never
+
+from liveweight.observe import events as ev
+
+_LOGGER = logging.getLogger("liveweight")
+
+_LEVEL_OF = {
+    ev.Outcome.COMMITTED: INFO,
+    ev.Outcome.UNCHANGED: INFO,
+    ev.Outcome.UNDONE: INFO,
+    ev.Outcome.REFUSED: WARNING,
+    ev.Outcome.ABORTED: WARNING,
+    ev.Outcome.TORN: ERROR,
+    ev.Outcome.UNKNOWN: ERROR,
+}
+
+
+def log(event: ev.AnyEvent) -> None:
+    """The reader: writes the event's line."""
+    level, text = line_of(event)
+    _LOGGER.log(level, "%s", text)
+
+
+def line_of(event: ev.AnyEvent) -> tuple[int, str]:
+    """The level and the text of an event's line."""
+    match event:
+        case ev.RoundEvent():
+            level, text = _step(event)
+            return level, f"{_who(event)}, round {event.round}: {text}"
+        case ev.OfferMade():
+            holds = f"{event.tensors} tensors, {event.size_bytes} bytes"
+            return INFO, f"offered {event.version} ({event.kind}): {holds}"
+        case ev.Frozen():
+            froze = f"{event.size_bytes} bytes of {event.version} in {event.took_s:.3f} s"
+            return DEBUG, f"trainer rank {event.rank}: froze {froze}"
+        case ev.LiveOfferImpossible():
+            return WARNING, f"no live offer of {event.version}: {event.reason}; freezing instead"
+        case ev.PeerRefused():
+            return WARNING, f"{event.code} refused a peer: {event.reason}"
+        case ev.KernelsChosen(reason=None):
+            return INFO, f"{event.name} kernels"
+        case ev.KernelsChosen():
+            return WARNING, f"{event.name} kernels, slower than native ones: {event.reason}"
+        case _:
+            assert_never(event)
+
+
+def _step(event: ev.AnyStep) -> tuple[int, str]:
+    match event:
+        case ev.RoundOpened():
+            return INFO, f"opened, from {_named(event.serving)} to {event.version}"
+        case ev.Staged():
+            return DEBUG, f"staged {event.size_bytes} bytes of {event.version} in {event.took_s:.3f} s"
+        case ev.Verified():
+            return DEBUG, f"verified {event.version} in {event.took_s:.3f} s"
+        case ev.Voted(objection=None):
+            return DEBUG, f"voted yes to {event.version}, for {event.lease_s:.1f} s"
+        case ev.Voted():
+            return WARNING, f"voted no to {event.version}: {event.objection}"
+        case ev.Committed():
+            return INFO, f"committed {event.version}, decoding stood still for {event.stall_s:.3f} s"
+        case ev.Aborted():
+            return WARNING, f"{event.code} aborted {event.version} in {event.step}: {event.reason}"
+        case ev.Undone():
+            return INFO, f"took back {event.version}, {event.serving} serves again"
+        case ev.LeaseExpired():
+            return WARNING, f"heard no decision on {event.version} within {event.lease_s:.1f} s"
+        case ev.RoundEnded():
+            return _LEVEL_OF[event.outcome], _ending(event)
+        case _:
+            assert_never(event)
+
+
+def _ending(event: ev.RoundEnded) -> str:
+    checked = "" if event.verified or event.outcome is not ev.Outcome.COMMITTED else ", not verified"
+    return f"{event.outcome} after {event.took_s:.3f} s{checked}, serving {_named(event.serving)}"
+
+
+def _who(event: ev.AnyStep) -> str:
+    match event:
+        case ev.Staged(rank=int(rank)) | ev.MemberEvent(rank=int(rank)):
+            return f"{event.replica} rank {rank}"
+        case _:
+            return event.replica
+
+
+def _named(version: str | None) -> str:
+    return "no version of ours" if version is None else version

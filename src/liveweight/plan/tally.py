@@ -1,0 +1,92 @@
+"""Tallies: how the partial digests of a replica's ranks become the digests of full tensors.
+
+Made once per set of rank layouts: regions that overlap in part, or leave elements to nobody, are refused here, before any round.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from liveweight.errors import LayoutInvalid, ManifestMismatch
+from liveweight.spec.digest import SEEDS, Lanes
+from liveweight.spec.layout import Layout
+from liveweight.spec.manifest import Manifest, TensorSpec
+from liveweight.spec.region import Region, canonical, check_tiling
+
+
+class Tally:
+    """The ranks' placements, grouped by tensor and region. Equal regions must agree; disjoint ones add up."""
+
+    def __init__(self, layouts: Sequence[Layout]) -> None:
+        self.expected = _union(layouts)
+        numbers = {spec.name: number for number, spec in enumerate(self.expected)}
+        regions: dict[int, dict[Region, int]] = defaultdict(dict)
+        self._groups: list[npt.NDArray[np.int64]] = []
+        tensors: list[int] = []
+        for layout in layouts:
+            specs, groups = layout.specs(), []
+            for placement in layout.placements:
+                number, region = numbers[specs[placement.name].name], canonical(placement.region)
+                group = regions[number].setdefault(region, len(tensors))
+                if group == len(tensors):
+                    tensors.append(number)
+                groups.append(group)
+            self._groups.append(np.array(groups, dtype=np.int64))
+        for number, spec in enumerate(self.expected):
+            check_tiling(spec.name, list(regions[number]), spec.shape)
+        self._tensors = np.array(tensors, dtype=np.int64)
+
+    def combine(self, partials: Sequence[Lanes]) -> tuple[Lanes, list[str]]:
+        """Digests of the expected tensors from one array of partials per rank; names of those whose copies disagree."""
+        sums = np.zeros((len(self._tensors), SEEDS), dtype=np.uint32)
+        for groups, lanes in zip(self._groups, partials, strict=True):
+            sums[groups] = lanes
+        torn = set()
+        for groups, lanes in zip(self._groups, partials, strict=True):
+            torn.update(self._tensors[groups[(sums[groups] != lanes).any(axis=1)]].tolist())
+        totals = np.zeros((len(self.expected.tensors), SEEDS), dtype=np.uint32)
+        np.add.at(totals, self._tensors, sums)
+        return totals, [self.expected.tensors[number].name for number in sorted(torn)]
+
+    def sources(self, offered: Manifest) -> npt.NDArray[np.int64]:
+        """For every expected tensor, the number of the offered one that it is filled from."""
+        numbers = {name: number for number, spec in enumerate(offered) for name in spec.names}
+        return np.array([_find(numbers, spec) for spec in self.expected], dtype=np.int64)
+
+    def differing(self, totals: Lanes, offered: Lanes) -> list[str]:
+        """Names of the expected tensors whose digest is not the offered one (both in the expected order)."""
+        return [self.expected.tensors[i].name for i in np.flatnonzero((totals != offered).any(axis=1))]
+
+
+def _find(numbers: Mapping[str, int], spec: TensorSpec) -> int:
+    for name in spec.names:
+        if name in numbers:
+            return numbers[name]
+    raise ManifestMismatch([f"{spec.name} missing"])
+
+
+def _union(layouts: Sequence[Layout]) -> Manifest:
+    """All tensors that the ranks own parts of; they must agree about each."""
+    specs: dict[str, TensorSpec] = {}
+    for layout in layouts:
+        for spec in layout.tensors:
+            known = specs.setdefault(spec.name, spec)
+            if (known.dtype, known.shape, known.aliases) != (spec.dtype, spec.shape, spec.aliases):
+                raise LayoutInvalid(f"{spec.name}: ranks disagree, {known.describe()} and {spec.describe()}")
+    return Manifest(tensors=tuple(specs.values()))
+
+
+def lanes_to_bytes(lanes: Lanes) -> bytes:
+    """Lanes as they travel: 16 bytes each, little-endian."""
+    return lanes.astype("<u4").tobytes()
+
+
+def lanes_from_bytes(data: bytes, rows: int) -> Lanes:
+    """What `lanes_to_bytes` wrote; ValueError unless it is that many."""
+    if len(data) != rows * SEEDS * 4:
+        raise ValueError(f"{len(data)} bytes are not {rows} digests")
+    return np.frombuffer(data, dtype="<u4").reshape(rows, SEEDS).astype(np.uint32)

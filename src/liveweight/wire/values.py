@@ -1,0 +1,52 @@
+"""Values that messages are made of: round ids, offers, faults."""
+
+from __future__ import annotations
+
+import msgspec
+
+from liveweight.errors import LiveWeightError, catalogue
+from liveweight.observe.events import OfferKind
+
+
+class _Value(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A part of messages."""
+
+
+class RoundId(_Value, frozen=True):
+    """Which round: the replica's incarnation, its epoch, and who opened it. A message with another id has no effect."""
+
+    boot: str
+    epoch: int
+    publisher: str
+
+
+class Offer(_Value, frozen=True):
+    """Where ranks read a version: the transfer mode, the source's address, its layout, and the generation that must still hold."""
+
+    mode: str
+    kind: OfferKind
+    source: str
+    layout: str
+    generation: int
+
+
+class Fault(_Value, frozen=True):
+    """An error that crosses processes: its code and text, which rank, in which step, after how long."""
+
+    code: str
+    message: str
+    step: str
+    rank: int | None = None
+    waited_s: float = 0.0
+
+    def to_error(self) -> LiveWeightError:
+        """The error of that code, with that text."""
+        kind = next((k for k in catalogue() if k.code == self.code), LiveWeightError)
+        error = kind.__new__(kind)
+        Exception.__init__(error, self.message)
+        return error
+
+
+def fault_of(error: LiveWeightError, *, step: str, rank: int | None = None, waited_s: float = 0.0) -> Fault:
+    """An error as it travels."""
+    return Fault(code=error.code, message=str(error), step=step, rank=rank, waited_s=waited_s)
