@@ -26,6 +26,7 @@ LiveWeightError
 │   └── OutOfMemory            LW-502   memory for an arena or a shadow could not be had
 ├── Torn                       LW-601   an in-place update failed: a mixture, which does not serve
 ├── RoundFailed                the code of its cause: a round ended without a commit
+├── RoundAborted               LW-603   the round was given up by its publisher
 └── OutcomeUnknown             LW-602   the decision of a round could not be learned in time
 """
 
@@ -251,6 +252,14 @@ class Torn(LiveWeightError):
 
     code = "LW-601"
     remedy = "run a full round, or restore a snapshot"
+    retryable = True
+
+
+class RoundAborted(LiveWeightError):
+    """The round was given up by its publisher; nothing of it is left."""
+
+    code = "LW-603"
+    remedy = "see why the publisher gave up; publish again"
     retryable = True
 
 

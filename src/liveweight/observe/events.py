@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Literal, TypeAlias
+from typing import Literal, TypeAlias, TypedDict
 
 OfferKind: TypeAlias = Literal["live", "frozen", "ring"]
 
@@ -33,6 +33,14 @@ class Event:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RoundEvent(Event):
     """A step of a round. `round` is its id as text; of a refused open, as much of it as is known."""
+
+    replica: str
+    round: str
+    version: str
+
+
+class RoundFacts(TypedDict):
+    """What every event of a round says, for those who say several."""
 
     replica: str
     round: str

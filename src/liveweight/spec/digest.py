@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 from liveweight.spec.dtype import DType
 from liveweight.spec.layout import Placement, packed
-from liveweight.spec.manifest import TensorSpec
+from liveweight.spec.manifest import Manifest, TensorSpec, content_digest
 from liveweight.spec.region import Region, Span, count, counts
 
 SEEDS = 4
@@ -146,6 +146,19 @@ def combine(parts: Iterable[tuple[Region, Lanes]]) -> Lanes | None:
         if not np.array_equal(known, lanes):
             return None
     return np.sum(list(seen.values()), axis=0, dtype=np.uint32) if seen else np.zeros(SEEDS, dtype=np.uint32)
+
+
+class ContentDigest:
+    """The digest of a version from its tensors' lanes, in the manifest's order: `Manifest.digest`, without the manifest."""
+
+    def __init__(self, manifest: Manifest) -> None:
+        numbers = {tensor.name: number for number, tensor in enumerate(manifest)}
+        self._order = np.array([numbers[tensor.name] for tensor in manifest.in_name_order()], dtype=np.int64)
+        self._names = manifest.names_digest()
+
+    def of(self, lanes: Lanes) -> str:
+        """The version's digest."""
+        return content_digest(self._names, lanes[self._order].astype(">u4").tobytes())
 
 
 def digest_array(array: npt.NDArray[np.generic], dtype: DType, shape: Sequence[int] | None = None) -> str:

@@ -90,11 +90,23 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
         Order and tying do not matter: two sources with the same values under the same names have the same digest.
         """
-        if any(tensor.digest is None for tensor in self.tensors):
+        digests = [tensor.digest for tensor in self.in_name_order()]
+        if any(digest is None for digest in digests):
             return None
-        named = sorted((name, tensor) for tensor in self.tensors for name in tensor.names)
-        rows = [(name, tensor.dtype.value, tensor.shape, tensor.digest) for name, tensor in named]
-        return xxhash.xxh3_128_hexdigest(msgspec.msgpack.encode(rows))
+        return content_digest(
+            self.names_digest(), b"".join(bytes.fromhex(digest or "") for digest in digests)
+        )
+
+    def in_name_order(self) -> list[TensorSpec]:
+        """The tensor of every name, aliases included, by name."""
+        return [
+            tensor for _, tensor in sorted((name, tensor) for tensor in self.tensors for name in tensor.names)
+        ]
+
+    def names_digest(self) -> bytes:
+        """A digest of every name's dtype and shape, in name order; content does not matter."""
+        named = sorted((name, t.dtype.value, t.shape) for t in self.tensors for name in t.names)
+        return xxhash.xxh3_128_digest(msgspec.msgpack.encode(named))
 
     def without_digests(self) -> Manifest:
         """The same tensors, their content unknown."""
@@ -119,6 +131,11 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     def from_msgpack(cls, data: bytes) -> Manifest:
         """Read what `to_msgpack` wrote; ManifestInvalid for anything else."""
         return _decoded(lambda: msgspec.msgpack.decode(data, type=cls))
+
+
+def content_digest(names: bytes, digests: bytes) -> str:
+    """The digest of a version: of its names (`names_digest`) and of its tensors' digests in name order, 16 bytes each."""
+    return xxhash.xxh3_128_hexdigest(names + digests)
 
 
 class Version(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

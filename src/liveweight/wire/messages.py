@@ -16,6 +16,15 @@ from liveweight.wire.values import Fault, Offer, RoundId
 
 Phase: TypeAlias = Literal["open", "staged", "verified", "ready", "committing", "done", "failed"]
 """How far a round has come, in order; `done` and `failed` are ends."""
+ORDER: dict[Phase, int] = {
+    "open": 0,
+    "staged": 1,
+    "verified": 2,
+    "ready": 3,
+    "committing": 4,
+    "done": 5,
+    "failed": 6,
+}
 
 
 class _Message(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag=True):
@@ -32,7 +41,9 @@ class Refusal(_Message, frozen=True):
 
 
 class Inquire(_Message, frozen=True):
-    """What does the replica expect, and what does it serve? -> Standing."""
+    """What does the replica expect, and what does it serve? Answered once all its ranks have joined. -> Standing."""
+
+    wait_s: float
 
 
 class Standing(_Message, frozen=True):
@@ -124,10 +135,11 @@ class Committed(_Message, frozen=True):
 
 
 class Abort(_Message, frozen=True):
-    """Give the round up. -> Aborted."""
+    """Give the round up. Answered when no rank reads its source any more, or the wait is over. -> Aborted."""
 
     round: RoundId
     reason: str
+    wait_s: float
 
 
 class Aborted(_Message, frozen=True):
@@ -211,9 +223,13 @@ class Dropped(_Message, frozen=True):
 
 
 class Swapped(_Message, frozen=True):
-    """A rank has exchanged shadow and live weights, or failed to. It serves nothing until it is told the outcome. -> Settled."""
+    """A rank has exchanged shadow and live weights, or failed to. It serves nothing until it is told the outcome. -> Settled.
 
-    round: RoundId
+    Ranks learn a decision by its epoch alone, so that is how they name the round here.
+    """
+
+    boot: str
+    epoch: int
     rank: int
     seconds: float
     fault: Fault | None

@@ -1,0 +1,118 @@
+"""Who belongs to a replica, and what they own together; what was described and published to it.
+
+Pure records of the scheduler's: they check, they do not decide.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from dataclasses import dataclass
+
+from liveweight.errors import LayoutInvalid, ManifestInvalid, VersionConflict, WrongState
+from liveweight.plan.tally import Tally, lanes_from_bytes
+from liveweight.spec.digest import Lanes
+from liveweight.spec.layout import Layout
+from liveweight.spec.manifest import Manifest, Version, compare
+from liveweight.wire.messages import Join, Open
+
+STRUCTURES = 16
+LABELS = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class Member:
+    """A rank that has joined."""
+
+    peer: bytes
+    pid: int
+    layout: Layout
+    serving: Version | None
+
+
+class Membership:
+    """The ranks of a replica; complete once every one has joined and their regions tile every tensor."""
+
+    def __init__(self, world: int) -> None:
+        self.world = world
+        self.members: dict[int, Member] = {}
+        self.tally: Tally | None = None
+
+    def join(self, peer: bytes, body: Join) -> None:
+        """Take a rank in; refused if with it the ranks' regions overlap in part or leave a tensor's elements to nobody."""
+        if not 0 <= body.rank < self.world:
+            raise LayoutInvalid(f"rank {body.rank} joins a replica of {self.world}")
+        self.members[body.rank] = Member(peer, body.pid, body.layout, body.serving)
+        if len(self.members) == self.world:
+            try:
+                self.tally = Tally([self.members[rank].layout for rank in range(self.world)])
+            except LayoutInvalid:
+                del self.members[body.rank]
+                raise
+
+    def leave(self, rank: int) -> Member | None:
+        """A rank is gone; the replica is incomplete until another joins in its place."""
+        self.tally = None
+        return self.members.pop(rank, None)
+
+    def whole(self) -> Tally:
+        """The complete replica's tally; WrongState while ranks are missing."""
+        if self.tally is None:
+            raise self.incomplete()
+        return self.tally
+
+    def incomplete(self) -> WrongState:
+        """The error that names who is missing."""
+        absent = ", ".join(str(rank) for rank in range(self.world) if rank not in self.members)
+        return WrongState(f"waiting for rank {absent} to join", "a round")
+
+    def common_version(self) -> Version | None:
+        """What all ranks serve, if it is one version."""
+        versions = {member.serving for member in self.members.values()}
+        return versions.pop() if len(versions) == 1 else None
+
+
+class Ledger:
+    """Manifests by the name that rounds use for them, and the content that each label of a run stood for."""
+
+    def __init__(self) -> None:
+        self._manifests: OrderedDict[str, Manifest] = OrderedDict()
+        self._labels: OrderedDict[tuple[str, str | int], str] = OrderedDict()
+
+    def describe(self, structure: str, manifest: Manifest, expected: Manifest) -> None:
+        """Note a manifest that fits; ManifestMismatch with the names if it does not."""
+        compare(expected, manifest)
+        self._manifests[structure] = manifest
+        while len(self._manifests) > STRUCTURES:
+            self._manifests.popitem(last=False)
+
+    def forget_manifests(self) -> None:
+        """The replica's ranks have changed: what fitted may fit no more."""
+        self._manifests.clear()
+
+    def manifest(self, structure: str) -> Manifest:
+        """The manifest of that name."""
+        found = self._manifests.get(structure)
+        if found is None:
+            raise ManifestInvalid("the offer's manifest was not described to this replica")
+        return found
+
+    def digests(self, body: Open) -> Lanes | None:
+        """The digests of an offer's tensors, in its manifest's order."""
+        manifest = self.manifest(body.structure)
+        return None if body.digests is None else lanes_from_bytes(body.digests, len(manifest.tensors))
+
+    def check(self, body: Open) -> None:
+        """Refuse an offer that cannot be verified as asked, or whose label stood for other content."""
+        if self.digests(body) is None and body.verify:
+            raise ManifestInvalid("a verified round needs the digests of its tensors")
+        known = self._labels.get((body.version.run, body.version.label))
+        if known is not None and body.version.digest not in (None, known):
+            raise VersionConflict(f"{body.version} of this run was published before with other content")
+
+    def published(self, version: Version | None) -> None:
+        """Note what a label stands for, once it serves."""
+        if version is None or version.digest is None:
+            return
+        self._labels[version.run, version.label] = version.digest
+        while len(self._labels) > LABELS:
+            self._labels.popitem(last=False)

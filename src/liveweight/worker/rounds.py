@@ -1,0 +1,147 @@
+"""The record of one round at the scheduler: who has come how far, and who waits to hear of it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TypeAlias
+
+from liveweight.observe.events import AnyEvent
+from liveweight.spec.digest import Lanes
+from liveweight.wire.messages import ORDER, Message, Open, Phase, Progress
+from liveweight.wire.values import Fault, RoundId
+
+
+@dataclass(frozen=True, slots=True)
+class Reply:
+    """Answer this call of this peer."""
+
+    peer: bytes
+    call: int
+    body: Message
+
+
+@dataclass(frozen=True, slots=True)
+class Tell:
+    """Notify this rank."""
+
+    rank: int
+    body: Message
+
+
+@dataclass(frozen=True, slots=True)
+class Decide:
+    """Hand this decision to the boundary: exchange shadow and live weights, for a commit or an undo."""
+
+    round: RoundId
+    undo: bool
+    timeout_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Withdraw:
+    """Take the decision back if the boundary has not taken it."""
+
+    round: RoundId
+
+
+@dataclass(frozen=True, slots=True)
+class Say:
+    """An event for the bus."""
+
+    event: AnyEvent
+
+
+Action: TypeAlias = Reply | Tell | Decide | Withdraw | Say
+
+
+@dataclass(frozen=True, slots=True)
+class Waiter:
+    """A parked call: answered when the round has come that far, or at that time."""
+
+    peer: bytes
+    call: int
+    until: Phase
+    ends_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Ack:
+    """A rank that has exchanged its weights and waits for the outcome."""
+
+    peer: bytes
+    call: int
+    seconds: float
+
+
+@dataclass(slots=True)
+class Round:
+    """Mutable, owned by the scheduler. `asked` is None for an undo."""
+
+    id: RoundId
+    label: str
+    asked: Open | None
+    began_s: float
+    ends_s: float
+    ranks: frozenset[int]
+    phase: Phase = "open"
+    fault: Fault | None = None
+    lease_s: float = 0.0
+    staged: dict[int, tuple[int, float]] = field(default_factory=dict)
+    lanes: dict[int, Lanes] = field(default_factory=dict)
+    verify_s: dict[int, float] = field(default_factory=dict)
+    readers: set[int] = field(default_factory=set)
+    acks: dict[int, Ack] = field(default_factory=dict)
+    waiters: list[Waiter] = field(default_factory=list)
+    aborters: list[Waiter] = field(default_factory=list)
+    committer: tuple[bytes, int] | None = None
+
+    @property
+    def over(self) -> bool:
+        """Whether it has ended."""
+        return self.phase in ("done", "failed")
+
+    def missing(self) -> tuple[int, ...]:
+        """The ranks that the next step waits for."""
+        match self.phase:
+            case "open":
+                have: set[int] = set(self.staged)
+            case "staged":
+                have = set(self.lanes)
+            case "committing":
+                have = set(self.acks)
+            case _:
+                have = set(self.ranks)
+        return tuple(sorted(self.ranks - have))
+
+    def progress(self) -> Progress:
+        """How far it has come, as it is told."""
+        return Progress(
+            phase=self.phase,
+            missing=self.missing(),
+            fault=self.fault,
+            stage_s=max((seconds for _, seconds in self.staged.values()), default=0.0),
+            verify_s=max(self.verify_s.values(), default=0.0),
+            staged_bytes=sum(size for size, _ in self.staged.values()),
+            readers=tuple(sorted(self.readers)),
+        )
+
+    def heard(self, now_s: float) -> list[Waiter]:
+        """Take out the waiters that can be answered now."""
+        ready = [
+            waiter
+            for waiter in self.waiters
+            if self.over or ORDER[self.phase] >= ORDER[waiter.until] or now_s >= waiter.ends_s
+        ]
+        self.waiters = [waiter for waiter in self.waiters if waiter not in ready]
+        return ready
+
+    def released(self, now_s: float) -> list[Waiter]:
+        """Take out the callers of an abort that can be answered now."""
+        ready = [waiter for waiter in self.aborters if not self.readers or now_s >= waiter.ends_s]
+        self.aborters = [waiter for waiter in self.aborters if waiter not in ready]
+        return ready
+
+    def next_s(self) -> float:
+        """When time alone will change something."""
+        ends = [waiter.ends_s for waiter in (*self.waiters, *self.aborters)]
+        return min([*ends, *([] if self.over else [self.ends_s])], default=float("inf"))

@@ -1,0 +1,383 @@
+"""The scheduler of a replica's rounds: the one place that decides. Pure: told of messages and of time, it answers with actions.
+
+Ranks never decide; a message with another round's id has no effect. A round ends in exactly one of two ways: every rank keeps the
+new weights, or every rank has the old ones. Sockets, threads and clocks are leader's; where ranks meet is the boundary's.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+
+from liveweight.errors import (
+    ChannelClosed,
+    DeadlineExceeded,
+    DigestMismatch,
+    LiveWeightError,
+    RoundAborted,
+    RoundOpen,
+    WrongState,
+)
+from liveweight.observe import events
+from liveweight.plan.tally import Tally, lanes_from_bytes
+from liveweight.wire import messages as m
+from liveweight.wire.values import Fault, RoundId, fault_of
+from liveweight.worker import states
+from liveweight.worker.membership import Ledger, Membership
+from liveweight.worker.rounds import Ack, Action, Decide, Reply, Round, Say, Tell, Waiter, Withdraw
+
+REMEMBERED = 64
+NEVER = float("inf")
+
+
+class Scheduler:
+    """Decides for one replica of `world` ranks. Used by one thread."""
+
+    def __init__(self, *, replica: str, boot: str, world: int) -> None:
+        self.replica, self.boot, self.world = replica, boot, world
+        self.membership = Membership(world)
+        self.state: states.State = states.Serving(None)
+        self._epoch = 0
+        self._round: Round | None = None
+        self._ledger = Ledger()
+        self._ended: OrderedDict[RoundId, Round] = OrderedDict()
+        self._inquirers: list[Waiter] = []
+
+    # What peers say.
+
+    def on_message(self, now_s: float, peer: bytes, call: int, body: m.Message) -> list[Action]:
+        """A message of a publisher or a rank. What it may not do is refused in the reply."""
+        try:
+            actions = self._handle(now_s, peer, call, body)
+        except LiveWeightError as error:
+            if call == 0:
+                return [Say(events.PeerRefused(code=error.code, reason=str(error)))]
+            return [Reply(peer, call, m.Refusal(fault=fault_of(error, step=type(body).__name__.lower())))]
+        return actions + self._answered(now_s)
+
+    def _handle(self, now_s: float, peer: bytes, call: int, body: m.Message) -> list[Action]:
+        match body:
+            case m.Join():
+                return self._join(now_s, peer, call, body)
+            case m.Staged() | m.Verified() | m.Failed() | m.Dropped():
+                return self._from_rank(now_s, body)
+            case m.Swapped():
+                return self._swapped(now_s, peer, call, body)
+            case m.Inquire(wait_s=wait_s):
+                self._inquirers.append(Waiter(peer, call, "open", now_s + wait_s))
+                return []
+            case m.Describe(structure=structure, manifest=manifest):
+                self._ledger.describe(structure, manifest, self.membership.whole().expected)
+                return [Reply(peer, call, m.Described())]
+            case m.Open():
+                return self._open(now_s, peer, call, body)
+            case m.Await(round=round_id, until=until, wait_s=wait_s):
+                self._named(round_id).waiters.append(Waiter(peer, call, until, now_s + wait_s))
+                return []
+            case m.Ask() | m.Commit() | m.Undo() | m.Abort():
+                return self._decision(now_s, peer, call, body)
+            case _:
+                raise WrongState("leading a replica", type(body).__name__)
+
+    def on_time(self, now_s: float) -> list[Action]:
+        """Time has passed: leases, rounds and waits end."""
+        actions: list[Action] = []
+        current = self._round
+        if current is not None and now_s >= current.ends_s:
+            actions += self._late(now_s, current)
+        return actions + self._answered(now_s)
+
+    @property
+    def in_round(self) -> bool:
+        """Whether a round is open."""
+        return self._round is not None
+
+    def next_s(self) -> float:
+        """When `on_time` has something to do."""
+        rounds = [r.next_s() for r in (self._round, *self._ended.values()) if r is not None]
+        return min([*rounds, *(w.ends_s for w in self._inquirers)], default=NEVER)
+
+    def on_lost(self, now_s: float, rank: int) -> list[Action]:
+        """A rank's process is gone. Its round fails; the replica is incomplete until the rank is replaced."""
+        member = self.membership.leave(rank)
+        if member is None or self._round is None:
+            return []
+        self._round.readers.discard(rank)
+        error = ChannelClosed(f"rank {rank} (process {member.pid}) is gone")
+        return self._fail(
+            now_s, self._round, fault_of(error, step=self._round.phase, rank=rank)
+        ) + self._answered(now_s)
+
+    # Membership.
+
+    def _join(self, now_s: float, peer: bytes, call: int, body: m.Join) -> list[Action]:
+        actions = self.on_lost(now_s, body.rank) if body.rank in self.membership.members else []
+        self.membership.join(peer, body)
+        if self.membership.tally is not None:
+            self.state = states.Serving(self.membership.common_version())
+            self._ledger.forget_manifests()
+        return [*actions, Reply(peer, call, m.Joined(replica=self.replica, boot=self.boot))]
+
+    # Before a round.
+
+    def _standing(self, tally: Tally) -> m.Standing:
+        undo = self.state.undo if isinstance(self.state, states.Serving) else None
+        return m.Standing(
+            replica=self.replica,
+            boot=self.boot,
+            state=states.describe(self.state),
+            expected=tally.expected,
+            serving=states.serving_version(self.state),
+            undo=undo,
+            round=self._round.id if self._round is not None else None,
+        )
+
+    def _open(self, now_s: float, peer: bytes, call: int, body: m.Open) -> list[Action]:
+        self.membership.whole()
+        if self._round is not None:
+            raise RoundOpen(self.replica, self._round.id.publisher)
+        self._ledger.check(body)
+        serving = states.serving_version(self.state)
+        if serving is not None and serving.digest is not None and serving == body.version:
+            return [Reply(peer, call, m.Opened(round=None, serving=serving))]
+        self._epoch += 1
+        round_id = RoundId(boot=self.boot, epoch=self._epoch, publisher=body.publisher)
+        self.state = states.open_round(self.state, body.version, round_id)
+        ranks = frozenset(range(self.world))
+        self._round = Round(
+            id=round_id,
+            label=str(body.version),
+            asked=body,
+            began_s=now_s,
+            ends_s=now_s + body.timeout_s,
+            ranks=ranks,
+            readers=set(ranks),
+        )
+        order = m.Stage(
+            round=round_id,
+            version=body.version,
+            offer=body.offer,
+            verify=body.verify,
+            timeout_s=body.timeout_s,
+        )
+        opened = events.RoundOpened(
+            **self._who(self._round), serving=None if serving is None else str(serving)
+        )
+        return [
+            Reply(peer, call, m.Opened(round=round_id, serving=serving)),
+            *(Tell(rank, order) for rank in sorted(ranks)),
+            Say(opened),
+        ]
+
+    # What ranks report.
+
+    def _from_rank(self, now_s: float, body: m.Staged | m.Verified | m.Failed | m.Dropped) -> list[Action]:
+        current = self._round if self._round is not None and self._round.id == body.round else None
+        rank = body.fault.rank if isinstance(body, m.Failed) else body.rank
+        if rank not in self.membership.members:
+            return []
+        match body:
+            case m.Dropped(rank=rank):
+                ended = self._ended.get(body.round)
+                if ended is not None:
+                    ended.readers.discard(rank)
+            case m.Staged(rank=rank) if current is not None and current.phase == "open":
+                current.readers.discard(rank)
+                current.staged[rank] = (body.size_bytes, body.seconds)
+                if not current.missing():
+                    return self._all_staged(now_s, current)
+            case m.Verified(rank=rank) if current is not None and current.phase in ("open", "staged"):
+                current.lanes[rank] = lanes_from_bytes(
+                    body.lanes, len(self.membership.members[rank].layout.placements)
+                )
+                current.verify_s[rank] = body.seconds
+                if current.phase == "staged" and not current.missing():
+                    return self._all_verified(now_s, current)
+            case m.Failed(fault=fault) if current is not None and current.phase in ("open", "staged"):
+                if fault.rank is not None:
+                    current.readers.discard(fault.rank)
+                return self._fail(now_s, current, fault)
+            case _:
+                pass
+        return []
+
+    def _all_staged(self, now_s: float, current: Round) -> list[Action]:
+        current.phase = "staged"
+        if current.asked is not None and current.asked.verify:
+            return [] if current.missing() else self._all_verified(now_s, current)
+        current.phase = "verified"
+        return []
+
+    def _all_verified(self, now_s: float, current: Round) -> list[Action]:
+        tally, asked = self.membership.whole(), current.asked
+        digests = None if asked is None else self._ledger.digests(asked)
+        if asked is None or digests is None:
+            raise WrongState(states.describe(self.state), "verify")
+        offered = digests[tally.sources(self._ledger.manifest(asked.structure))]
+        totals, disagreeing = tally.combine([current.lanes[rank] for rank in range(self.world)])
+        differing = disagreeing or tally.differing(totals, offered)
+        if differing:
+            error = DigestMismatch(differing, f"{self.replica}, shadow")
+            return self._fail(now_s, current, fault_of(error, step="verify"))
+        current.phase = "verified"
+        return [Say(events.Verified(**self._who(current), took_s=max(current.verify_s.values())))]
+
+    # Decisions.
+
+    def _decision(
+        self, now_s: float, peer: bytes, call: int, body: m.Ask | m.Commit | m.Undo | m.Abort
+    ) -> list[Action]:
+        match body:
+            case m.Ask(round=round_id, lease_s=lease_s):
+                current = self._current(round_id, "vote")
+                if current.phase != "verified":
+                    raise WrongState(states.describe(self.state), "vote")
+                self.state = states.verified(self.state)
+                current.phase, current.lease_s, current.ends_s = "ready", lease_s, now_s + lease_s
+                vote = events.Voted(**self._who(current), lease_s=lease_s)
+                return [Reply(peer, call, m.Voted()), Say(vote)]
+            case m.Commit(round=round_id, timeout_s=timeout_s):
+                current = self._current(round_id, "commit")
+                self.state = states.begin_swap(self.state)
+                return self._swap(now_s, current, peer, call, timeout_s, undo=False)
+            case m.Undo(publisher=publisher, timeout_s=timeout_s):
+                return self._undo(now_s, peer, call, publisher, timeout_s)
+            case m.Abort(round=round_id, reason=reason, wait_s=wait_s):
+                named = self._named(round_id)
+                if named.phase in ("committing", "done"):
+                    raise WrongState(states.describe(self.state), "abort")
+                named.aborters.append(Waiter(peer, call, "failed", now_s + wait_s))
+                fault = fault_of(RoundAborted(reason), step=named.phase)
+                return [] if named.over else self._fail(now_s, named, fault)
+
+    def _undo(self, now_s: float, peer: bytes, call: int, publisher: str, timeout_s: float) -> list[Action]:
+        self.membership.whole()
+        if self._round is not None:
+            raise RoundOpen(self.replica, self._round.id.publisher)
+        round_id = RoundId(boot=self.boot, epoch=self._epoch + 1, publisher=publisher)
+        label = str(states.serving_version(self.state))
+        self.state = states.begin_undo(self.state, round_id)
+        self._epoch += 1
+        ranks = frozenset(range(self.world))
+        self._round = Round(id=round_id, label=label, asked=None, began_s=now_s, ends_s=now_s, ranks=ranks)
+        return self._swap(now_s, self._round, peer, call, timeout_s, undo=True)
+
+    def _swap(
+        self, now_s: float, current: Round, peer: bytes, call: int, timeout_s: float, *, undo: bool
+    ) -> list[Action]:
+        current.phase, current.committer, current.ends_s = "committing", (peer, call), now_s + timeout_s
+        return [Decide(current.id, undo, timeout_s)]
+
+    def _swapped(self, now_s: float, peer: bytes, call: int, body: m.Swapped) -> list[Action]:
+        current = self._round
+        ours = body.boot == self.boot
+        if current is None or not ours or current.id.epoch != body.epoch or current.phase != "committing":
+            ended = (known for known in self._ended.values() if ours and known.id.epoch == body.epoch)
+            keep = any(known.phase == "done" for known in ended)
+            return [Reply(peer, call, m.Settled(keep=keep, serving=states.serving_version(self.state)))]
+        current.acks[body.rank] = Ack(peer, call, body.seconds)
+        if body.fault is not None:
+            return self._fail(now_s, current, body.fault)
+        return [] if current.missing() else self._done(now_s, current)
+
+    # How a round ends.
+
+    def _done(self, now_s: float, current: Round) -> list[Action]:
+        self.state = states.settled(self.state, keep=True)
+        serving = states.serving_version(self.state)
+        undo = self.state.undo if isinstance(self.state, states.Serving) else None
+        self._ledger.published(serving)
+        stall_s = max(ack.seconds for ack in current.acks.values())
+        actions: list[Action] = self._settle(current, keep=True)
+        if current.committer is not None:
+            answer = m.Committed(serving=serving, undo=undo, stall_s=stall_s)
+            actions.append(Reply(*current.committer, answer))
+        said = (
+            events.Committed(**self._who(current), stall_s=stall_s)
+            if current.asked is not None
+            else events.Undone(**self._who(current), serving=str(serving), stall_s=stall_s)
+        )
+        outcome = events.Outcome.COMMITTED if current.asked is not None else events.Outcome.UNDONE
+        return [*actions, Say(said), self._end(now_s, current, "done", outcome)]
+
+    def _fail(self, now_s: float, current: Round, fault: Fault) -> list[Action]:
+        """End the round at the old version, from any phase; ranks that exchanged are told to exchange back."""
+        committing = current.phase == "committing"
+        self.state = states.after_failure(self.state, fault.message)
+        current.fault = fault
+        actions: list[Action] = self._settle(current, keep=False)
+        if committing:
+            actions.append(Withdraw(current.id))
+        if current.committer is not None:
+            actions.append(Reply(*current.committer, m.Refusal(fault=fault)))
+        actions += [
+            Tell(rank, m.Drop(round=current.id))
+            for rank in sorted(current.ranks & set(self.membership.members))
+        ]
+        aborted = events.Aborted(
+            **self._who(current), rank=fault.rank, step=fault.step, code=fault.code, reason=fault.message
+        )
+        return [*actions, Say(aborted), self._end(now_s, current, "failed", events.Outcome.ABORTED)]
+
+    def _late(self, now_s: float, current: Round) -> list[Action]:
+        missing, waited_s = current.missing(), now_s - current.began_s
+        rank = missing[0] if len(missing) == 1 else None
+        who = "rank " + ", ".join(map(str, missing)) if missing else "the publisher"
+        step = {"open": "stage", "staged": "verify", "committing": "commit"}.get(current.phase, "decide")
+        said: list[Action] = []
+        if current.phase == "ready":
+            said = [Say(events.LeaseExpired(**self._who(current), lease_s=current.lease_s))]
+        error = DeadlineExceeded(f"{who} to {step}", waited_s)
+        return said + self._fail(now_s, current, fault_of(error, step=step, rank=rank, waited_s=waited_s))
+
+    def _settle(self, current: Round, *, keep: bool) -> list[Action]:
+        serving = states.serving_version(self.state)
+        return [Reply(a.peer, a.call, m.Settled(keep=keep, serving=serving)) for a in current.acks.values()]
+
+    def _end(self, now_s: float, current: Round, phase: m.Phase, outcome: events.Outcome) -> Action:
+        current.phase = phase
+        self._round = None
+        self._ended[current.id] = current
+        while len(self._ended) > REMEMBERED:
+            self._ended.popitem(last=False)
+        serving = states.serving_version(self.state)
+        return Say(
+            events.RoundEnded(
+                **self._who(current),
+                outcome=outcome,
+                took_s=now_s - current.began_s,
+                verified=current.asked is not None and current.asked.verify,
+                serving=None if serving is None else str(serving),
+            )
+        )
+
+    # Finding and answering.
+
+    def _current(self, round_id: RoundId, command: str) -> Round:
+        if self._round is None or self._round.id != round_id:
+            raise WrongState(f"not in that round ({states.describe(self.state)})", command)
+        return self._round
+
+    def _named(self, round_id: RoundId) -> Round:
+        ended = self._ended.get(round_id)
+        return ended if ended is not None else self._current(round_id, "a question about a round")
+
+    def _answered(self, now_s: float) -> list[Action]:
+        actions: list[Action] = []
+        for known in (self._round, *self._ended.values()):
+            if known is not None:
+                actions += [Reply(w.peer, w.call, known.progress()) for w in known.heard(now_s)]
+                readers = tuple(sorted(known.readers))
+                actions += [Reply(w.peer, w.call, m.Aborted(readers=readers)) for w in known.released(now_s)]
+        waiting, self._inquirers = self._inquirers, []
+        for waiter in waiting:
+            if self.membership.tally is not None:
+                actions.append(Reply(waiter.peer, waiter.call, self._standing(self.membership.tally)))
+            elif now_s >= waiter.ends_s:
+                fault = fault_of(self.membership.incomplete(), step="inquire")
+                actions.append(Reply(waiter.peer, waiter.call, m.Refusal(fault=fault)))
+            else:
+                self._inquirers.append(waiter)
+        return actions
+
+    def _who(self, current: Round) -> events.RoundFacts:
+        return {"replica": self.replica, "round": f"{self.boot}/{current.id.epoch}", "version": current.label}

@@ -1,0 +1,208 @@
+"""The states of a rank and of its replica, and every transition between them. Pure.
+
+Serving ── open ──▶ Staging ── verified ──▶ Ready ── commit ──▶ Serving(undo) ── undo ──▶ Serving
+A sum type: data exists only where it means something. Pausing is the scheduler's matter and no part of this.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TypeAlias
+
+from liveweight.errors import WrongState
+from liveweight.spec.manifest import Version
+from liveweight.wire.values import RoundId
+
+
+@dataclass(frozen=True, slots=True)
+class Serving:
+    """Whole, on one version (None: weights of unknown origin); `undo` is the version in the shadow, if one is."""
+
+    version: Version | None
+    undo: Version | None = None
+    can_undo: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Staging:
+    """A round reads into the shadow; live weights are the base's."""
+
+    base: Version | None
+    target: Version
+    round: RoundId
+
+
+@dataclass(frozen=True, slots=True)
+class Ready:
+    """The shadow holds the target, verified if that was asked; live weights are the base's."""
+
+    base: Version | None
+    target: Version
+    round: RoundId
+
+
+@dataclass(frozen=True, slots=True)
+class Swapping:
+    """Shadow and live weights are being exchanged; nothing serves until the outcome is known. Undo passes here too."""
+
+    base: Version | None
+    target: Version | None
+    round: RoundId
+
+
+@dataclass(frozen=True, slots=True)
+class Overwriting:
+    """In place: live weights are being overwritten."""
+
+    target: Version
+
+
+@dataclass(frozen=True, slots=True)
+class Torn:
+    """An in-place round failed: a mixture, which must never serve."""
+
+    target: Version
+    cause: str
+
+
+@dataclass(frozen=True, slots=True)
+class Released:
+    """Asleep: weights, KV cache or both were given back."""
+
+    version: Version | None
+    weights: bool
+    kv_cache: bool
+
+
+State: TypeAlias = Serving | Staging | Ready | Swapping | Overwriting | Torn | Released
+
+
+def open_round(state: State, target: Version, round_id: RoundId) -> State:
+    """A round begins; the undo of the round before is given up. A torn rank may be healed by one."""
+    match state:
+        case Serving(version=base):
+            return Staging(base, target, round_id)
+        case Torn():
+            return Staging(None, target, round_id)
+        case _:
+            raise WrongState(describe(state), "open")
+
+
+def verified(state: State) -> State:
+    """Everything is in the shadow, and is right."""
+    match state:
+        case Staging(base=base, target=target, round=round_id):
+            return Ready(base, target, round_id)
+        case _:
+            raise WrongState(describe(state), "verify")
+
+
+def begin_swap(state: State) -> State:
+    """The decision to commit has reached the boundary."""
+    match state:
+        case Ready(base=base, target=target, round=round_id):
+            return Swapping(base, target, round_id)
+        case _:
+            raise WrongState(describe(state), "commit")
+
+
+def begin_undo(state: State, round_id: RoundId) -> State:
+    """The decision to go back has reached the boundary."""
+    match state:
+        case Serving(version=version, undo=undo, can_undo=True):
+            return Swapping(version, undo, round_id)
+        case _:
+            raise WrongState(describe(state), "undo")
+
+
+def settled(state: State, *, keep: bool) -> State:
+    """The outcome of a swap is known: all ranks keep it, or all have exchanged back. What is not live is the undo."""
+    match state:
+        case Swapping(base=base, target=target) if keep:
+            return Serving(target, base, can_undo=True)
+        case Swapping(base=base):
+            return Serving(base)
+        case _:
+            raise WrongState(describe(state), "settle")
+
+
+def after_failure(state: State, cause: str) -> State:
+    """What a failure leaves. Before a commit nothing was touched; in place there is no way back."""
+    match state:
+        case Staging(base=base) | Ready(base=base) | Swapping(base=base):
+            return Serving(base)
+        case Overwriting(target=target):
+            return Torn(target, cause)
+        case _:
+            raise WrongState(describe(state), "fail")
+
+
+def overwrite(state: State, target: Version) -> State:
+    """An in-place round begins."""
+    match state:
+        case Serving() | Torn():
+            return Overwriting(target)
+        case _:
+            raise WrongState(describe(state), "overwrite")
+
+
+def overwritten(state: State) -> State:
+    """An in-place round came to its end, verified."""
+    match state:
+        case Overwriting(target=target):
+            return Serving(target)
+        case _:
+            raise WrongState(describe(state), "finish overwriting")
+
+
+def sleep(state: State, *, weights: bool, kv_cache: bool) -> State:
+    """Give memory back; what is asleep stays asleep."""
+    match state:
+        case Serving(version=version):
+            return Released(version, weights, kv_cache)
+        case Released(version=version, weights=w, kv_cache=k):
+            return Released(version, w or weights, k or kv_cache)
+        case _:
+            raise WrongState(describe(state), "sleep")
+
+
+def wake(state: State, *, weights: bool, kv_cache: bool) -> State:
+    """Restore what was given back; serving again only when nothing is missing."""
+    match state:
+        case Released(version=version, weights=w, kv_cache=k):
+            w, k = w and not weights, k and not kv_cache
+            return Released(version, w, k) if w or k else Serving(version)
+        case Serving():
+            return state
+        case _:
+            raise WrongState(describe(state), "wake up")
+
+
+def serving_version(state: State) -> Version | None:
+    """What can be generated with now; None where nothing can, or its origin is unknown."""
+    match state:
+        case Serving(version=version) | Staging(base=version) | Ready(base=version):
+            return version
+        case Released(version=version, weights=False):
+            return version
+        case _:
+            return None
+
+
+def describe(state: State) -> str:
+    """A state as error messages say it."""
+    match state:
+        case Serving(version=version):
+            return f"serving {version}"
+        case Staging(base=base, target=target):
+            return f"staging {target} over {base}"
+        case Ready(base=base, target=target):
+            return f"ready to go from {base} to {target}"
+        case Swapping(base=base, target=target):
+            return f"going from {base} to {target}"
+        case Overwriting(target=target):
+            return f"overwriting with {target}"
+        case Torn(target=target, cause=cause):
+            return f"torn by {target} ({cause})"
+        case Released(version=version):
+            return f"asleep at {version}"

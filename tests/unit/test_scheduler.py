@@ -1,0 +1,538 @@
+"""The scheduler's decisions, told by messages and time alone: fences, leases, votes, outcomes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TypeVar
+
+import numpy as np
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from liveweight.errors import LiveWeightError
+from liveweight.observe import events
+from liveweight.plan.tally import lanes_to_bytes
+from liveweight.spec.digest import Lanes, partial
+from liveweight.spec.dtype import DType
+from liveweight.spec.layout import Layout, Piece, packed, place
+from liveweight.spec.manifest import Manifest, TensorSpec, Version
+from liveweight.spec.region import box, whole
+from liveweight.wire import messages as m
+from liveweight.wire.values import Fault, Offer, RoundId
+from liveweight.worker.rounds import Action, Decide, Reply, Say, Tell, Withdraw
+from liveweight.worker.scheduler import Scheduler
+from liveweight.worker.states import Serving
+
+W = TensorSpec(name="w", dtype=DType.FLOAT32, shape=(4, 3))
+NORM = TensorSpec(name="norm", dtype=DType.FLOAT32, shape=(3,))
+MANIFEST = Manifest(tensors=(W, NORM))
+OFFER = Offer(mode="ipc", kind="frozen", source="ipc:///nowhere", layout="l", generation=1)
+PUBLISHER, PEER = b"publisher", 1
+
+B = TypeVar("B", bound=m.Message)
+
+
+def layout_of(rank: int, world: int) -> Layout:
+    """Rows of w are split over the ranks; every rank has the norm."""
+    rows = 4 // world
+    pieces = [Piece(tensor=W, region=box((rank * rows, (rank + 1) * rows), (0, 3)))]
+    placements = place(pieces, memory=0, shape=(rows, 3)) + place(
+        [Piece(tensor=NORM, region=whole(NORM.shape))], memory=1, shape=(3,)
+    )
+    return Layout(tensors=(W, NORM), memories_bytes=(rows * 12, 12), placements=tuple(placements))
+
+
+def content(label: int) -> dict[str, np.ndarray[tuple[int, ...], np.dtype[np.float32]]]:
+    rng = np.random.default_rng(label)
+    return {"w": rng.random((4, 3), dtype=np.float32), "norm": rng.random(3, dtype=np.float32)}
+
+
+def offered(label: int) -> Lanes:
+    values, layout = content(label), packed(MANIFEST.tensors)
+    memory = np.zeros(layout.memories_bytes[0], dtype=np.uint8)
+    for placement in layout.placements:
+        raw = values[placement.name].view(np.uint8).reshape(-1)
+        memory[placement.offset_bytes : placement.offset_bytes + len(raw)] = raw
+    return np.stack([partial(memory, p, s) for p, s in zip(layout.placements, MANIFEST, strict=True)])
+
+
+def held(label: int, rank: int, world: int, *, flip: bool = False) -> bytes:
+    values, layout, rows = content(label), layout_of(rank, world), 4 // world
+    memories = [values["w"][rank * rows : (rank + 1) * rows].copy(), values["norm"].copy()]
+    raw = [memory.reshape(-1).view(np.uint8).copy() for memory in memories]
+    if flip:
+        raw[1][0] ^= 1
+    specs = layout.specs()
+    lanes = np.stack([partial(raw[p.memory], p, specs[p.name]) for p in layout.placements])
+    return lanes_to_bytes(lanes)
+
+
+@dataclass
+class World:
+    """A scheduler with joined ranks, a clock, and what it answered."""
+
+    world: int = 2
+    now_s: float = 0.0
+    actions: list[Action] = field(default_factory=list)
+    calls: int = 0
+
+    def __post_init__(self) -> None:
+        self.scheduler = Scheduler(replica="engine", boot="boot", world=self.world)
+        for rank in range(self.world):
+            self.join(rank)
+        self.ask(m.Describe(structure="s", manifest=MANIFEST), m.Described)
+
+    def join(self, rank: int, serving: Version | None = None) -> m.Message:
+        body = m.Join(rank=rank, pid=100 + rank, layout=layout_of(rank, self.world), serving=serving)
+        return self.ask(body, m.Joined, peer=b"rank%d" % rank)
+
+    def tell(self, body: m.Message, peer: bytes = PUBLISHER, call: int = 0) -> list[Action]:
+        done = self.scheduler.on_message(self.now_s, peer, call, body)
+        self.actions += done
+        return done
+
+    def call(self, body: m.Message, peer: bytes = PUBLISHER) -> int:
+        self.calls += 1
+        self.tell(body, peer, self.calls)
+        return self.calls
+
+    def answer(self, call: int) -> m.Message | None:
+        found = [a.body for a in self.actions if isinstance(a, Reply) and a.call == call]
+        assert len(found) <= 1, "a call is answered once"
+        return found[0] if found else None
+
+    def ask(self, body: m.Message, kind: type[B], peer: bytes = PUBLISHER) -> B:
+        answer = self.answer(self.call(body, peer))
+        assert isinstance(answer, kind), answer
+        return answer
+
+    def refused(self, body: m.Message) -> LiveWeightError:
+        return self.ask(body, m.Refusal).fault.to_error()
+
+    def pass_time(self, seconds: float) -> None:
+        self.now_s += seconds
+        self.actions += self.scheduler.on_time(self.now_s)
+
+    def open(
+        self, label: int = 1, *, verify: bool = True, publisher: str = "p", timeout_s: float = 10
+    ) -> m.Open:
+        lanes = offered(label)
+        return m.Open(
+            publisher=publisher,
+            version=Version(run="run", label=label, digest=f"{label:032x}"),
+            structure="s",
+            digests=lanes_to_bytes(lanes),
+            offer=OFFER,
+            verify=verify,
+            timeout_s=timeout_s,
+        )
+
+    def opened(self, label: int = 1, *, verify: bool = True) -> RoundId:
+        round_id = self.ask(self.open(label, verify=verify), m.Opened).round
+        assert round_id is not None
+        return round_id
+
+    def staged(self, round_id: RoundId, rank: int) -> None:
+        self.tell(m.Staged(round=round_id, rank=rank, size_bytes=10, seconds=0.1))
+
+    def verified(self, round_id: RoundId, rank: int, label: int, *, flip: bool = False) -> None:
+        lanes = held(label, rank, self.world, flip=flip)
+        self.tell(m.Verified(round=round_id, rank=rank, lanes=lanes, seconds=0.1))
+
+    def ready(self, label: int = 1) -> RoundId:
+        round_id = self.opened(label)
+        for rank in range(self.world):
+            self.staged(round_id, rank)
+            self.verified(round_id, rank, label)
+        self.ask(m.Ask(round=round_id, lease_s=5), m.Voted)
+        return round_id
+
+    def swapped(self, round_id: RoundId, rank: int, *, fault: bool = False) -> int:
+        broken = Fault(code="LW-502", message="no memory", step="commit", rank=rank) if fault else None
+        body = m.Swapped(boot=round_id.boot, epoch=round_id.epoch, rank=rank, seconds=0.01, fault=broken)
+        return self.call(body, b"rank%d" % rank)
+
+    def committed(self, label: int = 1) -> RoundId:
+        round_id = self.ready(label)
+        call = self.call(m.Commit(round=round_id, timeout_s=5))
+        for rank in range(self.world):
+            self.swapped(round_id, rank)
+        assert isinstance(self.answer(call), m.Committed)
+        return round_id
+
+    @property
+    def serving(self) -> str:
+        assert isinstance(self.scheduler.state, Serving)
+        return str(self.scheduler.state.version)
+
+    def said(self, kind: type[events.Event]) -> list[events.AnyEvent]:
+        return [a.event for a in self.actions if isinstance(a, Say) and isinstance(a.event, kind)]
+
+
+def test_a_whole_round_commits_and_can_be_undone() -> None:
+    world = World()
+    world.committed(1)
+    world.committed(2)
+    assert world.serving == "2"
+    call = world.call(m.Undo(publisher="p", timeout_s=5))
+    decide = [a for a in world.actions if isinstance(a, Decide)][-1]
+    assert decide.undo
+    for rank in range(2):
+        world.swapped(decide.round, rank)
+    answer = world.answer(call)
+    assert isinstance(answer, m.Committed)
+    assert str(answer.serving) == "1"
+    assert world.serving == "1"
+    assert [e.outcome for e in world.said(events.RoundEnded) if isinstance(e, events.RoundEnded)] == [
+        "committed",
+        "committed",
+        "undone",
+    ]
+
+
+def test_undo_without_a_version_to_go_back_to_is_refused() -> None:
+    assert World().refused(m.Undo(publisher="p", timeout_s=5)).code == "LW-107"
+
+
+def test_opening_gives_up_the_undo_of_the_round_before() -> None:
+    world = World()
+    world.committed(1)
+    round_id = world.opened(2)
+    world.ask(m.Abort(round=round_id, reason="no", wait_s=0), m.Aborted)
+    assert world.refused(m.Undo(publisher="p", timeout_s=5)).code == "LW-107"
+
+
+def test_a_round_without_verification_commits_on_staging_alone() -> None:
+    world = World()
+    round_id = world.opened(1, verify=False)
+    for rank in range(2):
+        world.staged(round_id, rank)
+    world.ask(m.Ask(round=round_id, lease_s=5), m.Voted)
+
+
+def test_a_second_publisher_is_refused_with_the_holder_named() -> None:
+    world = World()
+    world.opened(1)
+    error = world.refused(world.open(2, publisher="q"))
+    assert error.code == "LW-106"
+    assert "round of p" in str(error)
+
+
+def test_what_is_installed_already_needs_no_round() -> None:
+    world = World()
+    world.committed(1)
+    assert world.ask(world.open(1), m.Opened).round is None
+
+
+def test_the_same_label_with_other_content_is_refused() -> None:
+    world = World()
+    world.committed(1)
+    body = m.Open(
+        **{name: getattr(world.open(1), name) for name in m.Open.__struct_fields__ if name != "version"},
+        version=Version(run="run", label=1, digest="f" * 32),
+    )
+    assert world.refused(body).code == "LW-104"
+    restarted = m.Open(
+        **{name: getattr(world.open(1), name) for name in m.Open.__struct_fields__ if name != "version"},
+        version=Version(run="another run", label=1, digest="f" * 32),
+    )
+    assert world.ask(restarted, m.Opened).round is not None
+
+
+def test_a_flipped_bit_in_one_shadow_is_named_and_nothing_changes() -> None:
+    world = World()
+    world.committed(1)
+    round_id = world.opened(2)
+    waiting = world.call(m.Await(round=round_id, until="verified", wait_s=10))
+    for rank in range(2):
+        world.staged(round_id, rank)
+        world.verified(round_id, rank, 2, flip=rank == 1)
+    answer = world.answer(waiting)
+    assert isinstance(answer, m.Progress)
+    assert answer.phase == "failed"
+    assert answer.fault is not None
+    assert (answer.fault.code, "norm" in answer.fault.message) == ("LW-401", True)
+    assert world.serving == "1"
+    assert [a.rank for a in world.actions if isinstance(a, Tell) and isinstance(a.body, m.Drop)] == [0, 1]
+
+
+def test_a_wrong_version_on_every_rank_is_noticed_too() -> None:
+    world = World()
+    round_id = world.opened(2)
+    for rank in range(2):
+        world.staged(round_id, rank)
+        world.verified(round_id, rank, 3)
+    assert world.serving == "None"
+    assert world.refused(m.Ask(round=round_id, lease_s=5)).code == "LW-107"
+
+
+def test_a_rank_that_does_not_stage_is_named_at_the_deadline() -> None:
+    world = World()
+    round_id = world.opened(1)
+    waiting = world.call(m.Await(round=round_id, until="staged", wait_s=60))
+    world.staged(round_id, 0)
+    world.pass_time(9.9)
+    assert world.answer(waiting) is None
+    world.pass_time(0.2)
+    answer = world.answer(waiting)
+    assert isinstance(answer, m.Progress)
+    assert answer.fault is not None
+    assert (answer.fault.rank, answer.fault.step, answer.fault.code) == (1, "stage", "LW-301")
+    assert answer.readers == (1,)
+
+
+def test_a_wait_ends_with_the_progress_so_far() -> None:
+    world = World()
+    round_id = world.opened(1)
+    waiting = world.call(m.Await(round=round_id, until="staged", wait_s=1))
+    world.staged(round_id, 1)
+    world.pass_time(1)
+    answer = world.answer(waiting)
+    assert isinstance(answer, m.Progress)
+    assert (answer.phase, answer.missing, answer.fault) == ("open", (0,), None)
+
+
+def test_a_lease_that_ends_aborts_and_a_later_commit_is_refused() -> None:
+    world = World()
+    round_id = world.ready(1)
+    world.pass_time(5)
+    assert world.refused(m.Commit(round=round_id, timeout_s=5)).code == "LW-107"
+    assert not [a for a in world.actions if isinstance(a, Decide)]
+    assert len(world.said(events.LeaseExpired)) == 1
+
+
+def test_a_commit_of_an_old_epoch_has_no_effect() -> None:
+    world = World()
+    old = world.ready(1)
+    world.ask(m.Abort(round=old, reason="changed my mind", wait_s=0), m.Aborted)
+    new = world.ready(2)
+    assert world.refused(m.Commit(round=old, timeout_s=5)).code == "LW-107"
+    restarted = RoundId(boot="another boot", epoch=new.epoch, publisher="p")
+    assert world.refused(m.Commit(round=restarted, timeout_s=5)).code == "LW-107"
+    stranger = RoundId(boot="boot", epoch=new.epoch, publisher="q")
+    assert world.refused(m.Commit(round=stranger, timeout_s=5)).code == "LW-107"
+    assert not [a for a in world.actions if isinstance(a, Decide)]
+
+
+def test_a_vote_before_verification_is_refused() -> None:
+    world = World()
+    round_id = world.opened(1)
+    for rank in range(2):
+        world.staged(round_id, rank)
+    assert world.refused(m.Ask(round=round_id, lease_s=5)).code == "LW-107"
+
+
+def test_one_rank_that_cannot_exchange_sends_all_back() -> None:
+    world = World()
+    world.committed(1)
+    round_id = world.ready(2)
+    commit = world.call(m.Commit(round=round_id, timeout_s=5))
+    first = world.swapped(round_id, 0)
+    second = world.swapped(round_id, 1, fault=True)
+    for call in (first, second):
+        settled = world.answer(call)
+        assert isinstance(settled, m.Settled)
+        assert (settled.keep, str(settled.serving)) == (False, "1")
+    refusal = world.answer(commit)
+    assert isinstance(refusal, m.Refusal)
+    assert refusal.fault.rank == 1
+
+
+def test_a_boundary_that_comes_too_late_is_told_to_go_back() -> None:
+    world = World()
+    world.committed(1)
+    round_id = world.ready(2)
+    commit = world.call(m.Commit(round=round_id, timeout_s=5))
+    first = world.swapped(round_id, 0)
+    world.pass_time(5)
+    assert isinstance(world.answer(commit), m.Refusal)
+    assert [a for a in world.actions if isinstance(a, Withdraw)]
+    late = world.swapped(round_id, 1)
+    for call in (first, late):
+        settled = world.answer(call)
+        assert isinstance(settled, m.Settled)
+        assert not settled.keep
+    assert world.serving == "1"
+
+
+def test_a_rank_that_asks_again_after_the_outcome_hears_the_same() -> None:
+    world = World()
+    round_id = world.committed(1)
+    settled = world.answer(world.swapped(round_id, 0))
+    assert isinstance(settled, m.Settled)
+    assert settled.keep
+
+
+def test_a_commit_cannot_be_aborted_half_way() -> None:
+    world = World()
+    round_id = world.ready(1)
+    world.call(m.Commit(round=round_id, timeout_s=5))
+    assert world.refused(m.Abort(round=round_id, reason="no", wait_s=0)).code == "LW-107"
+
+
+def test_an_abort_is_answered_when_nobody_reads_any_more() -> None:
+    world = World()
+    round_id = world.opened(1)
+    abort = world.call(m.Abort(round=round_id, reason="no", wait_s=10))
+    assert world.answer(abort) is None
+    world.tell(m.Dropped(round=round_id, rank=0))
+    world.tell(m.Dropped(round=round_id, rank=1))
+    answer = world.answer(abort)
+    assert isinstance(answer, m.Aborted)
+    assert answer.readers == ()
+
+
+def test_a_rank_that_lags_is_named_when_the_wait_for_it_is_over() -> None:
+    world = World()
+    round_id = world.opened(1)
+    abort = world.call(m.Abort(round=round_id, reason="no", wait_s=1))
+    world.tell(m.Dropped(round=round_id, rank=0))
+    world.pass_time(1)
+    answer = world.answer(abort)
+    assert isinstance(answer, m.Aborted)
+    assert answer.readers == (1,)
+
+
+def test_a_lost_rank_fails_the_round_at_once_and_its_successor_completes_the_replica() -> None:
+    world = World()
+    world.committed(1)
+    round_id = world.opened(2)
+    waiting = world.call(m.Await(round=round_id, until="staged", wait_s=60))
+    world.actions += world.scheduler.on_lost(world.now_s, 1)
+    answer = world.answer(waiting)
+    assert isinstance(answer, m.Progress)
+    assert answer.fault is not None
+    assert (answer.fault.rank, answer.fault.code) == (1, "LW-205")
+    assert "rank 1" in str(world.refused(world.open(3)))
+    asked = world.call(m.Inquire(wait_s=10))
+    assert world.answer(asked) is None
+    world.join(1)
+    standing = world.answer(asked)
+    assert isinstance(standing, m.Standing)
+    assert standing.serving is None  # rank 0 holds version 1, its new companion something unknown
+    assert world.refused(world.open(3)).code == "LW-102"  # described anew first
+    world.ask(m.Describe(structure="s", manifest=MANIFEST), m.Described)
+    world.committed(3)
+
+
+def test_ranks_whose_regions_overlap_in_part_cannot_join() -> None:
+    scheduler = Scheduler(replica="engine", boot="boot", world=2)
+    for rank, layout in enumerate([layout_of(0, 1), layout_of(1, 2)]):
+        body = m.Join(rank=rank, pid=1, layout=layout, serving=None)
+        actions = scheduler.on_message(0.0, b"r", 1, body)
+    reply = actions[-1]
+    assert isinstance(reply, Reply)
+    assert isinstance(reply.body, m.Refusal)
+    assert reply.body.fault.code == "LW-103"
+
+
+def test_a_manifest_that_does_not_fit_is_refused_with_the_names() -> None:
+    other = Manifest(tensors=(W, TensorSpec(name="bias", dtype=DType.FLOAT32, shape=(3,))))
+    error = World().refused(m.Describe(structure="t", manifest=other))
+    assert error.code == "LW-101"
+    assert "norm missing" in str(error)
+    assert "bias unexpected" in str(error)
+
+
+@pytest.mark.parametrize("lanes", [b"", b"x" * 31])
+def test_digests_of_the_wrong_number_are_refused(lanes: bytes) -> None:
+    world = World()
+    round_id = world.opened(1)
+    for rank in range(2):
+        world.staged(round_id, rank)
+    world.tell(m.Verified(round=round_id, rank=0, lanes=lanes, seconds=0.0))
+    assert len(world.said(events.PeerRefused)) == 1
+    assert world.refused(m.Ask(round=round_id, lease_s=5)).code == "LW-107"
+
+
+class Interleavings(RuleBasedStateMachine):
+    """Any order of messages, also late, doubled and foreign ones: ranks never end up with different outcomes of one round."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.world = World()
+        self.rounds: list[tuple[RoundId, int]] = []
+        self.asked: list[int] = []
+        self.label = 0
+        self.swaps: dict[int, list[int]] = {}
+
+    @rule()
+    def open(self) -> None:
+        self.label += 1
+        answer = self.world.answer(self.world.call(self.world.open(self.label)))
+        if isinstance(answer, m.Opened) and answer.round is not None:
+            self.rounds.append((answer.round, self.label))
+
+    @precondition(lambda self: self.rounds)
+    @rule(data=st.data(), rank=st.integers(0, 1))
+    def stage(self, data: st.DataObject, rank: int) -> None:
+        self.world.staged(data.draw(st.sampled_from(self.rounds))[0], rank)
+
+    @precondition(lambda self: self.rounds)
+    @rule(data=st.data(), rank=st.integers(0, 1), flip=st.sampled_from([False, False, False, True]))
+    def verify(self, data: st.DataObject, rank: int, flip: bool) -> None:
+        round_id, label = data.draw(st.sampled_from(self.rounds))
+        self.world.verified(round_id, rank, label, flip=flip)
+
+    @precondition(lambda self: self.rounds)
+    @rule(data=st.data(), kind=st.sampled_from(["ask", "commit", "abort", "await"]))
+    def decide(self, data: st.DataObject, kind: str) -> None:
+        round_id, _ = data.draw(st.sampled_from(self.rounds))
+        body: m.Message
+        match kind:
+            case "ask":
+                body = m.Ask(round=round_id, lease_s=5)
+            case "commit":
+                body = m.Commit(round=round_id, timeout_s=5)
+            case "abort":
+                body = m.Abort(round=round_id, reason="no", wait_s=3)
+            case _:
+                body = m.Await(round=round_id, until="verified", wait_s=3)
+        self.asked.append(self.world.call(body))
+
+    @rule()
+    def undo(self) -> None:
+        self.asked.append(self.world.call(m.Undo(publisher="p", timeout_s=5)))
+
+    @precondition(lambda self: self.decided())
+    @rule(data=st.data(), rank=st.integers(0, 1), fault=st.sampled_from([False, False, True]))
+    def swap(self, data: st.DataObject, rank: int, fault: bool) -> None:
+        round_id = data.draw(st.sampled_from(self.decided()))
+        call = self.world.swapped(round_id, rank, fault=fault)
+        self.asked.append(call)
+        self.swaps.setdefault(round_id.epoch, []).append(call)
+
+    def decided(self) -> list[RoundId]:
+        return [a.round for a in self.world.actions if isinstance(a, Decide)]
+
+    @rule(seconds=st.floats(0, 6))
+    def wait(self, seconds: float) -> None:
+        self.world.pass_time(seconds)
+
+    @rule(rank=st.integers(0, 1))
+    def replace(self, rank: int) -> None:
+        self.world.join(rank)
+        self.world.ask(m.Describe(structure="s", manifest=MANIFEST), m.Described)
+
+    @invariant()
+    def a_round_has_one_outcome(self) -> None:
+        ended = [e for e in self.world.said(events.RoundEnded) if isinstance(e, events.RoundEnded)]
+        assert len({e.round for e in ended}) == len(ended)
+
+    @invariant()
+    def all_ranks_hear_the_same_outcome(self) -> None:
+        for calls in self.swaps.values():
+            answers = [self.world.answer(call) for call in calls]
+            assert len({answer.keep for answer in answers if isinstance(answer, m.Settled)}) <= 1
+
+    def teardown(self) -> None:
+        """Given time alone, every call is answered."""
+        self.world.pass_time(100)
+        assert all(self.world.answer(call) is not None for call in self.asked)
+        assert not self.world.scheduler.in_round
+
+
+TestInterleavings = Interleavings.TestCase
+TestInterleavings.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
