@@ -25,9 +25,9 @@ LiveWeightError
 │   ├── MissingExtra           LW-501   an optional dependency is not installed
 │   └── OutOfMemory            LW-502   memory for an arena or a shadow could not be had
 ├── Torn                       LW-601   an in-place update failed: a mixture, which does not serve
-├── RoundFailed                the code of its cause: a round ended without a commit
+├── OutcomeUnknown             LW-602   the decision of a round could not be learned in time
 ├── RoundAborted               LW-603   the round was given up by its publisher
-└── OutcomeUnknown             LW-602   the decision of a round could not be learned in time
+└── RoundFailed                the code of its cause: a round ended without a commit
 """
 
 from __future__ import annotations
@@ -255,19 +255,19 @@ class Torn(LiveWeightError):
     retryable = True
 
 
-class RoundAborted(LiveWeightError):
-    """The round was given up by its publisher; nothing of it is left."""
-
-    code = "LW-603"
-    remedy = "see why the publisher gave up; publish again"
-    retryable = True
-
-
 class OutcomeUnknown(LiveWeightError):
     """The decision of a round could not be learned in time; the engines know it."""
 
     code = "LW-602"
     remedy = "ask the engines which version they serve, then go on or publish again"
+    retryable = True
+
+
+class RoundAborted(LiveWeightError):
+    """The round was given up by its publisher; nothing of it is left."""
+
+    code = "LW-603"
+    remedy = "see why the publisher gave up; publish again"
     retryable = True
 
 

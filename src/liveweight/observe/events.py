@@ -62,6 +62,13 @@ class RoundOpened(RoundEvent):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class StagingBegan(RoundEvent):
+    """A rank is attached to the source and is about to read."""
+
+    rank: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Staged(RoundEvent):
     """A rank has read all regions it owns into its shadow."""
 
@@ -171,7 +178,16 @@ class KernelsChosen(Event):
 
 
 AnyStep: TypeAlias = (
-    RoundOpened | Staged | Verified | Voted | Committed | Aborted | Undone | LeaseExpired | RoundEnded
+    RoundOpened
+    | StagingBegan
+    | Staged
+    | Verified
+    | Voted
+    | Committed
+    | Aborted
+    | Undone
+    | LeaseExpired
+    | RoundEnded
 )
 """Every event of a round."""
 

@@ -58,6 +58,8 @@ def _step(event: ev.AnyStep) -> tuple[int, str]:
     match event:
         case ev.RoundOpened():
             return INFO, f"opened, from {_named(event.serving)} to {event.version}"
+        case ev.StagingBegan():
+            return DEBUG, f"staging {event.version}"
         case ev.Staged():
             return DEBUG, f"staged {event.size_bytes} bytes of {event.version} in {event.took_s:.3f} s"
         case ev.Verified():
@@ -87,7 +89,7 @@ def _ending(event: ev.RoundEnded) -> str:
 
 def _who(event: ev.AnyStep) -> str:
     match event:
-        case ev.Staged(rank=int(rank)) | ev.MemberEvent(rank=int(rank)):
+        case ev.StagingBegan(rank=rank) | ev.Staged(rank=rank) | ev.MemberEvent(rank=int(rank)):
             return f"{event.replica} rank {rank}"
         case _:
             return event.replica

@@ -149,7 +149,14 @@ class MetricsReader:
                 self._add(LEASES_EXPIRED, 1)
             case ev.PeerRefused():
                 self._add(PEERS_REFUSED, 1, event.code)
-            case ev.RoundOpened() | ev.Voted() | ev.Aborted() | ev.LiveOfferImpossible() | ev.KernelsChosen():
+            case (
+                ev.RoundOpened()
+                | ev.StagingBegan()
+                | ev.Voted()
+                | ev.Aborted()
+                | ev.LiveOfferImpossible()
+                | ev.KernelsChosen()
+            ):
                 pass  # RoundEnded counts the first three's rounds; the others are for the log
             case _:
                 assert_never(event)

@@ -1,0 +1,56 @@
+"""Live weight updates for RL post-training: into running engines, verified to the bit, all or nothing."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from liveweight.api import Publisher, Receiver, share_module
+    from liveweight.errors import LiveWeightError, OutcomeUnknown, RoundFailed
+    from liveweight.spec.layout import Piece
+    from liveweight.spec.manifest import TensorSpec, Version
+    from liveweight.spec.region import box, whole
+    from liveweight.trainer.report import Report
+
+_HOMES = {
+    "LiveWeightError": "liveweight.errors",
+    "OutcomeUnknown": "liveweight.errors",
+    "Piece": "liveweight.spec.layout",
+    "Publisher": "liveweight.api",
+    "Receiver": "liveweight.api",
+    "Report": "liveweight.trainer.report",
+    "RoundFailed": "liveweight.errors",
+    "TensorSpec": "liveweight.spec.manifest",
+    "Version": "liveweight.spec.manifest",
+    "box": "liveweight.spec.region",
+    "share_module": "liveweight.api",
+    "whole": "liveweight.spec.region",
+}
+
+__all__ = [
+    "LiveWeightError",
+    "OutcomeUnknown",
+    "Piece",
+    "Publisher",
+    "Receiver",
+    "Report",
+    "RoundFailed",
+    "TensorSpec",
+    "Version",
+    "box",
+    "share_module",
+    "whole",
+]
+
+
+def __getattr__(name: str) -> object:
+    """Names load when they are first used: `import liveweight` alone loads neither torch nor zmq."""
+    import importlib
+
+    if name == "__version__":
+        from importlib.metadata import version
+
+        return version("liveweight")
+    if name not in _HOMES:
+        raise AttributeError(f"module 'liveweight' has no attribute {name!r}")
+    return getattr(importlib.import_module(_HOMES[name]), name)

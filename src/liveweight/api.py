@@ -1,0 +1,209 @@
+"""What `import liveweight as lw` offers: composes the parts, with defaults for one host.
+
+Owns those defaults: where sockets and the secret lie when nobody says. Without arguments both sides of one user on one host find
+the same secret file; across users or hosts, give both the same file.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import tempfile
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from liveweight.devices.kernels import choose_kernels
+from liveweight.errors import Refused
+from liveweight.observe.bus import Bus
+from liveweight.observe.events import OfferKind
+from liveweight.spec.deadline import Deadline
+from liveweight.spec.layout import Piece
+from liveweight.spec.manifest import Version
+from liveweight.trainer import publisher as publishing
+from liveweight.trainer.live import SharedModule
+from liveweight.trainer.live import share_module as _share_module
+from liveweight.trainer.offers import Offers
+from liveweight.trainer.replica import Replica, WireReplica
+from liveweight.trainer.source import Source
+from liveweight.trainer.sources import ModuleSource, as_source
+from liveweight.transports.ipc.arena import SharedArena
+from liveweight.transports.registry import TRANSPORTS, mode
+from liveweight.wire.credentials import Secret, load_or_create_secret, socket_directory
+from liveweight.worker import receiver as receiving
+from liveweight.worker.agent import StagingSettings
+from liveweight.worker.committer import Hook
+from liveweight.worker.target import Target
+from liveweight.worker.torch_target import ExchangeMode, TensorTarget, module_target
+
+if TYPE_CHECKING:
+    import torch
+    from torch.distributed import ProcessGroup
+
+
+class Publisher(publishing.Publisher):
+    """Sends a trainer's weights to running engines.
+
+        with lw.Publisher(model, engines=["ipc:///run/me/engine.sock"]) as publisher:
+            for step, batch in enumerate(data):
+                train(batch)
+                publisher.publish(step)   # RoundFailed: the engines still serve step - 1
+
+    `model` is a torch module, what `share_module` returned, a state dict, an HF checkpoint directory or a Source. Manifests are
+    compared here, before training starts. Every method is for one thread. `offer="live"` lets ranks read the parameters where they
+    lie; where that is not possible the publisher says why and freezes.
+    """
+
+    def __init__(
+        self,
+        model: object,
+        *,
+        engines: Sequence[str | Replica],
+        secret: Secret | Path | None = None,
+        directory: Path | None = None,
+        transfer_mode: str = "ipc",
+        offer: OfferKind = "frozen",
+        verify: bool = True,
+        timeout_s: float = 60.0,
+        lease_s: float = 10.0,
+        quorum: int | None = None,
+        threads: int | None = None,
+        run: str | None = None,
+        bus: Bus | None = None,
+    ) -> None:
+        bus, kernels = bus or Bus(), choose_kernels()
+        held = _secret(secret)
+        place = socket_directory(directory or default_directory())
+        chosen = mode(transfer_mode)
+        if offer not in chosen.offers:
+            raise Refused(f"{transfer_mode} has no {offer} offers, but {', '.join(chosen.offers)}")
+        source, shared = _source(model)
+        deadline = Deadline.after(timeout_s)
+        with ExitStack() as stack:
+            replicas = [e if not isinstance(e, str) else WireReplica(e, held) for e in engines]
+            for replica in replicas:
+                stack.callback(replica.close)
+            expected = publishing.meet_replicas(replicas, deadline)
+            outlet = chosen.outlet(place, held)
+            stack.callback(outlet.close)
+            offers = Offers(
+                source=source,
+                expected=expected,
+                outlet=outlet,
+                kernels=kernels,
+                shared=shared,
+                threads=(os.cpu_count() or 1) if threads is None else threads,
+                bus=bus,
+            )
+            publishing.describe_to(replicas, offers, expected, deadline)
+            super().__init__(
+                name=f"{os.uname().nodename}/{os.getpid()}",
+                run=run or secrets.token_hex(8),
+                replicas=replicas,
+                offers=offers,
+                settings=publishing.PublisherSettings(
+                    offer=offer, verify=verify, timeout_s=timeout_s, lease_s=lease_s, quorum=quorum
+                ),
+            )
+            stack.pop_all()
+        self._outlet = outlet
+
+    def close(self) -> None:
+        """Abort a round that is not committed yet, and let go of everything."""
+        super().close()
+        self._outlet.close()
+
+
+class Receiver(receiving.Receiver):
+    """Makes a program that holds tensors a rank of a replica.
+
+        with lw.Receiver(model) as receiver:
+            print(receiver.address)          # give it to the publisher
+            while serving:
+                step(model)
+                receiver.at_boundary()       # a new version becomes visible here, whole, or not at all
+
+    `target` is a torch module, a mapping of names to tensors (or to a tensor and the pieces of full tensors that it holds), or a
+    Target. A replica of several ranks gives every rank the same `address` and a gloo `group`.
+    """
+
+    def __init__(
+        self,
+        target: torch.nn.Module | Mapping[str, torch.Tensor | tuple[torch.Tensor, Sequence[Piece]]] | Target,
+        *,
+        pieces: Mapping[str, Sequence[Piece]] | None = None,
+        address: str | None = None,
+        secret: Secret | Path | None = None,
+        rank: int = 0,
+        world: int = 1,
+        group: ProcessGroup | None = None,
+        replica: str | None = None,
+        serving: Version | None = None,
+        exchange: ExchangeMode = "swap",
+        hooks: Sequence[Hook] = (),
+        threads: int = 1,
+        pace_bytes_per_s: float | None = None,
+        bus: Bus | None = None,
+        timeout_s: float = 60.0,
+    ) -> None:
+        held, kernels = _secret(secret), choose_kernels()
+        if address is None:
+            address = f"ipc://{default_directory()}/receiver-{os.getpid()}-{secrets.token_hex(4)}.sock"
+        super().__init__(
+            _target(target, pieces, exchange),
+            address=address,
+            secret=held,
+            kernels=kernels,
+            readers={name: found.reader(held, kernels) for name, found in TRANSPORTS.items()},
+            rank=rank,
+            world=world,
+            group=group,
+            replica=replica,
+            serving=serving,
+            hooks=hooks,
+            settings=StagingSettings(threads=threads, pace_bytes_per_s=pace_bytes_per_s),
+            bus=bus,
+            timeout_s=timeout_s,
+        )
+
+
+def share_module(module: torch.nn.Module) -> SharedModule:
+    """Move a module's parameters and persistent buffers into shared memory, so that live offers are possible.
+
+    The parameters stay the same objects and an optimiser goes on with them. Give the result to `Publisher`; `close()` moves them back.
+    """
+    return _share_module(module, SharedArena)
+
+
+def default_directory() -> Path:
+    """Where this user's sockets and secret lie when nobody says otherwise."""
+    return Path(tempfile.gettempdir()) / f"liveweight-{os.getuid()}"
+
+
+def _secret(given: Secret | Path | None) -> Secret:
+    if isinstance(given, Secret):
+        return given
+    if given is None:
+        given = socket_directory(default_directory()) / "secret"
+    return load_or_create_secret(given)
+
+
+def _source(model: object) -> tuple[Source, SharedModule | None]:
+    if isinstance(model, SharedModule):
+        return ModuleSource(model.module), model
+    return as_source(model), None
+
+
+def _target(
+    target: torch.nn.Module | Mapping[str, torch.Tensor | tuple[torch.Tensor, Sequence[Piece]]] | Target,
+    pieces: Mapping[str, Sequence[Piece]] | None,
+    exchange: ExchangeMode,
+) -> Target:
+    import torch
+
+    if isinstance(target, torch.nn.Module):
+        return module_target(target, pieces, exchange=exchange)
+    if isinstance(target, Mapping):
+        return TensorTarget(target, exchange=exchange)
+    return target

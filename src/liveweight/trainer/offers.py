@@ -1,0 +1,114 @@
+"""Offers: a version held ready to be read, frozen into an arena or live where the parameters lie.
+
+Owns the frozen arena and the moment at which memory may change: a generation is raised before, never after. How ranks reach the
+memory is the outlet's, what is done with an offer is the drive's.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from liveweight.devices.kernels import Kernels
+from liveweight.observe import events
+from liveweight.observe.bus import Bus
+from liveweight.observe.events import OfferKind
+from liveweight.spec.digest import ContentDigest, Lanes
+from liveweight.spec.layout import Layout
+from liveweight.spec.manifest import Manifest
+from liveweight.trainer.freeze import Freezer, offered_manifest
+from liveweight.trainer.live import SharedModule, live_digest, why_not_live
+from liveweight.trainer.source import Source
+from liveweight.transports.port import Arena, Outlet
+from liveweight.wire.values import Offer
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Made:
+    """An offer that stands, and what it took. `lanes` are the digests of its tensors, where they were asked for."""
+
+    offer: Offer
+    lanes: Lanes | None
+    freeze_s: float
+    digest_s: float
+
+
+class Offers:
+    """Makes one offer at a time, for one manifest. Called from the thread that offers."""
+
+    def __init__(
+        self,
+        *,
+        source: Source,
+        expected: Manifest,
+        outlet: Outlet,
+        kernels: Kernels,
+        shared: SharedModule | None,
+        threads: int,
+        bus: Bus,
+    ) -> None:
+        self.manifest = offered_manifest(source.manifest(), expected)
+        self.content = ContentDigest(self.manifest)
+        self._source, self._expected, self._outlet = source, expected, outlet
+        self._kernels, self._shared, self._threads, self._bus = kernels, shared, threads, bus
+        self._freezer = Freezer(self._source.manifest(), self.manifest, kernels)
+        self._arena: Arena | None = None
+
+    @property
+    def structure(self) -> str:
+        """The name that rounds use for the manifest."""
+        return self.manifest.names_digest().hex()
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of one version."""
+        return self.manifest.size_bytes
+
+    def make(self, label: str, kind: OfferKind, *, digest: bool, release: Callable[[], None]) -> Made:
+        """Hold the source's current values ready. `release` waits for readers of the offer before, a while."""
+        if kind == "live":
+            reason = why_not_live(self._source, self._expected, self._shared)
+            if reason is None and self._shared is not None:
+                return self._live(label, self._shared, digest=digest)
+            self._bus.emit(events.LiveOfferImpossible(version=label, reason=reason or "nothing is shared"))
+        return self._frozen(label, digest=digest, release=release)
+
+    def end(self, offer: Offer) -> None:
+        """The parameters of a live offer may change from now on: whoever still reads is revoked."""
+        if offer.kind == "live" and self._shared is not None and not self._shared.closed:
+            self._shared.arena.raise_generation()
+
+    def close(self) -> None:
+        """Give the frozen arena back. A shared module stays its owner's."""
+        if self._arena is not None:
+            self._arena.close()
+            self._arena = None
+
+    def _live(self, label: str, shared: SharedModule, *, digest: bool) -> Made:
+        offer = self._outlet.offer(shared.layout, [shared.arena], "live")
+        began_s = time.monotonic()
+        lanes = live_digest(shared, self._kernels, self._threads) if digest else None
+        self._said(label, "live", shared.layout)
+        return Made(offer=offer, lanes=lanes, freeze_s=0.0, digest_s=time.monotonic() - began_s)
+
+    def _frozen(self, label: str, *, digest: bool, release: Callable[[], None]) -> Made:
+        began_s = time.monotonic()
+        layout = self._freezer.layout
+        if self._arena is None:
+            self._arena = self._outlet.allocate(layout.memories_bytes[0])
+        else:
+            release()
+            self._arena.raise_generation()
+        frozen = self._freezer.freeze(self._source, self._arena.memory, threads=self._threads, digest=digest)
+        took_s = time.monotonic() - began_s
+        self._bus.emit(events.Frozen(version=label, rank=0, size_bytes=self.size_bytes, took_s=took_s))
+        offer = self._outlet.offer(layout, [self._arena], "frozen")
+        self._said(label, "frozen", layout)
+        return Made(offer=offer, lanes=frozen.lanes, freeze_s=took_s, digest_s=0.0)
+
+    def _said(self, label: str, kind: OfferKind, layout: Layout) -> None:
+        made = events.OfferMade(
+            version=label, kind=kind, tensors=len(layout.tensors), size_bytes=layout.memories_bytes[0]
+        )
+        self._bus.emit(made)

@@ -1,0 +1,264 @@
+"""The publisher: what a training loop holds to send its weights to running engines.
+
+Composes a trainer's parts: offers, replicas, and one drive per round in a background thread. `publish` returns when the engines
+serve the version, or raises; it never hangs, and a failed round leaves the engines on what they served.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import TimeoutError as FutureTimeout
+from dataclasses import dataclass
+from typing import Self, TypeVar
+
+from liveweight.errors import (
+    LiveWeightError,
+    ManifestMismatch,
+    OutcomeUnknown,
+    RoundFailed,
+    VersionConflict,
+    WrongState,
+)
+from liveweight.observe.events import OfferKind
+from liveweight.plan.tally import lanes_to_bytes
+from liveweight.spec.deadline import Deadline
+from liveweight.spec.manifest import Manifest, Version, compare
+from liveweight.trainer.drive import Drive, Part
+from liveweight.trainer.offers import Made, Offers
+from liveweight.trainer.replica import Replica, ReplicaRefused
+from liveweight.trainer.report import Report
+from liveweight.wire import messages as m
+from liveweight.wire.values import RoundId
+
+GRACE_S = 30.0
+
+Answer = TypeVar("Answer")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PublisherSettings:
+    """How rounds are run. `quorum` None: all replicas must commit. `release_s`: how long a freeze waits for slow readers."""
+
+    offer: OfferKind = "frozen"
+    verify: bool = True
+    timeout_s: float = 60.0
+    lease_s: float = 10.0
+    release_s: float = 5.0
+    quorum: int | None = None
+
+
+@dataclass(slots=True)
+class _Round:
+    version: Version
+    made: Made
+    parts: list[Part]
+    deadline: Deadline
+    began_s: float
+    outcome: Future[Report]
+    staged: threading.Event
+
+
+class Publisher:
+    """Publishes one source's versions to replicas. Every method is for the training loop's thread."""
+
+    def __init__(
+        self,
+        *,
+        name: str,
+        run: str,
+        replicas: Sequence[Replica],
+        offers: Offers,
+        settings: PublisherSettings,
+    ) -> None:
+        self.name, self.run, self.settings = name, run, settings
+        self._replicas, self._offers = list(replicas), offers
+        self._labels: dict[str | int, str] = {}
+        self._last: list[Part] = []
+        self._round: _Round | None = None
+        self._missed = 0
+        self._closing = threading.Event()
+        self._driver = ThreadPoolExecutor(1, thread_name_prefix="liveweight-driver")
+        self._pool = ThreadPoolExecutor(max(1, len(self._replicas)), thread_name_prefix="liveweight-replica")
+
+    def publish(self, label: str | int) -> Report:
+        """Send the source's current weights as that version and wait until the engines serve it.
+
+        Raises RoundFailed (the engines still serve what they served), VersionConflict for a label that stood for other content in this
+        run, OutcomeUnknown where the engines' answer did not come in time.
+        """
+        self.offer(label)
+        return self.wait()
+
+    def offer(self, label: str | int) -> None:
+        """Begin a round; returns as soon as the parameters may change: after the freeze, or, live, when all ranks have staged."""
+        if self._closing.is_set():
+            raise WrongState("closed", "offer")
+        if self._round is not None:
+            self.wait()  # an unwaited failure is raised here
+        began_s = time.monotonic()
+        deadline = Deadline.after(self.settings.timeout_s)
+        made = self._offers.make(
+            str(label), self.settings.offer, digest=self.settings.verify, release=self._release
+        )
+        try:
+            version = self._version(label, made)
+        except LiveWeightError:
+            self._offers.end(made.offer)
+            raise
+        parts = [Part(replica) for replica in self._replicas]
+        current = _Round(version, made, parts, deadline, began_s, Future(), threading.Event())
+        self._round = current
+        current.outcome = self._driver.submit(self._drive, current)
+        current.outcome.add_done_callback(lambda _: current.staged.set())
+        if made.offer.kind == "live":
+            current.staged.wait(deadline.remaining_s() + GRACE_S)
+            self._offers.end(made.offer)
+
+    def wait(self) -> Report:
+        """The outcome of the round that `offer` began."""
+        current, self._round = self._round, None
+        if current is None:
+            raise WrongState("without a round", "wait")
+        self._last = current.parts
+        try:
+            return current.outcome.result(current.deadline.remaining_s() + GRACE_S)
+        except FutureTimeout:
+            raise OutcomeUnknown(f"{current.version}: the round did not end in time") from None
+
+    def undo(self) -> tuple[Version | None, ...]:
+        """Take every engine back to the version before, and say what each serves now."""
+        if self._round is not None:
+            self.wait()
+        deadline = Deadline.after(self.settings.timeout_s)
+        return tuple(self._undone(replica, deadline) for replica in self._replicas)
+
+    def close(self) -> None:
+        """Abort a round that is not committed yet, and let go of everything."""
+        self._closing.set()
+        self._driver.shutdown(wait=True)
+        self._pool.shutdown(wait=True)
+        self._offers.close()
+        for replica in self._replicas:
+            replica.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _version(self, label: str | int, made: Made) -> Version:
+        digest = None if made.lanes is None else self._offers.content.of(made.lanes)
+        known = self._labels.get(label)
+        if digest is not None:
+            if known is not None and known != digest:
+                raise VersionConflict(f"{label} was published before in this run, with other content")
+            self._labels[label] = digest
+        return Version(run=self.run, label=label, digest=digest)
+
+    def _drive(self, current: _Round) -> Report:
+        made, settings = current.made, self.settings
+        order = m.Open(
+            publisher=self.name,
+            version=current.version,
+            structure=self._offers.structure,
+            digests=None if made.lanes is None else lanes_to_bytes(made.lanes),
+            offer=made.offer,
+            verify=settings.verify,
+            timeout_s=current.deadline.remaining_s(),
+        )
+        drive = Drive(
+            parts=current.parts,
+            order=order,
+            manifest=self._offers.manifest,
+            quorum=len(self._replicas) if settings.quorum is None else settings.quorum,
+            lease_s=settings.lease_s,
+            deadline=current.deadline,
+            pool=self._pool,
+            on_staged=current.staged.set,
+            closing=self._closing.is_set,
+        )
+        self._missed += 1
+        drive.run()
+        self._missed = 0
+        return self._report(current, drive)
+
+    def _report(self, current: _Round, drive: Drive) -> Report:
+        replicas = tuple(part.report() for part in current.parts)
+        return Report(
+            version=current.version,
+            mode=current.made.offer.mode,
+            offer=current.made.offer.kind,
+            verified=self.settings.verify,
+            unchanged=all(part.unchanged for part in current.parts),
+            size_bytes=self._offers.size_bytes,
+            total_s=time.monotonic() - current.began_s,
+            freeze_s=current.made.freeze_s,
+            digest_s=current.made.digest_s,
+            vote_s=drive.vote_s,
+            commit_s=drive.commit_s,
+            replicas=replicas,
+            staleness=self._missed,
+        )
+
+    def _release(self) -> None:
+        """Wait a while for ranks that still read the offer before; after that they are revoked."""
+        deadline = Deadline.after(self.settings.release_s)
+        for part in self._last:
+            if part.readers and part.round_id is not None:
+                part.readers = _still_read(part.replica, part.round_id, deadline)
+
+    def _undone(self, replica: Replica, deadline: Deadline) -> Version | None:
+        try:
+            return replica.undo(self.name, deadline).serving
+        except ReplicaRefused as refused:
+            fault = refused.fault
+            raise RoundFailed(
+                fault.to_error(),
+                replica=replica.name,
+                rank=fault.rank,
+                step="undo",
+                waited_s=fault.waited_s,
+                serving=None,
+            ) from None
+
+
+def meet_replicas(replicas: Sequence[Replica], deadline: Deadline) -> Manifest:
+    """What all replicas expect, once their ranks have joined; they must expect the same."""
+    expected: Manifest | None = None
+    for replica in replicas:
+        standing = _asked(functools.partial(replica.standing, deadline))
+        if expected is None:
+            expected = standing.expected
+        elif expected.names_digest() != standing.expected.names_digest():
+            raise ManifestMismatch([f"{replicas[0].name} and {replica.name} expect different tensors"])
+    if expected is None:
+        raise WrongState("without engines", "publish")
+    return expected
+
+
+def describe_to(replicas: Sequence[Replica], offers: Offers, expected: Manifest, deadline: Deadline) -> None:
+    """Compare manifests before training starts: here for the names, and at every replica so that rounds can refer to it."""
+    compare(expected, offers.manifest)
+    for replica in replicas:
+        _asked(functools.partial(replica.describe, offers.structure, offers.manifest, deadline))
+
+
+def _asked(question: Callable[[], Answer]) -> Answer:
+    try:
+        return question()
+    except ReplicaRefused as refused:
+        raise refused.to_error() from None
+
+
+def _still_read(replica: Replica, round_id: RoundId, deadline: Deadline) -> bool:
+    try:
+        return bool(replica.abort(round_id, "the source is needed", deadline))
+    except ReplicaRefused:
+        return False  # the round ended there
+    except LiveWeightError:
+        return True

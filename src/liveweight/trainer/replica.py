@@ -1,0 +1,151 @@
+"""The port through which a publisher drives one replica, and the implementation for a leader on our wire.
+
+Each method takes the round's deadline, says in its error whom it waited for, and raises what the replica refused with.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol, TypeVar
+
+from liveweight.errors import ChannelClosed, LiveWeightError, MessageInvalid
+from liveweight.spec.deadline import Deadline
+from liveweight.spec.manifest import Manifest
+from liveweight.wire import messages as m
+from liveweight.wire.channel import Channel
+from liveweight.wire.codec import Codec
+from liveweight.wire.credentials import Secret
+from liveweight.wire.values import Fault, RoundId
+
+Answer = TypeVar("Answer", bound=m.Message)
+
+
+class ReplicaRefused(Exception):  # noqa: N818 - carries a fault across the port; never leaves trainer/
+    """A replica's refusal with all its facts: which rank, in which step, after how long."""
+
+    def __init__(self, fault: Fault) -> None:
+        super().__init__(fault.message)
+        self.fault = fault
+
+    def to_error(self) -> LiveWeightError:
+        """The error that the replica refused with."""
+        return self.fault.to_error()
+
+
+class Replica(Protocol):
+    """One engine. Called by one thread at a time; raises ReplicaRefused, or a LiveWeightError where it cannot be reached."""
+
+    @property
+    def name(self) -> str:
+        """What reports and errors call it."""
+
+    def standing(self, deadline: Deadline) -> m.Standing:
+        """What it expects and serves; waits until all its ranks have joined."""
+
+    def describe(self, structure: str, manifest: Manifest, deadline: Deadline) -> None:
+        """Compare manifests, in both directions, and let rounds name this one by `structure`."""
+
+    def open(self, body: m.Open, deadline: Deadline) -> m.Opened:
+        """Begin a round."""
+
+    def status(self, round_id: RoundId, until: m.Phase, deadline: Deadline) -> m.Progress:
+        """Wait until the round has come that far, or failed, or the deadline is over."""
+
+    def vote(self, round_id: RoundId, lease_s: float, deadline: Deadline) -> None:
+        """Ask for its yes; a no is raised."""
+
+    def commit(self, round_id: RoundId, deadline: Deadline) -> m.Committed:
+        """Make the version visible on all its ranks, or on none."""
+
+    def abort(self, round_id: RoundId, reason: str, deadline: Deadline) -> tuple[int, ...]:
+        """Give the round up; the ranks that may still be reading the source."""
+
+    def undo(self, publisher: str, deadline: Deadline) -> m.Committed:
+        """Go back to the version before."""
+
+    def close(self) -> None:
+        """Let go of the connection."""
+
+
+class WireReplica:
+    """A replica whose leader listens on our wire (a Receiver's rank 0). Reconnects after the leader was replaced."""
+
+    def __init__(self, address: str, secret: Secret) -> None:
+        self._address, self._secret = address, secret
+        self._channel: Channel[m.Message] | None = None
+
+    @property
+    def name(self) -> str:
+        """Its address."""
+        return self._address
+
+    def standing(self, deadline: Deadline) -> m.Standing:
+        """See Replica."""
+        return self._ask(m.Inquire(wait_s=deadline.remaining_s()), m.Standing, deadline, "its ranks to join")
+
+    def describe(self, structure: str, manifest: Manifest, deadline: Deadline) -> None:
+        """See Replica."""
+        self._ask(
+            m.Describe(structure=structure, manifest=manifest), m.Described, deadline, "compare manifests"
+        )
+
+    def open(self, body: m.Open, deadline: Deadline) -> m.Opened:
+        """See Replica."""
+        return self._ask(body, m.Opened, deadline, "open the round")
+
+    def status(self, round_id: RoundId, until: m.Phase, deadline: Deadline) -> m.Progress:
+        """See Replica. The answer is due at the deadline; the wait for it lasts a little longer."""
+        body = m.Await(round=round_id, until=until, wait_s=deadline.remaining_s())
+        return self._ask(body, m.Progress, _with_grace(deadline), f"be {until}")
+
+    def vote(self, round_id: RoundId, lease_s: float, deadline: Deadline) -> None:
+        """See Replica."""
+        self._ask(m.Ask(round=round_id, lease_s=lease_s), m.Voted, deadline, "vote")
+
+    def commit(self, round_id: RoundId, deadline: Deadline) -> m.Committed:
+        """See Replica."""
+        body = m.Commit(round=round_id, timeout_s=deadline.remaining_s())
+        return self._ask(body, m.Committed, _with_grace(deadline), "commit")
+
+    def abort(self, round_id: RoundId, reason: str, deadline: Deadline) -> tuple[int, ...]:
+        """See Replica."""
+        body = m.Abort(round=round_id, reason=reason, wait_s=deadline.remaining_s())
+        return self._ask(body, m.Aborted, _with_grace(deadline), "abort").readers
+
+    def undo(self, publisher: str, deadline: Deadline) -> m.Committed:
+        """See Replica."""
+        body = m.Undo(publisher=publisher, timeout_s=deadline.remaining_s())
+        return self._ask(body, m.Committed, _with_grace(deadline), "undo")
+
+    def close(self) -> None:
+        """See Replica."""
+        if self._channel is not None:
+            self._channel.close()
+            self._channel = None
+
+    def _ask(self, body: m.Message, kind: type[Answer], deadline: Deadline, step: str) -> Answer:
+        channel = self._connected(deadline)
+        try:
+            answer = channel.request(body, deadline, f"{self._address} to {step}")
+        except ChannelClosed:
+            self.close()
+            raise
+        if isinstance(answer, m.Refusal):
+            raise ReplicaRefused(answer.fault)
+        if not isinstance(answer, kind):
+            raise MessageInvalid(
+                f"{self._address} answered {type(body).__name__} with {type(answer).__name__}"
+            )
+        return answer
+
+    def _connected(self, deadline: Deadline) -> Channel[m.Message]:
+        if self._channel is None:
+            self._channel = Channel(self._address, self._secret, Codec(m.Message), deadline=deadline)
+        return self._channel
+
+
+def _with_grace(deadline: Deadline) -> Deadline:
+    """A replica answers at the deadline that it was told; the one who asked waits for that answer."""
+    return Deadline(deadline.ends_s + GRACE_S, deadline.began_s)
+
+
+GRACE_S = 2.0

@@ -1,0 +1,63 @@
+"""What a publisher reports of a round: a frozen value, and flat numbers for a logger."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from liveweight.observe.events import OfferKind
+from liveweight.spec.manifest import Version
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReplicaReport:
+    """One replica's part: what it serves now, whether it committed, how long it took. `reason` says why it did not."""
+
+    name: str
+    serving: Version | None
+    committed: bool
+    stage_s: float
+    verify_s: float
+    stall_s: float
+    staged_bytes: int
+    reason: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Report:
+    """A round that reached its quorum. `unchanged`: the version was installed already, and nothing was done.
+
+    `verified` is True only if what the ranks hold was digested and compared with the source's digests.
+    """
+
+    version: Version
+    mode: str
+    offer: OfferKind
+    verified: bool
+    unchanged: bool
+    size_bytes: int
+    total_s: float
+    freeze_s: float
+    digest_s: float
+    vote_s: float
+    commit_s: float
+    replicas: tuple[ReplicaReport, ...]
+    staleness: int
+
+    @property
+    def behind(self) -> tuple[str, ...]:
+        """The replicas that did not commit; they serve what they served before, and catch up in the next round."""
+        return tuple(replica.name for replica in self.replicas if not replica.committed)
+
+    def metrics(self) -> dict[str, float]:
+        """Flat numbers, of the slowest replica where replicas differ."""
+        done = [replica for replica in self.replicas if replica.committed]
+        return {
+            "weight_sync/total_s": self.total_s,
+            "weight_sync/freeze_s": self.freeze_s + self.digest_s,
+            "weight_sync/stage_s": max((replica.stage_s for replica in done), default=0.0),
+            "weight_sync/verify_s": max((replica.verify_s for replica in done), default=0.0),
+            "weight_sync/vote_s": self.vote_s,
+            "weight_sync/stall_s": max((replica.stall_s for replica in done), default=0.0),
+            "weight_sync/bytes": float(sum(replica.staged_bytes for replica in done)),
+            "weight_sync/staleness": float(self.staleness),
+        }

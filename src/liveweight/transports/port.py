@@ -1,0 +1,83 @@
+"""The port of a transfer mode: an outlet at the source, a reader at each rank.
+
+The source owns its memory and decides when it may change; ranks only ever read. Which bytes go where is plan/'s, when they become
+visible is worker/'s.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from liveweight.devices.memory import Memory
+
+from liveweight.observe.events import OfferKind
+from liveweight.plan.loops import Table
+from liveweight.spec.deadline import Deadline
+from liveweight.spec.layout import Layout
+from liveweight.wire.values import Offer
+
+
+class Arena(Protocol):
+    """Source memory that ranks can read: allocated and faulted in once, kept across rounds. Owned by the publisher's process."""
+
+    @property
+    def memory(self) -> Memory:
+        """The bytes, writable here and nowhere else."""
+
+    @property
+    def generation(self) -> int:
+        """Raised before the bytes change; a rank that read under another generation has read nothing."""
+
+    def raise_generation(self) -> int:
+        """Revoke every reader of what the arena holds now; returns the new generation."""
+
+    def close(self) -> None:
+        """Give the memory back; ranks that still map it keep it until they let go."""
+
+
+class Outlet(Protocol):
+    """The source half, one per publisher. `offer` and `withdraw` are called from its driver thread; serving is a thread of its own."""
+
+    @property
+    def address(self) -> str:
+        """Where ranks attach."""
+
+    def allocate(self, size_bytes: int) -> Arena:
+        """An arena of that size; OutOfMemory where it cannot be had."""
+
+    def offer(self, layout: Layout, arenas: Sequence[Arena], kind: OfferKind) -> Offer:
+        """Let ranks read these arenas (one per memory of the layout), as they are now."""
+
+    def withdraw(self, layout: Layout) -> None:
+        """Hand that layout out no more."""
+
+    def close(self) -> None:
+        """End the serving thread and remove the sockets. Arenas are their owner's."""
+
+
+class Reading(Protocol):
+    """One rank's part of one offer, bound to its shadow. Rows may be read by several threads at once, each row once."""
+
+    @property
+    def rows(self) -> Table:
+        """The copies to make (plan/copies.COLUMNS), cut small enough to be shared out and interrupted."""
+
+    def read(self, first: int, last: int) -> None:
+        """Fill the shadow with rows [first, last). Returns when the bytes are there; releases the GIL."""
+
+    def check(self) -> None:
+        """Raise OfferChanged if the source's memory changed since the offer was made. Called before the first read and after the last."""
+
+
+class Reader(Protocol):
+    """The rank half; lives across rounds and keeps what can be kept. Called from the rank's staging thread."""
+
+    def bind(self, offer: Offer, target: Layout, shadow: Sequence[Memory], deadline: Deadline) -> Reading:
+        """Attach to the offer's source if need be, plan if need be, and bind to this shadow."""
+
+    def forget(self, source: str) -> None:
+        """Drop what is kept about a source, after a failure: the next bind begins anew."""
+
+    def close(self) -> None:
+        """Let go of all mappings and channels."""

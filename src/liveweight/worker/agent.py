@@ -1,0 +1,259 @@
+"""The agent: the background thread of a rank that stages and verifies what the leader tells it to.
+
+Owns the rank's channel to the leader, the readers and the crew. It writes into the shadow and nowhere else; making the shadow
+visible is the main thread's, at a boundary. The turnstile keeps the two from meeting: whoever holds it owns the shadow.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from liveweight.worker.shadow_digest import ShadowDigest
+
+from liveweight.errors import ChannelClosed, DeadlineExceeded, LiveWeightError, Unavailable, WrongState
+from liveweight.observe import events
+from liveweight.observe.bus import Bus
+from liveweight.plan.tally import lanes_to_bytes
+from liveweight.spec.deadline import Deadline
+from liveweight.spec.manifest import Version
+from liveweight.transports.port import Reader
+from liveweight.wire.channel import Channel
+from liveweight.wire.messages import (
+    Drop,
+    Dropped,
+    Failed,
+    Join,
+    Joined,
+    Message,
+    Refusal,
+    Stage,
+    Staged,
+    Verified,
+)
+from liveweight.wire.values import RoundId, fault_of
+from liveweight.worker.crew import Crew
+from liveweight.worker.staging import Stopped, stage
+from liveweight.worker.target import Target
+
+IDLE_S = 60.0
+SEND_S = 5.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StagingSettings:
+    """What a round may cost the rank: threads, and bytes per second where decoding must keep its share."""
+
+    threads: int = 1
+    pace_bytes_per_s: float | None = None
+
+
+class Turnstile:
+    """Who owns the shadow: the agent while it stages, the main thread while it exchanges.
+
+    Remembers which round lies staged in it, and whether the outcome of an exchange is unknown: then the shadow is the way back,
+    and nothing may be staged into it.
+    """
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self.staged: RoundId | None = None
+        self.doubt = False
+
+
+class Agent:
+    """Serves one rank until closed. Construct and close from the rank's main thread."""
+
+    def __init__(
+        self,
+        *,
+        rank: int,
+        channel: Channel[Message],
+        target: Target,
+        digest: ShadowDigest,
+        readers: Mapping[str, Reader],
+        settings: StagingSettings,
+        turnstile: Turnstile,
+        replica: str,
+        bus: Bus,
+    ) -> None:
+        self._rank, self._channel, self._target = rank, channel, target
+        self._digest, self._readers, self._settings = digest, readers, settings
+        self._turnstile, self._replica, self._bus = turnstile, replica, bus
+        self._pending: deque[Message] = deque()
+        self._dropped: RoundId | None = None
+        self._closing = False
+        self._waker = channel.waker()
+        self.failure: LiveWeightError | None = None
+        self._thread = threading.Thread(target=self._run, name=f"liveweight-agent-{rank}", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """End the thread, stopping what it is staging."""
+        self._closing = True
+        self._waker.wake()
+        self._thread.join()
+
+    def _run(self) -> None:
+        with self._channel, Crew(self._settings.threads) as crew:
+            try:
+                while not self._closing:
+                    self._serve(crew)
+            except ChannelClosed as error:
+                self.failure = error  # the leader is gone; the next boundary says so
+            finally:
+                for reader in self._readers.values():
+                    reader.close()
+
+    def _serve(self, crew: Crew) -> None:
+        message = self._pending.popleft() if self._pending else self._receive()
+        match message:
+            case Stage():
+                self._round(message, crew)
+            case Drop(round=round_id):
+                self._drop(round_id)
+            case _:
+                return
+
+    def _receive(self) -> Message | None:
+        try:
+            return self._channel.receive_or_wake(Deadline.after(IDLE_S), "the leader")
+        except DeadlineExceeded:
+            return None
+
+    def _round(self, order: Stage, crew: Crew) -> None:
+        """Stage and verify; whatever goes wrong is told to the leader and leaves the live weights as they are."""
+        deadline = Deadline.after(order.timeout_s)
+        step = "stage"
+        self._dropped = None
+        try:
+            if not self._turnstile.lock.acquire(timeout=deadline.remaining_s()):
+                raise deadline.exceeded("the shadow, which the last commit still holds")
+            with _Held(self._turnstile.lock):
+                if self._turnstile.doubt:
+                    raise WrongState("in doubt about the last commit", "stage")
+                self._turnstile.staged = None
+                if not self._stage(order, crew, deadline):
+                    return
+                step = "verify"
+                if order.verify and not self._verify(order, crew, deadline):
+                    return
+                self._turnstile.staged = order.round
+        except ChannelClosed:
+            if self._channel_gone():
+                raise
+            self._report_failure(order, step, ChannelClosed("the source is gone"), deadline)
+        except LiveWeightError as error:
+            self._report_failure(order, step, error, deadline)
+        except Exception as error:  # a foreign error is told, not swallowed, and ends this round, not the rank
+            self._report_failure(order, step, Unavailable(f"{type(error).__name__}: {error}"), deadline)
+
+    def _stage(self, order: Stage, crew: Crew, deadline: Deadline) -> bool:
+        reader = self._readers.get(order.offer.mode)
+        if reader is None:
+            raise WrongState(
+                f"a rank that reads {', '.join(self._readers)}", f"transfer mode {order.offer.mode}"
+            )
+        began_s = time.monotonic()
+        reading = reader.bind(order.offer, self._target.layout, self._target.shadow(), deadline)
+        self._bus.emit(events.StagingBegan(**self._who(order), rank=self._rank))
+        done = stage(
+            reading,
+            crew=crew,
+            pace_bytes_per_s=self._settings.pace_bytes_per_s,
+            stop=lambda: self._stop(order.round),
+            deadline=deadline,
+        )
+        if isinstance(done, Stopped):
+            return False
+        seconds = time.monotonic() - began_s
+        self._send(Staged(round=order.round, rank=self._rank, size_bytes=done.size_bytes, seconds=seconds))
+        self._bus.emit(
+            events.Staged(**self._who(order), rank=self._rank, size_bytes=done.size_bytes, took_s=seconds)
+        )
+        return True
+
+    def _verify(self, order: Stage, crew: Crew, deadline: Deadline) -> bool:
+        began_s = time.monotonic()
+        lanes = self._digest.of(
+            self._target.shadow(), crew=crew, stop=lambda: self._stop(order.round), deadline=deadline
+        )
+        if isinstance(lanes, Stopped):
+            return False
+        seconds = time.monotonic() - began_s
+        self._send(Verified(round=order.round, rank=self._rank, lanes=lanes_to_bytes(lanes), seconds=seconds))
+        self._bus.emit(events.Verified(**self._who(order), rank=self._rank, took_s=seconds))
+        return True
+
+    def _stop(self, round_id: RoundId) -> bool:
+        """Whether the round was given up meanwhile. Only the agent's own thread may look at the channel."""
+        if self._closing:
+            return True
+        if threading.current_thread() is self._thread:
+            while (message := self._channel.receive_now()) is not None:
+                if isinstance(message, Drop):
+                    self._dropped = message.round
+                self._pending.append(message)
+        return self._dropped == round_id
+
+    def _drop(self, round_id: RoundId) -> None:
+        with self._turnstile.lock:
+            if self._turnstile.staged == round_id:
+                self._turnstile.staged = None
+        self._send(Dropped(round=round_id, rank=self._rank))
+
+    def _report_failure(self, order: Stage, step: str, error: LiveWeightError, deadline: Deadline) -> None:
+        for reader in self._readers.values():
+            reader.forget(order.offer.source)
+        fault = fault_of(error, step=step, rank=self._rank, waited_s=deadline.waited_s())
+        self._send(Failed(round=order.round, fault=fault))
+
+    def _send(self, message: Message) -> None:
+        self._channel.send(message, Deadline.after(SEND_S))
+
+    def _channel_gone(self) -> bool:
+        try:
+            message = self._channel.receive_now()
+        except ChannelClosed:
+            return True
+        if message is not None:
+            self._pending.append(message)
+        return False
+
+    def _who(self, order: Stage) -> events.RoundFacts:
+        return {
+            "replica": self._replica,
+            "round": f"{order.round.boot}/{order.round.epoch}",
+            "version": str(order.version),
+        }
+
+
+class _Held:
+    """Releases a lock that was acquired with a time limit."""
+
+    def __init__(self, lock: threading.Lock) -> None:
+        self._lock = lock
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, *_: object) -> None:
+        self._lock.release()
+
+
+def join(
+    channel: Channel[Message], *, rank: int, target: Target, serving: Version | None, deadline: Deadline
+) -> Joined:
+    """Report a rank for service; the leader's refusal is raised."""
+    body = Join(rank=rank, pid=os.getpid(), layout=target.layout, serving=serving)
+    match channel.request(body, deadline, f"the leader to take rank {rank} in"):
+        case Joined() as joined:
+            return joined
+        case Refusal(fault=fault):
+            raise fault.to_error()
+        case other:
+            raise WrongState("joining", type(other).__name__)

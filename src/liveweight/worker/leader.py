@@ -1,0 +1,128 @@
+"""The leader: the thread in rank 0's process that runs a replica's scheduler.
+
+Owns the listener that publishers and ranks reach, and the watch over the ranks' processes. It carries out what the scheduler
+decides and decides nothing itself; a decision for the ranks goes into the boundary's slot.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import threading
+import time
+from collections import deque
+
+from liveweight.errors import ChannelClosed, DeadlineExceeded
+from liveweight.observe.bus import Bus
+from liveweight.spec.deadline import Deadline
+from liveweight.wire.codec import Codec
+from liveweight.wire.credentials import Secret
+from liveweight.wire.listener import Incoming, Listener
+from liveweight.wire.messages import Join, Message
+from liveweight.worker.boundary import Decision, Slot
+from liveweight.worker.rounds import Action, Decide, Reply, Say, Tell, Withdraw
+from liveweight.worker.scheduler import Scheduler
+
+IDLE_S = 60.0
+WATCH_S = 0.2
+SEND_S = 5.0
+
+
+class Leader:
+    """Serves one replica until closed. Construct and close from rank 0's main thread."""
+
+    def __init__(
+        self, *, address: str, secret: Secret, replica: str, boot: str, world: int, bus: Bus
+    ) -> None:
+        self.slot = Slot()
+        self._bus = bus
+        self._scheduler = Scheduler(replica=replica, boot=boot, world=world)
+        self._watch: dict[int, int] = {}
+        self._closing = False
+        listener: Listener[Message] = Listener(address, secret, Codec(Message))
+        self.address, self._waker = listener.address, listener.waker()
+        self._thread = threading.Thread(  # from here on the listener is the thread's
+            target=self._run, args=(listener,), name="liveweight-leader", daemon=True
+        )
+        self._thread.start()
+
+    def close(self) -> None:
+        """End the thread; peers learn that the replica is gone."""
+        self._closing = True
+        self._waker.wake()
+        self._thread.join()
+
+    def _run(self, listener: Listener[Message]) -> None:
+        with listener:
+            while not self._closing:
+                self._carry_out(listener, self._next(listener))
+        for descriptor in self._watch.values():
+            os.close(descriptor)
+
+    def _next(self, listener: Listener[Message]) -> list[Action]:
+        """Wait for a message or for time to pass, and let the scheduler say what follows."""
+        until_s = min(self._scheduler.next_s() - time.monotonic(), IDLE_S)
+        if self._scheduler.in_round:
+            until_s = min(until_s, WATCH_S)  # only then does a rank's death matter at once
+        try:
+            incoming = listener.receive_or_wake(Deadline.after(max(0.0, until_s)), "a message")
+        except DeadlineExceeded:
+            incoming = None
+        now_s = time.monotonic()
+        if incoming is None:
+            return self._deaths(now_s) + self._scheduler.on_time(now_s)
+        self._watch_over(incoming)
+        actions = self._scheduler.on_message(now_s, incoming.peer, incoming.call, incoming.body)
+        return actions + (self._scheduler.on_time(now_s) if now_s >= self._scheduler.next_s() else [])
+
+    def _watch_over(self, incoming: Incoming[Message]) -> None:
+        match incoming.body:
+            case Join(rank=rank, pid=pid):
+                self._unwatch(rank)
+                try:
+                    self._watch[rank] = os.pidfd_open(pid)
+                except OSError:
+                    return  # a process of another host or namespace: its deadlines must do
+            case _:
+                return
+
+    def _unwatch(self, rank: int) -> None:
+        descriptor = self._watch.pop(rank, None)
+        if descriptor is not None:
+            os.close(descriptor)
+
+    def _deaths(self, now_s: float) -> list[Action]:
+        poll = select.poll()
+        for descriptor in self._watch.values():
+            poll.register(descriptor, select.POLLIN)
+        ended = {descriptor for descriptor, _ in poll.poll(0)}
+        actions: list[Action] = []
+        for rank in [rank for rank, descriptor in self._watch.items() if descriptor in ended]:
+            self._unwatch(rank)
+            actions += self._scheduler.on_lost(now_s, rank)
+        return actions
+
+    def _carry_out(self, listener: Listener[Message], actions: list[Action]) -> None:
+        todo = deque(actions)
+        while todo:
+            match todo.popleft():
+                case Reply(peer=peer, call=call, body=body):
+                    self._send(listener, peer, body, call)
+                case Tell(rank=rank, body=body):
+                    member = self._scheduler.membership.members.get(rank)
+                    if member is not None and not self._send(listener, member.peer, body, 0):
+                        todo.extend(self._scheduler.on_lost(time.monotonic(), rank))
+                case Decide(round=round_id, undo=undo, timeout_s=timeout_s):
+                    self.slot.put(round_id, Decision(round_id.epoch, undo, timeout_s))
+                case Withdraw(round=round_id):
+                    self.slot.withdraw(round_id)
+                case Say(event=event):
+                    self._bus.emit(event)
+
+    def _send(self, listener: Listener[Message], peer: bytes, body: Message, call: int) -> bool:
+        """Whether the peer was there to take it. A caller that is gone needs no answer."""
+        try:
+            listener.send(peer, body, call, Deadline.after(SEND_S))
+        except (ChannelClosed, DeadlineExceeded):
+            return False
+        return True

@@ -1,0 +1,138 @@
+"""The receiver: what a program that holds tensors adds to its loop to become a rank.
+
+Composes a rank's parts: the agent in the background, the exchange at a boundary, and in rank 0 the leader. The program calls
+`at_boundary()` between two steps; whatever version it then holds, it holds whole, and all ranks hold the same.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from typing import TYPE_CHECKING, Self
+
+from liveweight.devices.kernels import Kernels
+
+from liveweight.errors import ChannelClosed
+from liveweight.observe.bus import Bus
+from liveweight.spec.deadline import Deadline
+from liveweight.spec.manifest import Version
+from liveweight.transports.port import Reader
+from liveweight.wire.channel import Channel
+from liveweight.wire.codec import Codec
+from liveweight.wire.credentials import Secret
+from liveweight.wire.messages import Message, Settled
+from liveweight.worker.agent import Agent, StagingSettings, Turnstile, join
+from liveweight.worker.boundary import Alone, Boundary, Broadcast
+from liveweight.worker.committer import Committer, Hook
+from liveweight.worker.leader import Leader
+from liveweight.worker.shadow_digest import ShadowDigest
+from liveweight.worker.target import Target
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+RESOLVE_S = 5.0
+
+
+class Receiver:
+    """One rank. Every method is for the main thread.
+
+    Rank 0 listens at `address`, where publishers find the replica; the others connect there. A replica of several ranks meets over
+    `group`, which must be gloo and is used for nothing else at the same time.
+    """
+
+    def __init__(
+        self,
+        target: Target,
+        *,
+        address: str,
+        secret: Secret,
+        kernels: Kernels,
+        readers: Mapping[str, Reader],
+        rank: int = 0,
+        world: int = 1,
+        group: ProcessGroup | None = None,
+        replica: str | None = None,
+        serving: Version | None = None,
+        hooks: Sequence[Hook] = (),
+        settings: StagingSettings | None = None,
+        bus: Bus | None = None,
+        timeout_s: float = 60.0,
+    ) -> None:
+        self.rank, self.world, self.version = rank, world, serving
+        bus = bus or Bus()
+        deadline = Deadline.after(timeout_s)
+        self._boundary: Boundary = Alone() if world == 1 else Broadcast(group)
+        turnstile = Turnstile()
+        with ExitStack() as stack:
+            self._leader: Leader | None = None
+            if rank == 0:
+                boot = secrets.token_hex(8)
+                self._leader = Leader(
+                    address=address,
+                    secret=secret,
+                    replica=replica or address,
+                    boot=boot,
+                    world=world,
+                    bus=bus,
+                )
+                stack.callback(self._leader.close)
+                address = self._leader.address
+            self.address = address
+            calls = stack.enter_context(self._connect(secret, deadline))
+            orders = stack.enter_context(self._connect(secret, deadline))
+            joined = join(orders, rank=rank, target=target, serving=serving, deadline=deadline)
+            self._committer = Committer(
+                rank=rank, boot=joined.boot, target=target, hooks=hooks, channel=calls, turnstile=turnstile
+            )
+            self._agent = Agent(
+                rank=rank,
+                channel=orders,
+                target=target,
+                digest=ShadowDigest(target.layout, kernels),
+                readers=readers,
+                settings=settings or StagingSettings(),
+                turnstile=turnstile,
+                replica=joined.replica,
+                bus=bus,
+            )
+            stack.callback(self._agent.close)
+            self._resources = stack.pop_all()
+
+    def _connect(self, secret: Secret, deadline: Deadline) -> Channel[Message]:
+        return Channel(self.address, secret, Codec(Message), deadline=deadline)
+
+    def at_boundary(self, idle_s: float = 0.0) -> Version | None:
+        """Between two steps: carry out what was decided, on all ranks at once; returns the version that serves from here on.
+
+        Costs nothing where nothing was decided (one look at a variable; with several ranks, one small CPU broadcast). `idle_s` lets
+        an idle program wait here for a decision. Raises OutcomeUnknown while this rank cannot learn whether a commit holds.
+        """
+        settled = self._committer.resolve(RESOLVE_S)
+        if settled is not None:
+            self._take_over(settled)
+        waiting = None if self._leader is None else self._leader.slot.take(idle_s)
+        decision = self._boundary.meet(waiting)
+        if decision is not None:
+            self._take_over(self._committer.carry_out(decision))
+        elif self._agent.failure is not None:
+            raise ChannelClosed(f"rank {self.rank} lost its leader: {self._agent.failure}")
+        return self.version
+
+    def regroup(self, group: ProcessGroup | None) -> None:
+        """Meet over a new group, after the old one failed. Every rank calls it."""
+        self._boundary = Broadcast(group)
+
+    def close(self) -> None:
+        """Leave the replica: threads, channels and mappings end. The weights stay as they are."""
+        self._resources.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _take_over(self, settled: Settled) -> None:
+        self.version = settled.serving

@@ -1,0 +1,30 @@
+"""The port of a target: the memory of a rank's weights, and the exchange that makes a staged version visible."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from liveweight.devices.memory import Memory
+
+from liveweight.spec.layout import Layout
+
+
+class Target(Protocol):
+    """A rank's weights and their shadow. Memory i of the layout is one parameter. Owned by the rank's process."""
+
+    @property
+    def layout(self) -> Layout:
+        """What the rank owns, and where: the same for live memory and shadow. Declared once, by the parameters themselves."""
+
+    def live(self) -> Sequence[Memory]:
+        """The memory that serves now."""
+
+    def shadow(self) -> Sequence[Memory]:
+        """The memory that a round stages into: allocated and faulted in at first use, then kept. Called from the staging thread."""
+
+    def swap(self) -> None:
+        """Exchange live and shadow, all or nothing; its own inverse. Called from the rank's main thread, at a boundary."""
+
+    def release_shadow(self) -> None:
+        """Give the shadow's memory back."""

@@ -1,0 +1,105 @@
+"""Whole rounds between real processes: the ranks end up with exactly the trainer's bits, and say which version they are."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.support import model
+from tests.support.cluster import Cluster, Program
+
+
+def assert_holds(ranks: list[Program], label: int, version: object = ...) -> None:
+    """Every rank holds exactly that version's bits, and says so."""
+    asked = [rank.begin("state") for rank in ranks]
+    for number, (rank, call) in enumerate(zip(ranks, asked, strict=True)):
+        state = rank.end(call)
+        assert state["fingerprint"] == model.expected(label, number, len(ranks))
+        assert state["version"] == (label if version is ... else version)
+
+
+@pytest.mark.parametrize("world", [1, 2, 4])
+@pytest.mark.parametrize(
+    ("offer", "verify", "exchange"),
+    [("frozen", True, "swap"), ("frozen", False, "copy"), ("live", True, "copy"), ("live", False, "swap")],
+)
+def test_ranks_follow_the_trainer(
+    cluster: Cluster, world: int, offer: str, verify: bool, exchange: str
+) -> None:
+    ranks = cluster.replica(world, exchange=exchange, threads=2)
+    trainer = cluster.trainer(offer=offer, verify=verify)
+    assert_holds(ranks, 0, None)
+    for label in (1, 2, 3):
+        report = trainer.ask("publish", label=label)
+        assert report["verified"] == verify
+        assert report["offer"] == offer
+        assert_holds(ranks, label)
+    assert trainer.ask("undo")["serving"] == [2]
+    assert_holds(ranks, 2)
+    assert trainer.ask("publish", label=4)["unchanged"] is False
+    assert_holds(ranks, 4)
+    assert trainer.finish() == 0
+    assert cluster.finish(ranks) == [0] * world
+
+
+def test_what_is_installed_already_is_a_success_without_work(cluster: Cluster) -> None:
+    ranks = cluster.replica(1)
+    trainer = cluster.trainer()
+    assert trainer.ask("publish", label=1)["unchanged"] is False
+    assert trainer.ask("publish", label=1)["unchanged"] is True
+    assert_holds(ranks, 1)
+
+
+def test_a_label_cannot_stand_for_two_contents_in_one_run(cluster: Cluster) -> None:
+    ranks = cluster.replica(1)
+    trainer = cluster.trainer()
+    trainer.ask("publish", label=1)
+    answer = trainer.ask("publish", label=2, **{"as": 1})
+    assert answer["error"]["code"] == "LW-104"
+    assert_holds(ranks, 1)
+    assert "error" not in trainer.ask("publish", label=2)
+
+
+def test_a_restarted_trainer_is_a_new_run(cluster: Cluster) -> None:
+    ranks = cluster.replica(1)
+    first = cluster.trainer(run="one")
+    first.ask("publish", label=1, **{"as": 0})
+    first.kill()
+    second = cluster.trainer(run="two")
+    assert "error" not in second.ask("publish", label=2, **{"as": 0})
+    assert_holds(ranks, 2, 0)
+
+
+def test_an_undo_can_itself_be_undone(cluster: Cluster) -> None:
+    ranks = cluster.replica(1)
+    trainer = cluster.trainer()
+    trainer.ask("publish", label=1)
+    trainer.ask("publish", label=2)
+    assert trainer.ask("undo")["serving"] == [1]
+    assert trainer.ask("undo")["serving"] == [2]  # the shadow holds what was live before
+    assert_holds(ranks, 2)
+
+
+def test_two_publishers_and_four_receivers_share_a_host(cluster: Cluster) -> None:
+    replicas = {name: cluster.replica(1, name) for name in "abcd"}
+    one, two = cluster.trainer("ab", run="one"), cluster.trainer("cd", run="two")
+    for label in (1, 2):
+        calls = [one.begin("publish", label=label), two.begin("publish", label=label + 10)]
+        for trainer, call in zip((one, two), calls, strict=True):
+            assert "error" not in trainer.end(call)
+        for name in "ab":
+            assert_holds(replicas[name], label)
+        for name in "cd":
+            assert_holds(replicas[name], label + 10)
+
+
+def test_nothing_is_left_behind(cluster: Cluster) -> None:
+    ranks = cluster.replica(2)
+    trainer = cluster.trainer(offer="live")
+    trainer.ask("publish", label=1)
+    assert trainer.finish() == 0
+    assert cluster.finish(ranks) == [0, 0]
+    left = [path for path in cluster.directory.rglob("*") if path.is_socket()]
+    assert left == []
+    assert not list(Path("/dev/shm").glob("*liveweight*"))

@@ -1,0 +1,197 @@
+"""Real processes for a test: ranks and trainers, told what to do over their standard streams, ended with the test."""
+
+from __future__ import annotations
+
+import json
+import os
+import queue
+import select
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+from tests.support.zygote import Zygote
+
+ANSWER_S = 60.0
+
+
+class Program:
+    """One process of a test, and what it says."""
+
+    def __init__(self, zygote: Zygote, module: str, config: dict[str, Any]) -> None:
+        its_input, our_output = os.pipe()
+        our_input, its_output = os.pipe()
+        self.pid = zygote.start(module, config, its_input, its_output)
+        self._pidfd = os.pidfd_open(self.pid)
+        os.close(its_input)
+        os.close(its_output)
+        self._stdin = os.fdopen(our_output, "w")
+        self._stdout = os.fdopen(our_input)
+        self._said: queue.Queue[dict[str, Any] | None] = queue.Queue()
+        self._kept: list[dict[str, Any]] = []
+        self._calls = 0
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
+
+    def _read(self) -> None:
+        for line in self._stdout:
+            self._said.put(json.loads(line))
+        self._said.put(None)
+
+    def expect(self, key: str, value: object = None, within_s: float = ANSWER_S) -> dict[str, Any]:
+        """The next thing said that has that key (and value); what else was said is kept."""
+        ends_s = time.monotonic() + within_s
+        looked = 0
+        while True:
+            for number in range(looked, len(self._kept)):
+                said = self._kept[number]
+                if key in said and value in (None, said[key]):
+                    return self._kept.pop(number)
+            looked = len(self._kept)
+            said_now = self._said.get(timeout=max(0.0, ends_s - time.monotonic()))
+            if said_now is None:
+                raise AssertionError(f"process {self.pid} ended before it said {key}")
+            self._kept.append(said_now)
+
+    def begin(self, do: str, **arguments: object) -> int:
+        """Give a command; `end` has its answer."""
+        self._calls += 1
+        self._stdin.write(json.dumps({"do": do, "id": self._calls, **arguments}) + "\n")
+        self._stdin.flush()
+        return self._calls
+
+    def end(self, call: int, within_s: float = ANSWER_S) -> dict[str, Any]:
+        """The answer to a command."""
+        return self.expect("id", call, within_s)
+
+    def ask(self, do: str, within_s: float = ANSWER_S, **arguments: object) -> dict[str, Any]:
+        """Give a command and wait for its answer."""
+        return self.end(self.begin(do, **arguments), within_s)
+
+    def held(self, event: str, within_s: float = ANSWER_S) -> None:
+        """Wait until the program holds in that moment."""
+        self.expect("held", event, within_s)
+
+    def signal(self, number: signal.Signals) -> None:
+        """Stop, continue or kill it."""
+        signal.pidfd_send_signal(self._pidfd, number)
+
+    def kill(self) -> None:
+        """SIGKILL, and wait until it is gone."""
+        try:
+            self.signal(signal.SIGKILL)
+        except ProcessLookupError:
+            return
+        self.gone()
+
+    def gone(self, within_s: float = ANSWER_S) -> None:
+        """Wait until the process has ended."""
+        poll = select.poll()
+        poll.register(self._pidfd, select.POLLIN)
+        if not poll.poll(within_s * 1000):
+            raise AssertionError(f"process {self.pid} did not end")
+
+    def finish(self, within_s: float = ANSWER_S) -> int:
+        """End it the ordinary way; its exit code."""
+        self.begin("stop")
+        return self.ended(within_s)
+
+    def ended(self, within_s: float = ANSWER_S) -> int:
+        """Wait until it ends; its exit code."""
+        code: int = self.expect("exit", within_s=within_s)["exit"]
+        self.gone(within_s)
+        return code
+
+    def close(self) -> None:
+        """Make sure that it is gone."""
+        self.kill()
+        self._reader.join()
+        os.close(self._pidfd)
+        self._stdout.close()
+        with suppress(BrokenPipeError):
+            self._stdin.close()
+
+
+class Cluster:
+    """The processes of one test, in one private directory."""
+
+    def __init__(self, directory: Path, zygote: Zygote) -> None:
+        self.directory, self._zygote = directory, zygote
+        self.secret = directory / "secret"
+        self._programs: list[Program] = []
+        self._stores = 0
+
+    def address(self, name: str = "a") -> str:
+        """Where a replica's leader listens."""
+        return f"ipc://{self.directory}/{name}.sock"
+
+    def replica(self, world: int = 1, name: str = "a", **options: Any) -> list[Program]:
+        """Start a replica's ranks and wait until all are ready."""
+        self._stores += 1
+        store = self.directory / f"store{self._stores}"
+        ranks = [self.rank(rank, world, store, name, **options) for rank in range(world)]
+        for rank in ranks:
+            rank.expect("ready")
+        return ranks
+
+    def rank(self, rank: int, world: int, store: Path, name: str = "a", **options: Any) -> Program:
+        """Start one rank."""
+        config = {
+            "address": self.address(name),
+            "secret": str(self.secret),
+            "rank": rank,
+            "world": world,
+            "store": str(store),
+            "exchange": "swap",
+            "threads": 1,
+            "label": 0,
+            "dtype": "bfloat16",
+        }
+        return self._start("tests.support.rank_program", config | options)
+
+    def trainer(self, names: str = "a", **options: Any) -> Program:
+        """Start a trainer for these replicas and wait until it has met them."""
+        config = {
+            "engines": [self.address(name) for name in names],
+            "secret": str(self.secret),
+            "directory": str(self.directory / f"trainer{len(self._programs)}"),
+            "offer": "frozen",
+            "verify": True,
+            "timeout_s": 30.0,
+            "lease_s": 10.0,
+            "quorum": None,
+            "run": "run",
+            "dtype": "bfloat16",
+        }
+        trainer = self._start("tests.support.trainer_program", config | options)
+        trainer.expect("ready")
+        return trainer
+
+    def finish(self, ranks: list[Program]) -> list[int]:
+        """End a replica the ordinary way (one rank's word to stop reaches all); the exit codes."""
+        ranks[0].begin("stop")
+        return [rank.ended() for rank in ranks]
+
+    def _start(self, module: str, config: dict[str, Any]) -> Program:
+        program = Program(self._zygote, module, config)
+        self._programs.append(program)
+        return program
+
+    def close(self) -> None:
+        """End all processes."""
+        for program in self._programs:
+            program.close()
+
+
+@contextmanager
+def running(directory: Path, zygote: Zygote) -> Iterator[Cluster]:
+    """A cluster that ends with the test, however it ends."""
+    cluster = Cluster(directory, zygote)
+    try:
+        yield cluster
+    finally:
+        cluster.close()

@@ -1,0 +1,93 @@
+"""What the test programs share: commands as JSON lines on standard input, answers and moments on standard output.
+
+A moment is an event of the round itself: the program says that it has come, and holds there until it is told to go on.
+"""
+
+from __future__ import annotations
+
+import json
+import queue
+import sys
+import threading
+from collections.abc import Callable
+from typing import Any
+
+from liveweight.errors import LiveWeightError, RoundFailed
+from liveweight.observe.events import AnyEvent
+
+HOLD_LIMIT_S = 90.0
+
+
+class Console:
+    """Commands for the main thread, and holds that other threads wait in."""
+
+    def __init__(self) -> None:
+        self.commands: queue.Queue[dict[str, Any]] = queue.Queue()
+        self._print = threading.Lock()
+        self._hold: tuple[str, int | None] | None = None
+        self._go = threading.Event()
+        self.armed: str | None = None
+        """Damage that the program does to itself once, when the test asked for it."""
+        threading.Thread(target=self._read, daemon=True, name="console").start()
+
+    def say(self, **facts: object) -> None:
+        """One line to the test."""
+        with self._print:
+            sys.stdout.write(json.dumps(facts) + "\n")
+            sys.stdout.flush()
+
+    def on_event(self, event: AnyEvent) -> None:
+        """The bus's reader: tells the test what happened, and holds where it was asked to."""
+        name, rank = type(event).__name__, getattr(event, "rank", None)
+        self.moment(name, rank)
+
+    def moment(self, name: str, rank: int | None = None) -> None:
+        """A moment has come; hold in it if the test asked for that."""
+        if self._hold is not None and self._hold[0] == name and self._hold[1] in (None, rank):
+            self._hold = None
+            self.say(held=name, rank=rank)
+            self._go.wait(HOLD_LIMIT_S)
+            self._go.clear()
+
+    def _read(self) -> None:
+        for line in sys.stdin:
+            command = json.loads(line)
+            match command["do"]:
+                case "hold":
+                    self._hold = (command["event"], command.get("rank"))
+                    self.say(id=command["id"])
+                case "arm":
+                    self.armed = command["what"]
+                    self.say(id=command["id"])
+                case "go":
+                    self._go.set()
+                    self.say(id=command["id"])
+                case _:
+                    self.commands.put(command)
+        self.commands.put({"do": "stop", "id": -1})
+
+    def serve(self, command: dict[str, Any], act: Callable[[dict[str, Any]], dict[str, object]]) -> None:
+        """Run one command and answer it, with its error if it raises one of ours."""
+        try:
+            self.say(id=command["id"], **act(command))
+        except LiveWeightError as error:
+            self.say(id=command["id"], error=describe(error))
+
+
+def describe(error: LiveWeightError) -> dict[str, object]:
+    """An error's facts, as JSON has them."""
+    facts: dict[str, object] = {
+        "type": type(error).__name__,
+        "code": error.code,
+        "text": str(error),
+        "retryable": error.retryable,
+    }
+    if isinstance(error, RoundFailed):
+        facts |= {
+            "replica": error.replica,
+            "rank": error.rank,
+            "step": error.step,
+            "waited_s": error.waited_s,
+            "serving": error.serving,
+        }
+    return facts

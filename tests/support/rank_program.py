@@ -1,0 +1,91 @@
+"""A rank: holds the test model's parameters, steps through boundaries, and tells the test what it holds."""
+
+from __future__ import annotations
+
+import ctypes
+import queue
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+import liveweight as lw
+from liveweight.observe.bus import Bus
+from liveweight.observe.events import AnyEvent, Staged
+from liveweight.worker.torch_target import TensorTarget
+from tests.support import model
+from tests.support.program import Console
+
+
+def main(config: dict[str, Any]) -> None:
+    """The config has address, secret, rank, world, store, exchange, threads, label."""
+    rank, world = config["rank"], config["world"]
+    torch.set_num_threads(1)
+    console, bus = Console(), Bus()
+    group = None
+    if world > 1:
+        dist.init_process_group("gloo", init_method=f"file://{config['store']}", rank=rank, world_size=world)
+        group = dist.group.WORLD
+    held = model.parameters(rank, world, config["label"], getattr(torch, config["dtype"]))
+    target = TensorTarget(held, exchange=config["exchange"])
+    with (
+        bus.subscribe(lambda event: damage(console, target, event)),
+        bus.subscribe(console.on_event),
+        lw.Receiver(
+            target,
+            address=config["address"],
+            secret=Path(config["secret"]),
+            rank=rank,
+            world=world,
+            group=group,
+            threads=config["threads"],
+            hooks=[lambda: console.moment("Hook", rank)],
+            bus=bus,
+        ) as receiver,
+    ):
+        console.say(ready=receiver.address)
+        serve(console, receiver, {name: tensor for name, (tensor, _) in held.items()})
+    if world > 1:
+        dist.destroy_process_group()
+
+
+def damage(console: Console, target: TensorTarget, event: AnyEvent) -> None:
+    """If the test asked for it: flip one bit of the shadow after it was staged, before it is verified."""
+    if isinstance(event, Staged) and console.armed == "shadow":
+        console.armed = None
+        ctypes.c_ubyte.from_address(target.shadow()[0].address).value ^= 1
+
+
+def serve(console: Console, receiver: lw.Receiver, tensors: dict[str, torch.Tensor]) -> None:
+    """Step until told to stop. In a replica of several, rank 0's word to stop reaches all through the tensors below."""
+    word = torch.zeros(1, dtype=torch.int64)
+    while True:
+        receiver.at_boundary(idle_s=0.02)
+        try:
+            command: dict[str, Any] = console.commands.get_nowait()
+        except queue.Empty:
+            command = {"do": "nothing"}
+        if command["do"] == "stop":
+            word[0] = 1
+        elif command["do"] != "nothing":
+            console.serve(command, lambda asked: act(asked, receiver, tensors))
+        if receiver.world > 1:
+            dist.all_reduce(word, op=dist.ReduceOp.MAX)
+        if word.item():
+            return
+
+
+def act(
+    command: dict[str, Any], receiver: lw.Receiver, tensors: dict[str, torch.Tensor]
+) -> dict[str, object]:
+    """What the test may ask of a rank between two boundaries."""
+    match command["do"]:
+        case "state":
+            version = receiver.version
+            return {
+                "version": None if version is None else version.label,
+                "fingerprint": model.fingerprint(tensors),
+            }
+        case other:
+            raise ValueError(other)

@@ -1,0 +1,64 @@
+"""A trainer: holds a version of the test model and publishes it when it is told to."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import liveweight as lw
+from liveweight.observe.bus import Bus
+from tests.support import model
+from tests.support.program import Console
+
+
+def main(config: dict[str, Any]) -> None:
+    """The config has engines, secret, directory, offer, verify, timeout_s, run, dtype, quorum."""
+    torch.set_num_threads(1)
+    console, bus = Console(), Bus()
+    weights = model.module(0, getattr(torch, config["dtype"]))
+    source: object = lw.share_module(weights) if config["offer"] == "live" else weights
+    with (
+        bus.subscribe(console.on_event),
+        lw.Publisher(
+            source,
+            engines=config["engines"],
+            secret=Path(config["secret"]),
+            directory=Path(config["directory"]),
+            offer=config["offer"],
+            verify=config["verify"],
+            timeout_s=config["timeout_s"],
+            lease_s=config["lease_s"],
+            quorum=config["quorum"],
+            run=config["run"],
+            threads=2,
+            bus=bus,
+        ) as publisher,
+    ):
+        console.say(ready="")
+        while (command := console.commands.get())["do"] != "stop":
+            console.serve(command, lambda asked: act(asked, publisher, weights))
+        console.say(id=command["id"])
+
+
+def act(command: dict[str, Any], publisher: lw.Publisher, weights: torch.nn.Module) -> dict[str, object]:
+    """What the test may ask of a trainer."""
+    match command["do"]:
+        case "set":
+            model.load(weights, command["label"])
+            return {}
+        case "publish":
+            model.load(weights, command["label"])
+            report = publisher.publish(command.get("as", command["label"]))
+            return {
+                "unchanged": report.unchanged,
+                "verified": report.verified,
+                "behind": list(report.behind),
+                "offer": report.offer,
+                "digest": report.version.digest,
+            }
+        case "undo":
+            return {"serving": [None if v is None else v.label for v in publisher.undo()]}
+        case other:
+            raise ValueError(other)
