@@ -155,6 +155,12 @@ class Cluster:
 
     def trainer(self, names: str = "a", **options: Any) -> Program:
         """Start a trainer for these replicas and wait until it has met them."""
+        trainer = self.start_trainer(names, **options)
+        trainer.expect("ready")
+        return trainer
+
+    def start_trainer(self, names: str = "a", **options: Any) -> Program:
+        """Start a trainer."""
         config = {
             "engines": [self.address(name) for name in names],
             "secret": str(self.secret),
@@ -167,9 +173,7 @@ class Cluster:
             "run": "run",
             "dtype": "bfloat16",
         }
-        trainer = self._start("tests.support.trainer_program", config | options)
-        trainer.expect("ready")
-        return trainer
+        return self._start("tests.support.trainer_program", config | options)
 
     def finish(self, ranks: list[Program]) -> list[int]:
         """End a replica the ordinary way (one rank's word to stop reaches all); the exit codes."""

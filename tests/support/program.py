@@ -7,15 +7,19 @@ from __future__ import annotations
 
 import json
 import queue
+import resource
 import sys
 import threading
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from liveweight.errors import LiveWeightError, RoundFailed
 from liveweight.observe.events import AnyEvent
 
 HOLD_LIMIT_S = 90.0
+REPLICA = -1
+"""The rank of an event that is the whole replica's."""
 
 
 class Console:
@@ -38,8 +42,8 @@ class Console:
 
     def on_event(self, event: AnyEvent) -> None:
         """The bus's reader: tells the test what happened, and holds where it was asked to."""
-        name, rank = type(event).__name__, getattr(event, "rank", None)
-        self.moment(name, rank)
+        rank: int | None = getattr(event, "rank", None)
+        self.moment(type(event).__name__, REPLICA if rank is None else rank)
 
     def moment(self, name: str, rank: int | None = None) -> None:
         """A moment has come; hold in it if the test asked for that."""
@@ -91,3 +95,13 @@ def describe(error: LiveWeightError) -> dict[str, object]:
             "serving": error.serving,
         }
     return facts
+
+
+def limit_memory(on: bool) -> None:
+    """Let every further mapping fail, or no longer."""
+    used = 0
+    if on:
+        with Path("/proc/self/statm").open() as file:
+            used = int(file.read().split()[0]) * resource.getpagesize()
+    _, hard = resource.getrlimit(resource.RLIMIT_AS)
+    resource.setrlimit(resource.RLIMIT_AS, (used or hard, hard))

@@ -15,7 +15,7 @@ from liveweight.observe.bus import Bus
 from liveweight.observe.events import AnyEvent, Staged
 from liveweight.worker.torch_target import TensorTarget
 from tests.support import model
-from tests.support.program import Console
+from tests.support.program import Console, limit_memory
 
 
 def main(config: dict[str, Any]) -> None:
@@ -40,7 +40,7 @@ def main(config: dict[str, Any]) -> None:
             world=world,
             group=group,
             threads=config["threads"],
-            hooks=[lambda: console.moment("Hook", rank)],
+            hooks=[lambda: console.moment("Hook", rank), lambda: fail_once(console)],
             bus=bus,
         ) as receiver,
     ):
@@ -57,23 +57,40 @@ def damage(console: Console, target: TensorTarget, event: AnyEvent) -> None:
         ctypes.c_ubyte.from_address(target.shadow()[0].address).value ^= 1
 
 
+def fail_once(console: Console) -> None:
+    """If the test asked for it: a hook that fails."""
+    if console.armed == "hook":
+        console.armed = None
+        raise RuntimeError("this hook was told to fail")
+
+
 def serve(console: Console, receiver: lw.Receiver, tensors: dict[str, torch.Tensor]) -> None:
-    """Step until told to stop. In a replica of several, rank 0's word to stop reaches all through the tensors below."""
-    word = torch.zeros(1, dtype=torch.int64)
+    """Step until told to stop. In a replica of several, one rank's word to stop reaches all."""
     while True:
-        receiver.at_boundary(idle_s=0.02)
         try:
-            command: dict[str, Any] = console.commands.get_nowait()
-        except queue.Empty:
-            command = {"do": "nothing"}
-        if command["do"] == "stop":
-            word[0] = 1
-        elif command["do"] != "nothing":
-            console.serve(command, lambda asked: act(asked, receiver, tensors))
-        if receiver.world > 1:
-            dist.all_reduce(word, op=dist.ReduceOp.MAX)
-        if word.item():
+            receiver.at_boundary(idle_s=0.02)
+            stop = meet(console, receiver, tensors)
+        except (lw.LiveWeightError, RuntimeError) as error:  # gloo's errors are RuntimeErrors
+            console.say(lost=str(error), fingerprint=model.fingerprint(tensors))
+            raise
+        if stop:
             return
+
+
+def meet(console: Console, receiver: lw.Receiver, tensors: dict[str, torch.Tensor]) -> bool:
+    """The rest of a step: serve one command; whether any rank was told to stop."""
+    word = torch.zeros(1, dtype=torch.int64)
+    try:
+        command: dict[str, Any] = console.commands.get_nowait()
+    except queue.Empty:
+        command = {"do": "nothing"}
+    if command["do"] == "stop":
+        word[0] = 1
+    elif command["do"] != "nothing":
+        console.serve(command, lambda asked: act(asked, receiver, tensors))
+    if receiver.world > 1:
+        dist.all_reduce(word, op=dist.ReduceOp.MAX)
+    return bool(word.item())
 
 
 def act(
@@ -87,5 +104,8 @@ def act(
                 "version": None if version is None else version.label,
                 "fingerprint": model.fingerprint(tensors),
             }
+        case "limit":
+            limit_memory(command["on"])
+            return {}
         case other:
             raise ValueError(other)

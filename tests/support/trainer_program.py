@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+import gc
 from pathlib import Path
 from typing import Any
 
@@ -9,8 +11,10 @@ import torch
 
 import liveweight as lw
 from liveweight.observe.bus import Bus
+from liveweight.observe.events import AnyEvent, OfferMade
+from liveweight.transports.ipc.arena import SharedArena
 from tests.support import model
-from tests.support.program import Console
+from tests.support.program import Console, limit_memory
 
 
 def main(config: dict[str, Any]) -> None:
@@ -20,6 +24,7 @@ def main(config: dict[str, Any]) -> None:
     weights = model.module(0, getattr(torch, config["dtype"]))
     source: object = lw.share_module(weights) if config["offer"] == "live" else weights
     with (
+        bus.subscribe(lambda event: damage(console, weights, event)),
         bus.subscribe(console.on_event),
         lw.Publisher(
             source,
@@ -42,6 +47,18 @@ def main(config: dict[str, Any]) -> None:
         console.say(id=command["id"])
 
 
+def damage(console: Console, weights: torch.nn.Module, event: AnyEvent) -> None:
+    """If the test asked for it: flip one bit of what is offered, after it was digested."""
+    if isinstance(event, OfferMade) and console.armed == "arena":
+        console.armed = None
+        if event.kind == "live":
+            address = next(weights.parameters()).data_ptr()
+        else:
+            arenas = [found for found in gc.get_objects() if isinstance(found, SharedArena)]
+            address = arenas[0].memory.address
+        ctypes.c_ubyte.from_address(address).value ^= 1
+
+
 def act(command: dict[str, Any], publisher: lw.Publisher, weights: torch.nn.Module) -> dict[str, object]:
     """What the test may ask of a trainer."""
     match command["do"]:
@@ -58,6 +75,9 @@ def act(command: dict[str, Any], publisher: lw.Publisher, weights: torch.nn.Modu
                 "offer": report.offer,
                 "digest": report.version.digest,
             }
+        case "limit":
+            limit_memory(command["on"])
+            return {}
         case "undo":
             return {"serving": [None if v is None else v.label for v in publisher.undo()]}
         case other:

@@ -303,6 +303,14 @@ def test_a_lease_that_ends_aborts_and_a_later_commit_is_refused() -> None:
     assert len(world.said(events.LeaseExpired)) == 1
 
 
+def test_a_commit_that_is_read_after_its_lease_is_late() -> None:
+    world = World()
+    round_id = world.ready(1)
+    world.now_s += 5  # the scheduler's thread was held up and looks at its messages first
+    assert world.refused(m.Commit(round=round_id, timeout_s=5)).code == "LW-107"
+    assert not [a for a in world.actions if isinstance(a, Decide)]
+
+
 def test_a_commit_of_an_old_epoch_has_no_effect() -> None:
     world = World()
     old = world.ready(1)

@@ -100,10 +100,12 @@ class Publisher:
         if self._round is not None:
             self.wait()  # an unwaited failure is raised here
         began_s = time.monotonic()
-        deadline = Deadline.after(self.settings.timeout_s)
         made = self._offers.make(
             str(label), self.settings.offer, digest=self.settings.verify, release=self._release
         )
+        deadline = Deadline.after(
+            self.settings.timeout_s
+        )  # of the round; the freeze before it waits for nobody else
         try:
             version = self._version(label, made)
         except LiveWeightError:

@@ -80,7 +80,10 @@ class WireReplica:
 
     def standing(self, deadline: Deadline) -> m.Standing:
         """See Replica."""
-        return self._ask(m.Inquire(wait_s=deadline.remaining_s()), m.Standing, deadline, "its ranks to join")
+        self._leave_the_dead()
+        return self._ask(
+            m.Inquire(wait_s=deadline.remaining_s()), m.Standing, deadline, "say what it expects"
+        )
 
     def describe(self, structure: str, manifest: Manifest, deadline: Deadline) -> None:
         """See Replica."""
@@ -90,6 +93,7 @@ class WireReplica:
 
     def open(self, body: m.Open, deadline: Deadline) -> m.Opened:
         """See Replica."""
+        self._leave_the_dead()
         return self._ask(body, m.Opened, deadline, "open the round")
 
     def status(self, round_id: RoundId, until: m.Phase, deadline: Deadline) -> m.Progress:
@@ -136,6 +140,15 @@ class WireReplica:
                 f"{self._address} answered {type(body).__name__} with {type(answer).__name__}"
             )
         return answer
+
+    def _leave_the_dead(self) -> None:
+        """Before a round: a channel whose leader has ended meanwhile gives way to one to its successor."""
+        if self._channel is None:
+            return
+        try:
+            self._channel.receive_now()
+        except ChannelClosed:
+            self.close()
 
     def _connected(self, deadline: Deadline) -> Channel[m.Message]:
         if self._channel is None:

@@ -10,10 +10,9 @@ import os
 import threading
 import time
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
-
-from liveweight.worker.shadow_digest import ShadowDigest
 
 from liveweight.errors import ChannelClosed, DeadlineExceeded, LiveWeightError, Unavailable, WrongState
 from liveweight.observe import events
@@ -37,6 +36,7 @@ from liveweight.wire.messages import (
 )
 from liveweight.wire.values import RoundId, fault_of
 from liveweight.worker.crew import Crew
+from liveweight.worker.shadow_digest import ShadowDigest
 from liveweight.worker.staging import Stopped, stage
 from liveweight.worker.target import Target
 
@@ -63,6 +63,25 @@ class Turnstile:
         self.lock = threading.Lock()
         self.staged: RoundId | None = None
         self.doubt = False
+
+    @contextmanager
+    def held(self, deadline: Deadline) -> Iterator[None]:
+        """Own the shadow; DeadlineExceeded where the other side does not let go of it in time."""
+        if not self.lock.acquire(timeout=deadline.remaining_s()):
+            raise deadline.exceeded("the shadow, which the other thread holds")
+        try:
+            yield
+        finally:
+            self.lock.release()
+
+    @contextmanager
+    def for_staging(self, deadline: Deadline) -> Iterator[None]:
+        """Own the shadow to fill it anew; refused while it is the way back of an exchange in doubt."""
+        with self.held(deadline):
+            if self.doubt:
+                raise WrongState("in doubt about the last commit", "stage")
+            self.staged = None
+            yield
 
 
 class Agent:
@@ -131,12 +150,7 @@ class Agent:
         step = "stage"
         self._dropped = None
         try:
-            if not self._turnstile.lock.acquire(timeout=deadline.remaining_s()):
-                raise deadline.exceeded("the shadow, which the last commit still holds")
-            with _Held(self._turnstile.lock):
-                if self._turnstile.doubt:
-                    raise WrongState("in doubt about the last commit", "stage")
-                self._turnstile.staged = None
+            with self._turnstile.for_staging(deadline):
                 if not self._stage(order, crew, deadline):
                     return
                 step = "verify"
@@ -149,7 +163,9 @@ class Agent:
             self._report_failure(order, step, ChannelClosed("the source is gone"), deadline)
         except LiveWeightError as error:
             self._report_failure(order, step, error, deadline)
-        except Exception as error:  # a foreign error is told, not swallowed, and ends this round, not the rank
+        except (
+            Exception
+        ) as error:  # a foreign error is told, not swallowed, and ends this round, not the rank
             self._report_failure(order, step, Unavailable(f"{type(error).__name__}: {error}"), deadline)
 
     def _stage(self, order: Stage, crew: Crew, deadline: Deadline) -> bool:
@@ -230,19 +246,6 @@ class Agent:
             "round": f"{order.round.boot}/{order.round.epoch}",
             "version": str(order.version),
         }
-
-
-class _Held:
-    """Releases a lock that was acquired with a time limit."""
-
-    def __init__(self, lock: threading.Lock) -> None:
-        self._lock = lock
-
-    def __enter__(self) -> None:
-        return None
-
-    def __exit__(self, *_: object) -> None:
-        self._lock.release()
 
 
 def join(

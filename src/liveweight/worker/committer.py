@@ -53,14 +53,13 @@ class Committer:
         """Exchange, and learn the outcome. OutcomeUnknown leaves the rank in doubt: ask `resolve` before serving."""
         deadline = Deadline.after(decision.timeout_s + GRACE_S)
         began_s = time.monotonic()
-        if not self._turnstile.lock.acquire(timeout=decision.timeout_s):
-            fault = fault_of(deadline.exceeded("the shadow"), step="commit", rank=self._rank)
-            return self._learn(self._report(decision.epoch, began_s, fault), deadline)
         try:
-            fault_or_none = self._exchange(decision)
-            return self._learn(self._report(decision.epoch, began_s, fault_or_none), deadline)
-        finally:
-            self._turnstile.lock.release()
+            with self._turnstile.held(deadline.within(decision.timeout_s)):
+                fault = self._exchange(decision)
+                return self._learn(self._report(decision.epoch, began_s, fault), deadline)
+        except DeadlineExceeded as error:
+            fault = fault_of(error, step="commit", rank=self._rank)
+            return self._learn(self._report(decision.epoch, began_s, fault), deadline)
 
     def resolve(self, timeout_s: float) -> Settled | None:
         """If the last outcome is unknown, ask again. None: there was no doubt."""

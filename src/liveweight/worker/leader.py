@@ -72,8 +72,7 @@ class Leader:
         if incoming is None:
             return self._deaths(now_s) + self._scheduler.on_time(now_s)
         self._watch_over(incoming)
-        actions = self._scheduler.on_message(now_s, incoming.peer, incoming.call, incoming.body)
-        return actions + (self._scheduler.on_time(now_s) if now_s >= self._scheduler.next_s() else [])
+        return self._scheduler.on_message(now_s, incoming.peer, incoming.call, incoming.body)
 
     def _watch_over(self, incoming: Incoming[Message]) -> None:
         match incoming.body:

@@ -45,13 +45,18 @@ class Scheduler:
     # What peers say.
 
     def on_message(self, now_s: float, peer: bytes, call: int, body: m.Message) -> list[Action]:
-        """A message of a publisher or a rank. What it may not do is refused in the reply."""
+        """A message of a publisher or a rank. What it may not do is refused in the reply.
+
+        Time goes first: a commit that was sent in time and is read after its lease is late.
+        """
+        actions = self.on_time(now_s) if now_s >= self.next_s() else []
         try:
-            actions = self._handle(now_s, peer, call, body)
+            actions += self._handle(now_s, peer, call, body)
         except LiveWeightError as error:
             if call == 0:
-                return [Say(events.PeerRefused(code=error.code, reason=str(error)))]
-            return [Reply(peer, call, m.Refusal(fault=fault_of(error, step=type(body).__name__.lower())))]
+                return [*actions, Say(events.PeerRefused(code=error.code, reason=str(error)))]
+            fault = fault_of(error, step=type(body).__name__.lower())
+            return [*actions, Reply(peer, call, m.Refusal(fault=fault))]
         return actions + self._answered(now_s)
 
     def _handle(self, now_s: float, peer: bytes, call: int, body: m.Message) -> list[Action]:
