@@ -6,7 +6,7 @@ setup(
     ext_modules=[
         Extension(
             "liveweight.devices._native",
-            sources=["native/module.c", "native/digest.c", "native/copy.c"],
+            sources=[f"native/{name}.c" for name in ("module", "copy", "digest", "avx2", "portable")],
             depends=["native/kernels.h"],
             include_dirs=["native"],
             extra_compile_args=["-O3", "-std=c11", "-Wall", "-Wextra", "-fno-strict-aliasing"],

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 import numpy.typing as npt
 
-from liveweight.errors import LayoutInvalid, ManifestMismatch
+from liveweight.errors import LayoutInvalid, ManifestMismatch, MessageInvalid
 from liveweight.spec.digest import SEEDS, Lanes
 from liveweight.spec.layout import Layout
 from liveweight.spec.manifest import Manifest, TensorSpec
@@ -86,7 +86,7 @@ def lanes_to_bytes(lanes: Lanes) -> bytes:
 
 
 def lanes_from_bytes(data: bytes, rows: int) -> Lanes:
-    """What `lanes_to_bytes` wrote; ValueError unless it is that many."""
+    """What `lanes_to_bytes` wrote; MessageInvalid unless it is that many."""
     if len(data) != rows * SEEDS * 4:
-        raise ValueError(f"{len(data)} bytes are not {rows} digests")
+        raise MessageInvalid(f"{len(data)} bytes are not {rows} digests")
     return np.frombuffer(data, dtype="<u4").reshape(rows, SEEDS).astype(np.uint32)

@@ -54,6 +54,8 @@ class Offers:
         self._kernels, self._shared, self._threads, self._bus = kernels, shared, threads, bus
         self._freezer = Freezer(self._source.manifest(), self.manifest, kernels)
         self._arena: Arena | None = None
+        self.current: Offer | None = None
+        """The offer made last."""
 
     @property
     def structure(self) -> str:
@@ -67,6 +69,11 @@ class Offers:
 
     def make(self, label: str, kind: OfferKind, *, digest: bool, release: Callable[[], None]) -> Made:
         """Hold the source's current values ready. `release` waits for readers of the offer before, a while."""
+        made = self._make(label, kind, digest=digest, release=release)
+        self.current = made.offer
+        return made
+
+    def _make(self, label: str, kind: OfferKind, *, digest: bool, release: Callable[[], None]) -> Made:
         if kind == "live":
             reason = why_not_live(self._source, self._expected, self._shared)
             if reason is None and self._shared is not None:
@@ -81,7 +88,9 @@ class Offers:
 
     def close(self) -> None:
         """Give the frozen arena back. A shared module stays its owner's."""
+        self._freezer.forget()
         if self._arena is not None:
+            self._outlet.withdraw(self._freezer.layout)
             self._arena.close()
             self._arena = None
 

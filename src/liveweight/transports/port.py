@@ -10,7 +10,6 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from liveweight.devices.memory import Memory
-
 from liveweight.observe.events import OfferKind
 from liveweight.plan.loops import Table
 from liveweight.spec.deadline import Deadline

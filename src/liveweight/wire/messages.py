@@ -10,6 +10,7 @@ from typing import Literal, TypeAlias
 
 import msgspec
 
+from liveweight.observe.events import OfferKind
 from liveweight.spec.layout import Layout
 from liveweight.spec.manifest import Manifest, Version
 from liveweight.wire.values import Fault, Offer, RoundId
@@ -246,9 +247,10 @@ class Settled(_Message, frozen=True):
 
 
 class Attach(_Message, frozen=True):
-    """Where does this layout's memory lie? -> Attached."""
+    """Where does the memory of this layout lie, for offers of this kind? -> Attached."""
 
     layout: str
+    kind: OfferKind
 
 
 class Attached(_Message, frozen=True):

@@ -1,0 +1,96 @@
+"""Processes of a benchmark: started with one socket, over which JSON lines go both ways."""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import socket
+import subprocess
+import sys
+from collections.abc import Callable
+from types import TracebackType
+from typing import Any, Self
+
+from liveweight.errors import ChannelClosed
+from liveweight.spec.deadline import Deadline
+
+
+class Line:
+    """One end of such a socket."""
+
+    def __init__(self, end: socket.socket) -> None:
+        self._socket = end
+        self._kept = b""
+
+    def say(self, **facts: object) -> None:
+        """Send one line."""
+        self._socket.sendall(json.dumps(facts).encode() + b"\n")
+
+    def hear(self, deadline: Deadline) -> dict[str, Any]:
+        """The next line."""
+        while b"\n" not in self._kept:
+            if not select.select([self._socket], [], [], deadline.remaining_s())[0]:
+                raise deadline.exceeded("a benchmark's process")
+            more = self._socket.recv(1 << 16)
+            if not more:
+                raise ChannelClosed("a benchmark's process ended; its own error is above")
+            self._kept += more
+        line, self._kept = self._kept.split(b"\n", 1)
+        heard: dict[str, Any] = json.loads(line)
+        return heard
+
+    def hear_now(self) -> dict[str, Any] | None:
+        """The next line, if one is there."""
+        if b"\n" not in self._kept and not select.select([self._socket], [], [], 0)[0]:
+            return None
+        return self.hear(Deadline.after(1.0))
+
+
+class Child:
+    """A process that runs one function of this package with its line and a configuration. Ends with the `with`."""
+
+    def __init__(self, main: Callable[[Line, dict[str, Any]], None], config: dict[str, Any]) -> None:
+        ours, theirs = socket.socketpair()
+        where = f"from {main.__module__} import {main.__name__} as main"
+        code = f"{where}; from liveweight.bench.child import run; run(main, {theirs.fileno()})"
+        with theirs:
+            self._process = subprocess.Popen(
+                [sys.executable, "-c", code], pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL
+            )
+        self.line = Line(ours)
+        self._socket = ours
+        self.line.say(**config)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._socket.close()
+        if error is not None:
+            self._process.kill()
+        self._process.wait()
+
+
+def run(main: Callable[[Line, dict[str, Any]], None], descriptor: int) -> None:
+    """What a child process does: hear its configuration, then its function."""
+    with socket.socket(fileno=descriptor) as end:
+        line = Line(end)
+        main(line, line.hear(Deadline.after(60.0)))
+
+
+def resident_bytes(field: str) -> int:
+    """A memory figure of this process, by its name in /proc/self/status."""
+    with open(f"/proc/{os.getpid()}/status") as file:  # noqa: PTH123 - a kernel file, not a path of ours
+        for row in file:
+            if row.startswith(f"{field}:"):
+                return int(row.split()[1]) * 1024
+    return 0
+
+
+def reset_peak() -> None:
+    """Let VmHWM begin anew from what is resident now."""
+    with open(f"/proc/{os.getpid()}/clear_refs", "w") as file:  # noqa: PTH123
+        file.write("5")

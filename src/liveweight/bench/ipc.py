@@ -1,0 +1,248 @@
+"""Rounds over shared memory beside the limit: one plain copy of the same bytes, by the same ranks, from the same memory.
+
+One trainer process (this one) and a replica of several ranks. Contenders and limit take turns within every repetition; a round is
+timed from `publish` to the last commit. Verified rounds include the source's digests.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import secrets
+import statistics
+import tempfile
+import time
+from contextlib import ExitStack
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from liveweight.bench.child import Child, reset_peak, resident_bytes
+from liveweight.bench.decoder import decoder, module_of, parameters, small_tensors
+from liveweight.bench.freeze import bench_freeze
+from liveweight.bench.ipc_rank import WAIT_S
+from liveweight.bench.ipc_rank import main as rank_main
+from liveweight.devices.kernels import choose
+from liveweight.errors import DigestMismatch
+from liveweight.observe.bus import Bus
+from liveweight.observe.events import OfferKind
+from liveweight.plan.tally import Tally, lanes_from_bytes
+from liveweight.spec.deadline import Deadline
+from liveweight.spec.manifest import TensorSpec
+from liveweight.trainer.live import SharedModule, live_digest, share_module
+from liveweight.trainer.offers import Offers
+from liveweight.trainer.publisher import Publisher, PublisherSettings, describe_to, meet_replicas
+from liveweight.trainer.replica import WireReplica
+from liveweight.trainer.sources import ModuleSource
+from liveweight.transports.ipc.arena import SharedArena
+from liveweight.transports.ipc.source import IpcOutlet
+from liveweight.wire.credentials import load_or_create_secret
+from liveweight.worker.torch_layout import gather, layout_of
+
+if TYPE_CHECKING:
+    pass
+
+CONTENDERS: tuple[tuple[OfferKind, bool], ...] = (
+    ("live", False),
+    ("live", True),
+    ("frozen", False),
+    ("frozen", True),
+)
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class IpcSettings:
+    """What to measure. `tensors` 0: a decoder's shapes. `cast` also freezes from float32, which takes twice the bytes more."""
+
+    size_gb: float = 1.4
+    ranks: int = 2
+    rounds: int = 6
+    tensors: int = 0
+    threads: int = 1
+    cast: bool = True
+
+
+def bench_ipc(settings: IpcSettings) -> dict[str, Any]:
+    """Run it; the figures as they are written to JSON."""
+    size = int(settings.size_gb * 1e9)
+    specs = small_tensors(size, settings.tensors) if settings.tensors else decoder(size)
+    with _Scene(specs, settings) as scene:
+        cold_s = scene.publish("frozen", verify=False)
+        cold_live_s = scene.publish("live", verify=False)
+        scene.reset_peaks()
+        spans: list[float] = []
+        times: dict[tuple[OfferKind, bool], list[float]] = {contender: [] for contender in CONTENDERS}
+        for contender in CONTENDERS:
+            scene.publish(*contender)  # warms the bindings of both shadows
+        for _ in range(settings.rounds):
+            for contender in CONTENDERS:
+                spans.append(scene.limit())
+                times[contender].append(scene.publish(*contender))
+        scene.check()
+        peaks = scene.peaks()
+        freeze = bench_freeze(scene.shared, settings.rounds) if settings.cast else {}
+    limit_s = min(spans)
+    return {
+        "bytes": sum(spec.size_bytes for spec in specs),
+        "tensors": len(specs),
+        "ranks": settings.ranks,
+        "cores": os.cpu_count(),
+        "kernels": choose().name,
+        "limit_s": limit_s,
+        "limit_median_s": statistics.median(spans),
+        "cold_s": cold_s,
+        "cold_live_s": cold_live_s,
+        "peak_extra_bytes": peaks,
+        "rounds": _rounds(times),
+        "ratios": _ratios(times, limit_s),
+        **freeze,
+    }
+
+
+def _rounds(times: dict[tuple[OfferKind, bool], list[float]]) -> dict[str, Any]:
+    figures: dict[str, Any] = {}
+    for (kind, verify), taken in times.items():
+        name = "verified_s" if verify else "plain_s"
+        figures.setdefault(kind, {})[name] = {"best": min(taken), "median": statistics.median(taken)}
+    return figures
+
+
+def _ratios(times: dict[tuple[OfferKind, bool], list[float]], limit_s: float) -> dict[str, float]:
+    return {
+        f"{kind}_{'verified' if verify else 'plain'}": min(taken) / limit_s
+        for (kind, verify), taken in times.items()
+    }
+
+
+class _Scene:
+    """The processes of the benchmark, met and ready. The trainer's module lies in an arena; frozen rounds copy it once more."""
+
+    def __init__(self, specs: list[TensorSpec], settings: IpcSettings) -> None:
+        self._specs, self._settings = specs, settings
+        self._stack = ExitStack()
+        self._label = 0
+
+    def __enter__(self) -> _Scene:
+        with self._stack as stack:
+            self._start(stack)
+            self._stack = stack.pop_all()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stack.close()
+
+    def _start(self, stack: ExitStack) -> None:
+        directory = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="lw-bench-")))
+        secret = load_or_create_secret(directory / "secret")
+        self._kernels = choose().kernels
+        config = {
+            "address": f"ipc://{directory}/leader.sock",
+            "secret": str(directory / "secret"),
+            "store": str(directory / "store"),
+            "world": self._settings.ranks,
+            "threads": self._settings.threads,
+            "specs": msgspec.to_builtins(self._specs),
+        }
+        self._ranks = [
+            stack.enter_context(Child(rank_main, config | {"rank": rank}))
+            for rank in range(self._settings.ranks)
+        ]
+        module = module_of(self._specs)
+        self.shared = stack.enter_context(share_module(module, SharedArena))
+        deadline = Deadline.after(WAIT_S)
+        for rank in self._ranks:
+            rank.line.hear(deadline)
+        stack.callback(self._stop)
+        replicas = [WireReplica(config["address"], secret)]
+        expected = meet_replicas(replicas, deadline)
+        outlet = IpcOutlet(directory, secret)
+        stack.callback(outlet.close)
+        self._offers = Offers(
+            source=ModuleSource(module),
+            expected=expected,
+            outlet=outlet,
+            kernels=self._kernels,
+            shared=self.shared,
+            threads=os.cpu_count() or 1,
+            bus=Bus(),
+        )
+        describe_to(replicas, self._offers, expected, deadline)
+        self._publisher = stack.enter_context(
+            Publisher(
+                name="bench",
+                run=secrets.token_hex(4),
+                replicas=replicas,
+                offers=self._offers,
+                settings=PublisherSettings(timeout_s=WAIT_S),
+            )
+        )
+
+    def _stop(self) -> None:
+        for rank in self._ranks:
+            rank.line.say(do="stop")
+        for rank in self._ranks:
+            rank.line.hear(Deadline.after(WAIT_S))
+
+    def publish(self, kind: OfferKind, verify: bool) -> float:
+        """One round of new content; seconds from the call to the last commit."""
+        self._label += 1
+        _change(self.shared, self._label)
+        self._publisher.settings = PublisherSettings(offer=kind, verify=verify, timeout_s=WAIT_S)
+        began_s = time.monotonic()
+        report = self._publisher.publish(self._label)
+        took_s = time.monotonic() - began_s
+        if (report.offer, report.verified, report.unchanged) != (kind, verify, False):
+            raise RuntimeError(f"asked for a {kind} round, got {report}")
+        return took_s
+
+    def limit(self) -> float:
+        """All ranks at once copy their share from the arena that was offered last; from the first's start to the last's end."""
+        deadline = Deadline.after(WAIT_S)
+        offer = msgspec.to_builtins(self._offers.current)
+        for rank in self._ranks:
+            rank.line.say(do="limit", offer=offer)
+        for rank in self._ranks:
+            rank.line.hear(deadline)
+        for rank in self._ranks:
+            rank.line.say(go=True)
+        spans = [rank.line.hear(deadline)["span"] for rank in self._ranks]
+        return float(max(end for _, end in spans) - min(start for start, _ in spans))
+
+    def check(self) -> None:
+        """What the ranks serve now is, bit for bit, what the trainer holds."""
+        layouts = [
+            layout_of(gather(parameters(self._specs, rank, self._settings.ranks)))
+            for rank in range(self._settings.ranks)
+        ]
+        tally, lanes = Tally(layouts), []
+        for rank, layout in zip(self._ranks, layouts, strict=True):
+            rank.line.say(do="digest")
+            heard = rank.line.hear(Deadline.after(WAIT_S))["lanes"]
+            lanes.append(lanes_from_bytes(bytes.fromhex(heard), len(layout.placements)))
+        totals, torn = tally.combine(lanes)
+        wanted = live_digest(self.shared, self._kernels, os.cpu_count() or 1)[
+            tally.sources(self.shared.manifest)
+        ]
+        differing = torn or tally.differing(totals, wanted)
+        if differing:
+            raise DigestMismatch(differing, "the benchmark's ranks")
+
+    def reset_peaks(self) -> None:
+        """Count extra memory from here: arenas, shadows and plans exist."""
+        self._resident = resident_bytes("VmRSS")
+        reset_peak()
+
+    def peaks(self) -> dict[str, int]:
+        """By process: what a rank holds beyond its live weights, and a trainer beyond its parameters, at its peak."""
+        figures = {"trainer": max(0, resident_bytes("VmHWM") - self._resident)}
+        for number, rank in enumerate(self._ranks):
+            rank.line.say(do="memory")
+            figures[f"rank{number}"] = rank.line.hear(Deadline.after(WAIT_S))["peak_extra"]
+        return figures
+
+
+def _change(shared: SharedModule, label: int) -> None:
+    """New content, as an optimiser would leave it: something in every tensor."""
+    for parameter in shared.module.parameters():
+        parameter.view(-1)[0] = label % 128

@@ -1,0 +1,138 @@
+"""A rank of the ipc benchmark: a receiver, and the plain copy that is the limit, on the same memory."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from liveweight.bench.child import Line, reset_peak, resident_bytes
+from liveweight.bench.decoder import parameters
+from liveweight.devices.kernels import choose_kernels
+from liveweight.plan.tally import lanes_to_bytes
+from liveweight.spec.deadline import Deadline
+from liveweight.spec.manifest import TensorSpec
+from liveweight.transports.ipc.reader import IpcReader
+from liveweight.wire.credentials import load_or_create_secret
+from liveweight.wire.values import Offer
+from liveweight.worker.agent import StagingSettings
+from liveweight.worker.crew import Crew
+from liveweight.worker.receiver import Receiver
+from liveweight.worker.shadow_digest import ShadowDigest
+from liveweight.worker.torch_target import TensorTarget
+
+WAIT_S = 600.0
+
+
+def main(line: Line, config: dict[str, Any]) -> None:
+    """Serve until told to stop. The ranks meet over gloo; the benchmark speaks to each by its line."""
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    rank, world = config["rank"], config["world"]
+    group = None
+    if world > 1:
+        dist.init_process_group("gloo", init_method=f"file://{config['store']}", rank=rank, world_size=world)
+        group = dist.group.WORLD
+    specs = msgspec.convert(config["specs"], list[TensorSpec])
+    secret, kernels = load_or_create_secret(Path(config["secret"])), choose_kernels()
+    target = TensorTarget(parameters(specs, rank, world), kernels=kernels)
+    before = resident_bytes("RssAnon")
+    with Receiver(
+        target,
+        address=config["address"],
+        secret=secret,
+        kernels=kernels,
+        readers={"ipc": IpcReader(secret, kernels)},
+        rank=rank,
+        world=world,
+        group=group,
+        settings=StagingSettings(threads=config["threads"]),
+    ) as receiver:
+        line.say(ready=receiver.address)
+        limits = Limits(target, IpcReader(secret, kernels), rank, world)
+        while True:
+            receiver.at_boundary(idle_s=0.01)
+            command = _together(line, rank, world)
+            match command:
+                case None:
+                    continue
+                case {"do": "stop"}:
+                    break
+                case {"do": "limit", "offer": offer}:
+                    line.say(span=limits.run(line, msgspec.convert(offer, Offer)))
+                case {"do": "digest"}:
+                    line.say(lanes=digest(target).hex())
+                case {"do": "reset"}:
+                    reset_peak()
+                    before = resident_bytes("VmRSS")
+                    line.say(done=True)
+                case {"do": "memory"}:
+                    shared = resident_bytes("RssShmem") + resident_bytes("RssFile")
+                    line.say(peak_extra=max(0, resident_bytes("VmHWM") - before), shared=shared)
+    line.say(done=True)
+    if world > 1:
+        dist.destroy_process_group()
+
+
+def _together(line: Line, rank: int, world: int) -> dict[str, Any] | None:
+    """The benchmark's next word to this rank; all ranks hear theirs at the same step, rank 0 says when."""
+    import torch
+    import torch.distributed as dist
+
+    command = line.hear_now() if rank == 0 else None
+    if world == 1:
+        return command
+    word = torch.tensor([command is not None])
+    dist.broadcast(word, src=0)
+    return line.hear(Deadline.after(WAIT_S)) if rank and word.item() else command
+
+
+class Limits:
+    """The limit: this rank's share of the source's bytes, copied into its shadow in one plain copy."""
+
+    def __init__(self, target: TensorTarget, reader: IpcReader, rank: int, world: int) -> None:
+        self._target, self._reader = target, reader
+        self._rank, self._world = rank, world
+
+    def run(self, line: Line, offer: Offer) -> tuple[float, float]:
+        """When the copy began and ended, on the clock that all processes of the host share."""
+        shadow = self._target.shadow()
+        reading = self._reader.bind(offer, self._target.layout, shadow, Deadline.after(WAIT_S))
+        source = reading.attachment.arenas[0].memory.bytes()
+        share = self._target.layout.placed_bytes
+        pieces = _pieces(source, [memory.bytes() for memory in shadow], share * self._rank, share)
+        line.say(set=True)
+        line.hear(Deadline.after(WAIT_S))
+        began = time.monotonic()
+        for to, of in pieces:
+            np.copyto(to, of)
+        return began, time.monotonic()
+
+
+def _pieces(
+    source: npt.NDArray[np.uint8], shadows: list[npt.NDArray[np.uint8]], at: int, size: int
+) -> list[tuple[npt.NDArray[np.uint8], npt.NDArray[np.uint8]]]:
+    """One run of the source's bytes, into a shadow that is one piece of memory seen as many parameters."""
+    pieces, left = [], min(size, len(source) - at)
+    for shadow in shadows:
+        part = min(left, len(shadow))
+        if part > 0:
+            pieces.append((shadow[:part], source[at : at + part]))
+            at, left = at + part, left - part
+    return pieces
+
+
+def digest(target: TensorTarget) -> bytes:
+    """What the live weights are, bit for bit."""
+    with Crew(1) as crew:
+        reading = ShadowDigest(target.layout, choose_kernels())
+        lanes = reading.of(target.live(), crew=crew, stop=lambda: False, deadline=Deadline.after(WAIT_S))
+    if not isinstance(lanes, np.ndarray):
+        raise TypeError("a digest that nobody stopped was stopped")
+    return lanes_to_bytes(lanes)

@@ -1,0 +1,1 @@
+"""The command line: argv, environment, output and exit codes, and nothing else."""

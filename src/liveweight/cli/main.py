@@ -1,0 +1,51 @@
+"""`liveweight`: the program. Collects the sub-commands; each lives in a file of its own."""
+
+from __future__ import annotations
+
+import sys
+from typing import Annotated
+
+import typer
+
+from liveweight.cli import bench
+from liveweight.errors import LiveWeightError
+
+app = typer.Typer(
+    name="liveweight",
+    help="Puts a trainer's new weights into running engines: verified to the bit, all or nothing.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+app.add_typer(bench.app, name="bench")
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        from importlib.metadata import version
+
+        print(f"liveweight {version('liveweight')}")
+        raise typer.Exit
+
+
+@app.callback()
+def options(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version and exit.")
+    ] = False,
+) -> None:
+    """Live weight updates."""
+    del version
+
+
+def run() -> None:
+    """The entry point. An error of ours is one line and its remedy, and exit code 1."""
+    try:
+        app()
+    except LiveWeightError as error:
+        print(f"{error.code} {error}\n{error.remedy}", file=sys.stderr)
+        raise SystemExit(1) from error
+
+
+if __name__ == "__main__":
+    run()

@@ -1,0 +1,79 @@
+"""Memory: a run of bytes of this process, by address, and what keeps it alive.
+
+Owns no pages. Who allocates them, maps them or closes them is the owner's matter; a Memory only holds on to its owner.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Self
+
+import numpy as np
+import numpy.typing as npt
+
+from liveweight.errors import LayoutInvalid
+
+if TYPE_CHECKING:
+    import torch
+    from typing_extensions import Buffer
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Memory:
+    """`size_bytes` bytes from `address` on. `owner` is whatever must live as long as somebody may touch them."""
+
+    address: int
+    size_bytes: int
+    writable: bool
+    owner: object
+
+    def __post_init__(self) -> None:
+        if self.size_bytes < 0 or self.address < 0 or self.address + self.size_bytes >= 1 << 63:
+            raise ValueError(f"memory of {self.size_bytes} bytes at address {self.address}")
+
+    @classmethod
+    def from_array(cls, array: npt.NDArray[Any]) -> Self:
+        """The bytes of a contiguous NumPy array."""
+        if not array.flags.c_contiguous:
+            raise LayoutInvalid(
+                f"an array of shape {array.shape} and strides {array.strides} is not one run of bytes"
+            )
+        return cls(
+            address=array.ctypes.data,
+            size_bytes=array.nbytes,
+            writable=bool(array.flags.writeable),
+            owner=array,
+        )
+
+    @classmethod
+    def from_buffer(cls, buffer: Buffer) -> Self:
+        """The bytes of anything with a contiguous buffer (bytes, memoryview, mmap): it stays exported while the Memory lives."""
+        return cls.from_array(np.frombuffer(memoryview(buffer).cast("B"), dtype=np.uint8))
+
+    @classmethod
+    def from_tensor(cls, tensor: torch.Tensor) -> Self:
+        """The whole storage of a torch tensor on the CPU. Offsets count from the storage's first byte, not from the view's.
+
+        The storage must not be resized while the Memory is used: torch would move it.
+        """
+        if tensor.device.type != "cpu":
+            raise LayoutInvalid(f"a tensor on {tensor.device} has no memory that the host's kernels can read")
+        storage = tensor.untyped_storage()
+        return cls(address=storage.data_ptr(), size_bytes=storage.nbytes(), writable=True, owner=storage)
+
+    def bytes(self) -> npt.NDArray[np.uint8]:
+        """The bytes as an array that holds this memory; read-only where the memory is."""
+        return np.asarray(_Interface(self))
+
+
+class _Interface:
+    """A memory in the words of NumPy's array interface: the array keeps this object, and this object the memory."""
+
+    def __init__(self, memory: Memory) -> None:
+        self.memory = memory
+        self.__array_interface__ = {
+            "version": 3,
+            "typestr": "|u1",
+            "shape": (memory.size_bytes,),
+            "data": (memory.address, not memory.writable),
+        }

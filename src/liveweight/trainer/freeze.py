@@ -1,0 +1,245 @@
+"""The freeze: a source's tensors copied into an arena, in the engine's dtypes, digested on the way.
+
+Owns the layout of a frozen arena and the bindings that fill it. When readers are revoked and when the arena may be offered is the
+publisher's matter; a freeze that raises leaves bytes that nobody may offer.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, TypeAlias
+
+import msgspec
+import numpy as np
+
+from liveweight.devices.kernels import BoundDigest, BoundFreeze, Kernels
+from liveweight.devices.memory import Memory
+from liveweight.errors import LayoutInvalid, Unavailable
+from liveweight.plan.freezes import CASTS, row_bytes
+from liveweight.plan.loops import Table
+from liveweight.spec.digest import SEEDS, Lanes
+from liveweight.spec.dtype import DType
+from liveweight.spec.layout import packed
+from liveweight.spec.manifest import Manifest, TensorSpec
+from liveweight.trainer.freeze_tables import Templates, digest_rows, freeze_rows
+from liveweight.trainer.shares import ranges, run_shared, summed
+from liveweight.trainer.source import Source, check_tensor, one_pass, whole_pass
+from liveweight.trainer.views import bytes_of, extent_bytes, strides_bytes, view
+
+if TYPE_CHECKING:
+    import torch
+
+CASTABLE = frozenset({DType.FLOAT64, DType.FLOAT32, DType.FLOAT16, DType.BFLOAT16})
+"""Dtypes that a freeze casts between. An eight-bit float means nothing without its scale: no cast gives or takes one."""
+
+SMALL_BYTES = 256 << 10
+"""A streamed tensor below this is copied by torch and digested with the others at the end: binding it would cost more."""
+
+_Seat: TypeAlias = "tuple[int, torch.Size, tuple[int, ...], torch.dtype, bool]"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Frozen:
+    """What a freeze did: the digests of the arena's tensors in the manifest's order, if asked for; bytes written; seconds."""
+
+    lanes: Lanes | None
+    size_bytes: int
+    took_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Moves:
+    """Tensors that kernels freeze, bound to where they lie now. Slot i is tensor `numbers[i]`."""
+
+    numbers: Table
+    bound: BoundFreeze
+    sizes_bytes: Table
+
+    def run(self, threads: int, lanes: Lanes | None) -> None:
+        """Freeze them. Only when they are known to be where they were bound."""
+        shares = ranges(self.sizes_bytes, threads)
+        if lanes is None:
+            run_shared(self.bound.move, shares, threads)
+        else:
+            lanes[self.numbers] = summed(run_shared(self.bound.run, shares, threads), len(self.numbers))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Readings:
+    """Tensors that are digested in the arena, after torch wrote them there."""
+
+    numbers: Sequence[int]
+    arena: Memory
+    bound: BoundDigest
+    sizes_bytes: Table
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Standing:
+    """The moves of a held source, valid while every tensor stays in its seat."""
+
+    arena: Memory
+    seats: Sequence[_Seat]
+    moves: _Moves
+    by_torch: Sequence[int]
+
+
+def offered_manifest(source: Manifest, expected: Manifest) -> Manifest:
+    """The source's tensors in the dtypes that they are offered in: the engine's, where that is a cast between CASTABLE ones.
+
+    Every other difference is left for `compare` to refuse.
+    """
+    wanted = expected.by_name()
+    return Manifest(tensors=tuple(_offered(spec, wanted) for spec in source))
+
+
+def _offered(spec: TensorSpec, wanted: Mapping[str, TensorSpec]) -> TensorSpec:
+    want = next((wanted[name] for name in spec.names if name in wanted), spec)
+    if want.dtype is spec.dtype or not {want.dtype, spec.dtype} <= CASTABLE:
+        return spec
+    return msgspec.structs.replace(spec, dtype=want.dtype, digest=None)
+
+
+class Freezer:
+    """Fills arenas with one source's tensors. Keeps what it bound for the next round, and with it the arena, but no tensor.
+
+    Called from the thread that offers; `layout` is where the tensors of the offered manifest lie in the arena.
+    """
+
+    def __init__(self, source: Manifest, offered: Manifest, kernels: Kernels) -> None:
+        for have, want in zip(source, offered, strict=False):
+            if (have.name, have.shape) != (want.name, want.shape):
+                raise LayoutInvalid(
+                    f"{have.name} cannot be frozen as {want.name} of shape {list(want.shape)}"
+                )
+        if len(source.tensors) != len(offered.tensors):
+            raise LayoutInvalid(f"{len(source.tensors)} tensors to be frozen as {len(offered.tensors)}")
+        self.layout = packed(offered.tensors)
+        self._source, self._kernels = source, kernels
+        self._offsets = [placement.offset_bytes for placement in self.layout.placements]
+        self._names = [spec.name for spec in source]
+        self._size_bytes = offered.size_bytes
+        self._templates = Templates()
+        self._standing: _Standing | None = None
+        self._readings: _Readings | None = None
+
+    def freeze(self, source: Source, arena: Memory, *, threads: int, digest: bool) -> Frozen:
+        """Copy every tensor to its place, by that many threads. Whatever is raised, the arena holds nothing that may be offered."""
+        import torch
+
+        began_s = time.monotonic()
+        if arena.size_bytes < self.layout.memories_bytes[0] or not arena.writable:
+            kind = "writable" if arena.writable else "read-only"
+            raise LayoutInvalid(
+                f"a {kind} arena of {arena.size_bytes} bytes for {self.layout.memories_bytes[0]} bytes of tensors"
+            )
+        lanes = np.zeros((len(self._offsets), SEEDS), dtype=np.uint32) if digest else None
+        with torch.no_grad():
+            freeze = self._freeze_held if source.held else self._freeze_streamed
+            freeze(source, arena, threads, lanes)
+        return Frozen(lanes=lanes, size_bytes=self._size_bytes, took_s=time.monotonic() - began_s)
+
+    def forget(self) -> None:
+        """Let go of the arena. Called before it is given back."""
+        self._standing = self._readings = None
+
+    def _freeze_held(self, source: Source, arena: Memory, threads: int, lanes: Lanes | None) -> None:
+        tensors = whole_pass(source, self._names)
+        standing = self._standing
+        if standing is None or standing.arena is not arena or not _seated(tensors, standing.seats):
+            self._standing = None
+            self._standing = standing = self._stand(tensors, arena)
+        standing.moves.run(threads, lanes)
+        raw = bytes_of(arena)
+        for number in standing.by_torch:
+            self._copy_by_torch(raw, number, tensors[number])
+        self._digest(standing.by_torch, arena, threads, lanes)
+
+    def _freeze_streamed(self, source: Source, arena: Memory, threads: int, lanes: Lanes | None) -> None:
+        raw, later = bytes_of(arena), []
+        passing = one_pass(source, self._names)
+        for number, spec in enumerate(self._source):
+            tensor = next(passing)
+            check_tensor(spec, tensor)
+            if spec.size_bytes < SMALL_BYTES or not self._has_kernel(number, tensor):
+                self._copy_by_torch(raw, number, tensor)
+                later.append(number)
+            else:
+                self._bind([number], [tensor], arena).run(threads, lanes)
+            del tensor  # the iterator may want its memory for the next one
+        for _ in passing:
+            pass  # one more is refused
+        self._digest(later, arena, threads, lanes)
+
+    def _stand(self, tensors: Sequence[torch.Tensor], arena: Memory) -> _Standing:
+        by_kernel: list[int] = []
+        by_torch: list[int] = []
+        for number, (spec, tensor) in enumerate(zip(self._source, tensors, strict=True)):
+            check_tensor(spec, tensor)
+            (by_kernel if self._has_kernel(number, tensor) else by_torch).append(number)
+        moves = self._bind(by_kernel, [tensors[number] for number in by_kernel], arena)
+        return _Standing(arena=arena, seats=[_seat(t) for t in tensors], moves=moves, by_torch=by_torch)
+
+    def _has_kernel(self, number: int, tensor: torch.Tensor) -> bool:
+        """Whether a kernel can read the tensor where it lies and write it in the offered dtype."""
+        have, want = self._source.tensors[number].dtype, self.layout.tensors[number].dtype
+        return tensor.is_cpu and not tensor.is_neg() and (have is want or (have, want) in CASTS)
+
+    def _bind(self, numbers: Sequence[int], tensors: Sequence[torch.Tensor], arena: Memory) -> _Moves:
+        """The moves of some tensors. The memories have no owner: a run follows only on tensors that are there."""
+        memories = [
+            Memory(address=t.data_ptr(), size_bytes=extent_bytes(t), writable=False, owner=None)
+            for t in tensors
+        ]
+        parts = [
+            self._templates.freeze(self._source.tensors[n], self.layout.tensors[n], strides_bytes(t))
+            for n, t in zip(numbers, tensors, strict=True)
+        ]
+        rows = freeze_rows(parts, [self._offsets[number] for number in numbers])
+        bound = self._kernels.bind_freeze(rows, memories, [arena], len(numbers))
+        return _Moves(numbers=np.array(numbers, dtype=np.int64), bound=bound, sizes_bytes=row_bytes(rows))
+
+    def _copy_by_torch(self, raw: torch.Tensor, number: int, tensor: torch.Tensor) -> None:
+        spec = self.layout.tensors[number]
+        try:
+            view(raw, self.layout.placements[number], spec).copy_(tensor)
+        except Exception as error:
+            raise Unavailable(f"{spec.name} could not be copied from {tensor.device}: {error}") from error
+
+    def _digest(self, numbers: Sequence[int], arena: Memory, threads: int, lanes: Lanes | None) -> None:
+        """Digest tensors that are in the arena already."""
+        if lanes is None or not numbers:
+            return
+        known = self._readings
+        if known is None or known.arena is not arena or known.numbers != numbers:
+            templates = [self._templates.digest(self.layout.tensors[number]) for number in numbers]
+            rows = digest_rows(templates, [self._offsets[number] for number in numbers])
+            bound = self._kernels.bind_digest(rows, [arena], len(numbers))
+            known = _Readings(numbers=numbers, arena=arena, bound=bound, sizes_bytes=row_bytes(rows))
+            self._readings = known
+        shares = ranges(known.sizes_bytes, threads)
+        parts = run_shared(known.bound.run, shares, threads)
+        lanes[numbers] = summed(parts, len(numbers))
+
+
+def _seat(tensor: torch.Tensor) -> _Seat:
+    return tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype, tensor.is_cpu
+
+
+def _seated(tensors: Sequence[torch.Tensor], seats: Sequence[_Seat]) -> bool:
+    """Whether every tensor is where and what it was. This is what Python does per tensor in a warm freeze."""
+    try:
+        for tensor, (address, shape, strides, dtype, cpu) in zip(tensors, seats, strict=True):
+            if (
+                tensor.data_ptr() != address
+                or tensor.shape != shape
+                or tensor.stride() != strides
+                or tensor.dtype is not dtype
+                or tensor.is_cpu is not cpu
+            ):
+                return False
+    except (AttributeError, RuntimeError):
+        return False  # something without bytes; it is named when it is looked at again
+    return True

@@ -1,0 +1,202 @@
+"""Live offers: a module whose parameters lie in an arena, so that ranks can read them where they are.
+
+Owns the move into the arena and back, and the answer to "why not live?". When a live offer may be read, and when the optimiser may go
+on, is the publisher's matter.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from types import TracebackType
+from typing import TYPE_CHECKING, Self
+
+from liveweight.devices.kernels import BoundDigest, Kernels
+from liveweight.errors import LiveWeightError, Refused, Unavailable
+from liveweight.plan.digests import plan_digests, row_bytes, split
+from liveweight.plan.loops import Table
+from liveweight.spec.digest import Lanes
+from liveweight.spec.layout import Layout, packed
+from liveweight.spec.manifest import Manifest
+from liveweight.trainer.census import Census, take_census
+from liveweight.trainer.freeze import offered_manifest
+from liveweight.trainer.freeze_tables import cut_columns
+from liveweight.trainer.registry import Registry
+from liveweight.trainer.shares import ROW_BYTES, ranges, run_shared, summed
+from liveweight.trainer.source import Source, whole_pass
+from liveweight.trainer.sources import ModuleSource
+from liveweight.trainer.views import bytes_of, extent_bytes, view
+from liveweight.transports.port import Arena
+
+if TYPE_CHECKING:
+    import torch
+
+
+class SharedModule:
+    """A module that lies in an arena. It owns the arena: `close` moves the module back to private memory and gives the arena back."""
+
+    def __init__(
+        self, module: torch.nn.Module, arena: Arena, layout: Layout, residents: Sequence[list[torch.Tensor]]
+    ) -> None:
+        """Called by `share_module`. `residents` are, for each tensor of the layout, the objects that lie there."""
+        self.module, self.arena, self.layout = module, arena, layout
+        self.manifest = layout.manifest()
+        self.closed = False
+        self._residents = residents
+        self._reading: tuple[Kernels, BoundDigest, Table] | None = None
+
+    @property
+    def addresses(self) -> list[int]:
+        """Where each tensor of the manifest lies, as long as nobody moves it."""
+        start = self.arena.memory.address
+        return [start + placement.offset_bytes for placement in self.layout.placements]
+
+    def digest(self, kernels: Kernels, threads: int) -> Lanes:
+        """The digests of what lies in the arena now; the readings are bound once."""
+        if self._reading is None or self._reading[0] is not kernels:
+            rows = cut_columns(split(plan_digests(self.layout).rows, ROW_BYTES), ROW_BYTES)
+            bound = kernels.bind_digest(rows, [self.arena.memory], len(self.layout.placements))
+            self._reading = kernels, bound, row_bytes(rows)
+        _, bound, sizes_bytes = self._reading
+        shares = ranges(sizes_bytes, threads)
+        parts = run_shared(bound.run, shares, threads)
+        return summed(parts, len(self.layout.placements))
+
+    def close(self) -> None:
+        """Copy what still lies in the arena back to private memory, ties kept, and give the arena back. Again: no effect."""
+        if self.closed:
+            return
+        for address, tensors in zip(self.addresses, self._residents, strict=True):
+            staying = [tensor for tensor in tensors if tensor.data_ptr() == address]
+            if staying:
+                private = staying[0].detach().clone()
+                for tensor in staying:
+                    tensor.data = private
+        self.closed = True
+        self._residents, self._reading = [], None
+        self.arena.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def share_module(module: torch.nn.Module, allocate: Callable[[int], Arena]) -> SharedModule:
+    """Move a module's parameters and persistent buffers into an arena: same objects, values, gradients; contiguous; tied ones once.
+
+    An optimiser goes on with the parameters it has. One that keeps the parameters' memory itself (flattened buffers) must be made after.
+    Called between steps, never between forward and backward. On failure the module is as it was.
+    """
+    registry = Registry.of(module)
+    tensors = registry.tensors()
+    census = take_census(registry.names, tensors)
+    residents = _residents(census, tensors)
+    _check_movable(census.manifest, residents)
+    layout = packed(census.manifest.tensors)
+    arena = allocate(layout.memories_bytes[0])
+    try:
+        _move(layout, arena, residents)
+    except BaseException:
+        arena.close()
+        raise
+    return SharedModule(module, arena, layout, residents)
+
+
+def why_not_live(source: Source, expected: Manifest, shared: SharedModule | None) -> str | None:
+    """The reason, in words, why ranks cannot read this source where it lies; None if they can."""
+    if not isinstance(source, ModuleSource):
+        return "the source is not a torch module"
+    if shared is None:
+        return "the module lies in private memory; share_module moves it"
+    if shared.closed:
+        return "the module was moved back to private memory"
+    if shared.module is not source.module:
+        return "another module was shared"
+    return _other_dtypes(shared.manifest, expected) or _moved(source, shared)
+
+
+def live_digest(shared: SharedModule, kernels: Kernels, threads: int) -> Lanes:
+    """The digests of the parameters as they are now, in the manifest's order."""
+    return shared.digest(kernels, threads)
+
+
+def _residents(census: Census, tensors: Sequence[torch.Tensor]) -> list[list[torch.Tensor]]:
+    """For each tensor of the manifest the distinct objects that are it. None for an empty one, which lies nowhere."""
+    owned = {owner: [tensors[owner]] for owner in census.owners}
+    for tie in census.ties:
+        if all(tensors[tie.alias] is not other for other in owned[tie.owner]):
+            owned[tie.owner].append(tensors[tie.alias])
+    return [group if group[0].numel() else [] for group in owned.values()]
+
+
+def _check_movable(manifest: Manifest, residents: Sequence[list[torch.Tensor]]) -> None:
+    """Refuse what cannot be moved without being changed: other devices, and tensors that share a part of their memory."""
+    spans = []
+    for spec, group in zip(manifest, residents, strict=True):
+        for tensor in group[:1]:
+            if not tensor.is_cpu:
+                raise Refused(f"{spec.name} is on {tensor.device}: only what is in host memory can be shared")
+            spans.append((tensor.data_ptr(), tensor.data_ptr() + extent_bytes(tensor), spec.name))
+    for (_, end, name), (start, _, other) in itertools.pairwise(sorted(spans)):
+        if start < end:
+            raise Refused(f"{name} and {other} lie across each other in memory, and would not after a move")
+
+
+def _move(layout: Layout, arena: Arena, residents: Sequence[list[torch.Tensor]]) -> None:
+    """Copy all values first; then exchange the memory of all objects, or of none."""
+    raw = bytes_of(arena.memory)
+    views = [view(raw, p, spec) for p, spec in zip(layout.placements, layout.tensors, strict=True)]
+    for place, group in zip(views, residents, strict=True):
+        for tensor in group[:1]:
+            place.copy_(tensor.detach())
+    moved: list[tuple[torch.Tensor, torch.Tensor]] = []
+    for spec, place, group in zip(layout.tensors, views, residents, strict=True):
+        for tensor in group:
+            before = tensor.data
+            try:
+                tensor.data = place
+            except Exception as error:
+                for other, memory in moved:
+                    other.data = memory
+                raise Unavailable(f"{spec.name} cannot be moved: {error}") from error
+            moved.append((tensor, before))
+
+
+def _other_dtypes(have: Manifest, expected: Manifest) -> str | None:
+    """Which tensors would have to be cast for the engine."""
+    wanted = offered_manifest(have, expected)
+    return _first(
+        f"{mine.name} is {mine.dtype.value} and the engine expects {theirs.dtype.value}"
+        for mine, theirs in zip(have, wanted, strict=True)
+        if mine.dtype is not theirs.dtype
+    )
+
+
+def _moved(source: ModuleSource, shared: SharedModule) -> str | None:
+    """Which tensors are no longer where they were put."""
+    try:
+        return _first(_strays(source, shared))
+    except LiveWeightError as error:
+        return str(error)
+
+
+def _strays(source: ModuleSource, shared: SharedModule) -> Iterator[str]:
+    tensors = whole_pass(source, [spec.name for spec in shared.manifest])
+    for address, spec, tensor in zip(shared.addresses, shared.manifest, tensors, strict=True):
+        if tensor.numel() == 0 or (
+            tensor.data_ptr() == address and tensor.shape == spec.shape and tensor.is_contiguous()
+        ):
+            continue
+        now = f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)} on {tensor.device}"
+        yield f"{spec.name} is no longer where share_module put it (now {now})"
+
+
+def _first(reasons: Iterator[str]) -> str | None:
+    """The first reason, and how many more there are like it."""
+    first = next(reasons, None)
+    more = sum(1 for _ in reasons)
+    return f"{first}, and {more} more like it" if more else first

@@ -1,0 +1,72 @@
+"""Names: what a tensor is called once the wrappers around its module are forgotten.
+
+Owns the wrappers' spellings and the refusal of adapter tensors. Which tensors a source has is the sources' matter.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from liveweight.errors import ManifestInvalid
+
+WRAPPERS = frozenset({"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"})
+"""Path components that torch.compile, FSDP1 and activation checkpointing put between a module and its name."""
+
+PEFT_PREFIX = "base_model.model."
+PEFT_LAYER = "base_layer"
+"""Where PEFT keeps the model, and the layer that an adapter wraps."""
+
+ADAPTERS = frozenset(
+    {
+        *("lora_A", "lora_B", "lora_embedding_A", "lora_embedding_B", "lora_magnitude_vector"),
+        *("ia3_l", "vera_A", "vera_B", "vera_lambda_b", "vera_lambda_d"),
+        *(
+            "hada_w1_a",
+            "hada_w1_b",
+            "hada_w2_a",
+            "hada_w2_b",
+            "lokr_w1",
+            "lokr_w2",
+            "oft_R",
+            "boft_R",
+            "boft_s",
+        ),
+    }
+)
+"""Components under which PEFT's tuners keep their own tensors; merging adds them to the base layer's."""
+
+COPIES = frozenset({"modules_to_save", "original_module"})
+"""Components under which PEFT keeps a trained copy of a module beside the original."""
+
+
+def clean(name: str) -> str:
+    """The name without wrappers; ManifestInvalid for a tensor that belongs to an adapter."""
+    parts = [part for part in name.split(".") if part not in WRAPPERS]
+    check_no_adapter(name, parts)
+    bare = ".".join(parts).removeprefix(PEFT_PREFIX).split(".")
+    inner = [part for at, part in enumerate(bare) if part != PEFT_LAYER or at in (0, len(bare) - 1)]
+    return ".".join(inner)
+
+
+def check_no_adapter(name: str, parts: Iterable[str]) -> None:
+    """Refuse a name that leads through an adapter."""
+    for part in parts:
+        if part in ADAPTERS:
+            raise ManifestInvalid(
+                f"{name} belongs to an adapter ({part}), and engines take whole weights: merge it first, "
+                "with merge_adapter() around every publish of the module, or once with merge_and_unload()"
+            )
+        if part in COPIES:
+            raise ManifestInvalid(
+                f"{name} is one of two copies of a module ({part}): publish the model that merge_and_unload() returns"
+            )
+
+
+def clean_all(names: Iterable[str]) -> list[str]:
+    """All names without wrappers, in order; ManifestInvalid, with both originals, where two become one."""
+    originals: dict[str, str] = {}
+    for name in names:
+        other = originals.setdefault(clean(name), name)
+        if other is not name:
+            raise ManifestInvalid(f"{other} and {name} are both called {clean(name)} without their wrappers")
+    return list(originals)

@@ -1,0 +1,58 @@
+"""Work shared over threads: ranges of rows of about equal bytes, run by kernels that release the GIL.
+
+The threads live as long as one call. What the rows mean is the caller's.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import TypeAlias, TypeVar
+
+import numpy as np
+
+from liveweight.plan.loops import Table
+from liveweight.spec.digest import SEEDS, Lanes
+
+Result = TypeVar("Result")
+Range: TypeAlias = tuple[int, int]
+
+ROW_BYTES = 1 << 20
+"""Longer rows are cut before they are shared: the grain of balance."""
+
+ALONE_BYTES = 1 << 20
+"""Less than this is not worth a second thread."""
+
+TURNS = 4
+"""Ranges per thread: one that is held up leaves its later ranges to the others."""
+
+
+def ranges(sizes_bytes: Table, threads: int) -> list[Range]:
+    """Rows in order, in ranges [first, last) of about equal bytes: a few per thread, or one where it is little work."""
+    rows = len(sizes_bytes)
+    if rows == 0:
+        return []
+    ends = np.cumsum(sizes_bytes)
+    total = int(ends[-1])
+    if threads <= 1 or total <= ALONE_BYTES:
+        return [(0, rows)]
+    marks = np.arange(1, threads * TURNS) * (total / (threads * TURNS))
+    cuts = np.unique([0, *np.searchsorted(ends, marks).tolist(), rows]).tolist()
+    return list(itertools.pairwise(cuts))
+
+
+def run_shared(run: Callable[[int, int], Result], shares: Sequence[Range], threads: int) -> list[Result]:
+    """Every range once, by that many threads. Returns, or raises the first failure, when no thread runs any more."""
+    if threads <= 1 or len(shares) <= 1:
+        return [run(first, last) for first, last in shares]
+    with ThreadPoolExecutor(min(threads, len(shares)), thread_name_prefix="liveweight-share") as pool:
+        return list(pool.map(lambda share: run(*share), shares))
+
+
+def summed(parts: list[Lanes], slots: int) -> Lanes:
+    """The digests of all slots from those of every range."""
+    total = np.zeros((slots, SEEDS), dtype=np.uint32)
+    for part in parts:
+        total += part
+    return total

@@ -1,0 +1,140 @@
+"""Sources that live in this process: a module, a state dict, an iterator with metadata. And `as_source`, which picks.
+
+They give out references to what the trainer has; nothing is copied or kept here. Files are checkpoint.py's.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, TypeAlias
+
+import msgspec
+
+from liveweight.errors import ManifestInvalid, Refused
+from liveweight.spec.dtype import DType
+from liveweight.spec.manifest import Manifest, TensorSpec
+from liveweight.trainer.census import Census, take_census
+from liveweight.trainer.checkpoint import CheckpointSource
+from liveweight.trainer.registry import Registry
+from liveweight.trainer.source import Source
+from liveweight.trainer.tensors import spec_dtype
+
+if TYPE_CHECKING:
+    import torch
+
+Metadata: TypeAlias = "TensorSpec | tuple[str, DType | torch.dtype | str, Sequence[int]]"
+"""One entry of an iterator's metadata: a spec, or (name, dtype, full shape)."""
+
+
+class ModuleSource:
+    """The parameters and persistent buffers of a module, under the names of its state dict without wrappers."""
+
+    held = True
+
+    def __init__(self, module: torch.nn.Module) -> None:
+        self.module = module
+        self._taken: tuple[Registry, Census] | None = None
+
+    def manifest(self) -> Manifest:
+        """Walks the module anew: later passes follow, and are compared with, this manifest."""
+        return self._take()[1].manifest
+
+    def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """The parameters as they are now; a module that was rebuilt since its manifest is refused."""
+        registry, census = self._taken or self._take()
+        return census.walk(registry.tensors())
+
+    def _take(self) -> tuple[Registry, Census]:
+        registry = Registry.of(self.module)
+        self._taken = registry, take_census(registry.names, registry.tensors())
+        return self._taken
+
+
+class StateDictSource:
+    """A mapping from names to tensors. The mapping is the trainer's: a pass gives what it holds then."""
+
+    held = True
+
+    def __init__(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        self._tensors = tensors
+        self._taken: tuple[list[str], Census] | None = None
+
+    def manifest(self) -> Manifest:
+        """Later passes follow, and are compared with, this manifest."""
+        return self._take()[1].manifest
+
+    def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """The tensors that the mapping holds now, under the names that its manifest listed."""
+        names, census = self._taken or self._take()
+        differing = sorted(set(names) ^ set(self._tensors))
+        if differing:
+            raise ManifestInvalid(f"the mapping's names changed after its manifest was made: {differing[0]}")
+        return census.walk([self._tensors[name] for name in names])
+
+    def _take(self) -> tuple[list[str], Census]:
+        names = list(self._tensors)
+        self._taken = names, take_census(names, list(self._tensors.values()))
+        return self._taken
+
+
+class IteratorSource:
+    """Tensors that are made one by one, such as gathered shards: a list of what will come, and a factory of passes.
+
+    A tensor is read before the next one is asked for, and not kept: the iterator may reuse its memory. Names are taken as they are.
+    """
+
+    held = False
+
+    def __init__(
+        self, metadata: Sequence[Metadata], factory: Callable[[], Iterable[tuple[str, torch.Tensor]]]
+    ) -> None:
+        self._manifest = Manifest(tensors=tuple(_spec(entry) for entry in metadata))
+        self._factory = factory
+
+    def manifest(self) -> Manifest:
+        """What the metadata says."""
+        return self._manifest
+
+    def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """A new pass of the factory."""
+        return iter(self._factory())
+
+
+def as_source(given: object) -> Source:
+    """A source from a torch module, a mapping of tensors, the path of an HF checkpoint directory, or a source itself."""
+    torch = sys.modules.get("torch")  # where torch is not loaded, nothing is a module of it
+    if torch is not None and isinstance(given, torch.nn.Module):
+        return ModuleSource(given)
+    match given:
+        case Mapping():
+            return StateDictSource(given)
+        case str() | os.PathLike():
+            return CheckpointSource(Path(given))
+        case Source():
+            return given
+        case _:
+            raise Refused(
+                f"weights come from a torch module, a mapping of tensors, a checkpoint directory or a Source, "
+                f"not from {type(given).__module__}.{type(given).__qualname__}"
+            )
+
+
+def _spec(entry: Metadata) -> TensorSpec:
+    if isinstance(entry, TensorSpec):
+        return msgspec.structs.replace(entry, digest=None)
+    name, dtype, shape = entry
+    return TensorSpec(name=name, dtype=_dtype(name, dtype), shape=tuple(int(size) for size in shape))
+
+
+def _dtype(name: str, dtype: DType | torch.dtype | str) -> DType:
+    if isinstance(dtype, DType):
+        return dtype
+    if not isinstance(dtype, str):
+        return spec_dtype(name, dtype)
+    try:
+        return DType(dtype.removeprefix("torch."))
+    except ValueError:
+        raise ManifestInvalid(f"{name} is {dtype}, which cannot be published") from None

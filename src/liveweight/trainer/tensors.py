@@ -1,0 +1,80 @@
+"""What liveweight asks of a torch tensor: its dtype and shape in our words, where it lies, and whether its bytes can be read at all.
+
+The only table between torch's dtypes and ours. torch is imported by those who call, never by importing this.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from typing import TYPE_CHECKING, TypeAlias
+
+from liveweight.errors import ManifestInvalid
+from liveweight.spec.dtype import DType
+from liveweight.spec.manifest import TensorSpec
+
+if TYPE_CHECKING:
+    import torch
+
+Seat: TypeAlias = tuple[object, ...]
+"""Where a tensor lies and how: equal for two tensors that are one."""
+
+
+@functools.cache
+def torch_dtypes() -> dict[DType, torch.dtype]:
+    """Every dtype of ours as torch's."""
+    import torch
+
+    return {dtype: getattr(torch, dtype.value) for dtype in DType}
+
+
+@functools.cache
+def _spec_dtypes() -> dict[torch.dtype, DType]:
+    return {theirs: ours for ours, theirs in torch_dtypes().items()}
+
+
+def spec_dtype(name: str, dtype: torch.dtype) -> DType:
+    """The dtype in our words; ManifestInvalid for one that cannot be published (complex, quantised, ...)."""
+    known = _spec_dtypes().get(dtype)
+    if known is None:
+        raise ManifestInvalid(f"{name} is {str(dtype).removeprefix('torch.')}, which cannot be published")
+    return known
+
+
+def spec_of(name: str, tensor: torch.Tensor) -> TensorSpec:
+    """The tensor as an entry of a manifest; ManifestInvalid, with the reason, where its bytes cannot be read. Touches no bytes."""
+    problem = _problem(tensor)
+    if problem is not None:
+        raise ManifestInvalid(f"{name} {problem}")
+    return TensorSpec(name=name, dtype=spec_dtype(name, tensor.dtype), shape=tuple(tensor.shape))
+
+
+def _problem(tensor: object) -> str | None:
+    import torch
+
+    if not isinstance(tensor, torch.Tensor):
+        return f"is not a tensor but {type(tensor).__name__}"
+    if torch.nn.parameter.is_lazy(tensor):
+        return "is not initialised yet: run the module once before it is published"
+    if _is_distributed(tensor):
+        return "is a DTensor: this source takes whole tensors only; give it full_tensor()s, or an unsharded model"
+    if hasattr(tensor, "__tensor_flatten__"):
+        return f"is a {type(tensor).__name__}, whose bytes are not a plain tensor's"
+    if tensor.layout != torch.strided:
+        return f"is {str(tensor.layout).removeprefix('torch.')}, not dense"
+    if tensor.is_meta:
+        return "is on the meta device and has no bytes"
+    return None
+
+
+def _is_distributed(tensor: torch.Tensor) -> bool:
+    """Whether it is a DTensor. One exists only where its module is loaded, which is not done here."""
+    distributed = sys.modules.get("torch.distributed.tensor")
+    return distributed is not None and isinstance(tensor, getattr(distributed, "DTensor", ()))
+
+
+def seat(tensor: torch.Tensor) -> Seat:
+    """Where a tensor lies. Empty tensors lie nowhere: each is its own."""
+    if tensor.numel() == 0:
+        return ("empty", id(tensor))
+    return tensor.device, tensor.data_ptr(), tensor.dtype, tuple(tensor.shape), tensor.stride()

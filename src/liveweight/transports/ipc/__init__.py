@@ -1,0 +1,4 @@
+"""Shared memory on one host: the source's arenas are memfds, which ranks map read-only.
+
+`arena` is the memory and what both halves must agree on about it, `source` the half of the publisher, `reader` the half of a rank.
+"""

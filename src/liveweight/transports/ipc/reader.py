@@ -1,0 +1,233 @@
+"""The rank half of `ipc`: maps a source's arenas, and copies the regions that the rank owns out of them.
+
+Owns the attachments: mappings that last across rounds, with their plans and bound tables. The shadow is the rank's: a binding that
+is kept knows its addresses but does not hold it; a Reading does.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import socket
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Self, TypeAlias, TypeVar
+
+from liveweight.devices.kernels import Bound, Kernels
+from liveweight.devices.memory import Memory
+from liveweight.errors import ChannelClosed, MessageInvalid, OfferChanged
+from liveweight.observe.events import OfferKind
+from liveweight.plan.copies import CopyPlans, split
+from liveweight.plan.loops import Table
+from liveweight.spec.deadline import Deadline
+from liveweight.spec.layout import Layout
+from liveweight.transports.ipc.arena import CLOSED, MappedArena, combined
+from liveweight.wire.channel import Channel
+from liveweight.wire.codec import Codec
+from liveweight.wire.credentials import Secret
+from liveweight.wire.descriptors import close_all, fetch
+from liveweight.wire.limits import Limits
+from liveweight.wire.messages import Attach, Attached, Message, Refusal
+from liveweight.wire.sockets import unix_path
+from liveweight.wire.values import Offer
+
+ROW_BYTES = 4 << 20
+"""What one row of a reading copies at most: the grain of sharing out, pacing and interrupting."""
+_ATTACHMENTS_KEPT = 4
+_BINDINGS_KEPT = 4
+
+_Key = TypeVar("_Key")
+_Kept = TypeVar("_Kept")
+_Seats: TypeAlias = tuple[str, tuple[int, ...], tuple[int, ...]]
+"""A target's fingerprint, and where and how large the memories of a shadow are."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Binding:
+    """Copies with their addresses. Good for every shadow at these addresses."""
+
+    rows: Table
+    bound: Bound
+
+
+class _Attachment:
+    """One layout of one source, mapped, and what was bound to it."""
+
+    def __init__(self, layout: Layout, arenas: Sequence[MappedArena]) -> None:
+        self.layout, self.arenas = layout, tuple(arenas)
+        self.bindings: dict[_Seats, _Binding] = {}
+
+    @property
+    def generation(self) -> int:
+        """What the arenas say now, as offers carry it."""
+        return combined(arena.generation for arena in self.arenas)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class IpcReading:
+    """A rank's part of one offer. Holds the mappings and the shadow while it lives."""
+
+    offer: Offer
+    rows: Table
+    bound: Bound
+    attachment: _Attachment
+    shadow: tuple[Memory, ...]
+
+    def read(self, first: int, last: int) -> None:
+        """Copy rows [first, last) into the shadow, with the GIL released."""
+        self.bound.run(first, last)
+
+    def check(self) -> None:
+        """Raise OfferChanged if the source has revoked the offer: what was read may be a mixture."""
+        found = self.attachment.generation
+        if found != self.offer.generation:
+            raise OfferChanged(
+                f"{self.offer.source} changed its memory: generation {found}, offered was {self.offer.generation}"
+            )
+
+
+class IpcReader:
+    """Reads offers of sources on this host. One per rank, used by its staging thread."""
+
+    def __init__(self, secret: Secret, kernels: Kernels, *, limits: Limits | None = None) -> None:
+        self._secret, self._kernels = secret, kernels
+        self._limits = limits or Limits()
+        self._codec: Codec[Message] = Codec(Message)
+        self._plans = CopyPlans()
+        self._attachments: dict[tuple[str, str, OfferKind], _Attachment] = {}
+        self.requests = 0
+        """How often a source was asked where its memory lies."""
+
+    def bind(self, offer: Offer, target: Layout, shadow: Sequence[Memory], deadline: Deadline) -> IpcReading:
+        """Attach to the offer's source if need be, plan if need be, and bind to this shadow."""
+        attachment = self._attachment(offer, deadline)
+        seats = (
+            target.fingerprint,
+            tuple([m.address for m in shadow]),
+            tuple([m.size_bytes for m in shadow]),
+        )
+        binding = attachment.bindings.pop(seats, None)
+        if binding is None:
+            binding = self._bind(attachment, target, shadow)
+        attachment.bindings[seats] = binding
+        _shorten(attachment.bindings, _BINDINGS_KEPT)
+        return IpcReading(
+            offer=offer,
+            rows=binding.rows,
+            bound=binding.bound,
+            attachment=attachment,
+            shadow=tuple(shadow),
+        )
+
+    def forget(self, source: str) -> None:
+        """Drop what is kept about a source. Its memory is unmapped once no Reading holds it."""
+        for key in [key for key in self._attachments if key[0] == source]:
+            del self._attachments[key]
+
+    def close(self) -> None:
+        """Let go of all mappings. Twice is fine."""
+        self._attachments.clear()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _attachment(self, offer: Offer, deadline: Deadline) -> _Attachment:
+        """The kept one if it still is what the offer speaks of, else a new one.
+
+        A source that began again, or took other arenas, shows in the generation: the first one of an arena is random.
+        """
+        self._forget_the_closed()
+        key = (offer.source, offer.layout, offer.kind)
+        attachment = self._attachments.pop(key, None)
+        if attachment is not None and attachment.generation != offer.generation:
+            attachment = None  # unmapped here, before the new memory is mapped
+        if attachment is None:
+            self._forget_the_gone()
+            attachment = self._attach(offer, deadline)
+        self._attachments[key] = attachment
+        _shorten(self._attachments, _ATTACHMENTS_KEPT)
+        return attachment
+
+    def _forget_the_closed(self) -> None:
+        """Let go of memory that its source has let go of."""
+        for key in [key for key, kept in self._attachments.items() if kept.generation == CLOSED]:
+            del self._attachments[key]
+
+    def _forget_the_gone(self) -> None:
+        """Let go of sources that were killed: their memory lives only through us."""
+        for source in {key[0] for key in self._attachments}:
+            if _gone(source):
+                self.forget(source)
+
+    def _attach(self, offer: Offer, deadline: Deadline) -> _Attachment:
+        attached = self._ask(offer, deadline)
+        sizes = attached.layout.memories_bytes
+        if attached.layout.fingerprint != offer.layout or len(attached.memories) != len(sizes):
+            raise MessageInvalid(f"{offer.source} answered with another layout than {offer.layout}")
+        path = Path(attached.descriptors)
+        arenas = [
+            self._map(path, token, size, deadline)
+            for token, size in zip(attached.memories, sizes, strict=True)
+        ]
+        return _Attachment(attached.layout, arenas)
+
+    def _ask(self, offer: Offer, deadline: Deadline) -> Attached:
+        if _gone(offer.source):
+            raise ChannelClosed(f"{offer.source} is gone: nobody listens there")
+        self.requests += 1
+        with Channel(offer.source, self._secret, self._codec, self._limits, deadline=deadline) as channel:
+            reply = channel.request(
+                Attach(layout=offer.layout, kind=offer.kind),
+                deadline,
+                f"{offer.source} to say where its memory lies",
+            )
+        match reply:
+            case Attached():
+                return reply
+            case Refusal(fault=fault):
+                raise fault.to_error()
+            case _:
+                raise MessageInvalid(f"{offer.source} answered with {type(reply).__name__}")
+
+    def _map(self, path: Path, token: bytes, size_bytes: int, deadline: Deadline) -> MappedArena:
+        descriptors = fetch(path, self._secret, token, deadline, self._limits)
+        try:
+            if len(descriptors) != 1:
+                raise MessageInvalid(f"{path} handed out {len(descriptors)} descriptors for one memory")
+            return MappedArena(descriptors[0], size_bytes)
+        finally:
+            close_all(descriptors)
+
+    def _bind(self, attachment: _Attachment, target: Layout, shadow: Sequence[Memory]) -> _Binding:
+        rows = split(self._plans.get(attachment.layout, target).rows, ROW_BYTES)
+        sources = [arena.memory for arena in attachment.arenas]
+        seats = [dataclasses.replace(memory, owner=None) for memory in shadow]
+        return _Binding(rows=rows, bound=self._kernels.bind_copy(rows, sources, seats))
+
+
+def _gone(address: str) -> bool:
+    """Whether nobody listens at a unix address. A socket file whose process was killed refuses at once."""
+    path = unix_path(address)
+    if path is None:
+        return False
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+        probe.setblocking(False)
+        try:
+            probe.connect(str(path))
+        except (FileNotFoundError, ConnectionRefusedError):
+            return True
+        except OSError:  # busy, for instance: somebody is there, or the connect proper will say what is wrong
+            return False
+    return False
+
+
+def _shorten(kept: dict[_Key, _Kept], most: int) -> None:
+    """Drop the least recently used ones beyond that many; whoever uses one puts it last."""
+    while len(kept) > most:
+        del kept[next(iter(kept))]

@@ -1,0 +1,192 @@
+"""The source half of `ipc`: says where a layout's memory lies, and hands out its descriptors.
+
+Owns two sockets, the thread that answers ranks, and the registrations. The arenas are their allocator's, who also says when their
+bytes may change; this half never touches them.
+"""
+
+from __future__ import annotations
+
+import secrets
+import threading
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from liveweight.errors import (
+    ChannelClosed,
+    DeadlineExceeded,
+    LayoutInvalid,
+    MessageInvalid,
+    Refused,
+    VersionNotOffered,
+)
+from liveweight.observe.events import OfferKind
+from liveweight.spec.deadline import Deadline
+from liveweight.spec.layout import Layout
+from liveweight.transports.ipc.arena import SharedArena, combined
+from liveweight.transports.port import Arena
+from liveweight.transports.registry import mode
+from liveweight.wire.codec import Codec
+from liveweight.wire.credentials import Secret
+from liveweight.wire.descriptor_server import DescriptorServer
+from liveweight.wire.limits import Limits
+from liveweight.wire.listener import Incoming, Listener
+from liveweight.wire.messages import Attach, Attached, Message, Refusal
+from liveweight.wire.values import Offer, fault_of
+
+MODE = "ipc"
+_TOKEN_BYTES = 16
+_IDLE_S = 3600.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Registration:
+    """What ranks are told about a layout, and whose memory it is."""
+
+    attached: Attached
+    arenas: tuple[SharedArena, ...]
+
+
+class IpcOutlet:
+    """Lets ranks on this host read arenas. One per publisher; `offer`, `withdraw` and `close` come from its driver thread.
+
+    A registration lasts across rounds: ranks attach once, and only the generation moves.
+    """
+
+    def __init__(
+        self, directory: Path, secret: Secret, *, name: str | None = None, limits: Limits | None = None
+    ) -> None:
+        """Listen in that directory, which must be ours alone; under a fixed name only where ranks are configured with it."""
+        name = secrets.token_hex(8) if name is None else name
+        self._limits = limits or Limits()
+        self._codec: Codec[Message] = Codec(Message)
+        self._lock = threading.Lock()
+        self._registrations: dict[tuple[OfferKind, str], _Registration] = {}
+        self._listener = Listener(f"ipc://{directory / name}", secret, self._codec, self._limits)
+        try:
+            self._descriptors = DescriptorServer(directory / f"{name}.fds", secret, self._limits)
+        except BaseException:
+            self._listener.close()
+            raise
+        self._waker = self._listener.waker()
+        self._thread = threading.Thread(target=self._serve, name="liveweight-ipc-outlet", daemon=True)
+        self._thread.start()
+
+    @property
+    def address(self) -> str:
+        """Where ranks attach."""
+        return self._listener.address
+
+    def allocate(self, size_bytes: int) -> SharedArena:
+        """An arena of that size, the caller's to close; OutOfMemory where it cannot be had."""
+        return SharedArena(size_bytes)
+
+    def offer(self, layout: Layout, arenas: Sequence[Arena], kind: OfferKind) -> Offer:
+        """Let ranks read these arenas (one per memory of the layout), as they are now. Other arenas replace those of before."""
+        _check_kind(kind)
+        shared = _fitting(layout, arenas)
+        with self._lock:
+            known = self._registrations.get((kind, layout.fingerprint))
+        if known is None or known.arenas != shared:
+            self._register(layout, shared, kind)
+        generation = combined(arena.generation for arena in shared)
+        return Offer(
+            mode=MODE, kind=kind, source=self.address, layout=layout.fingerprint, generation=generation
+        )
+
+    def withdraw(self, layout: Layout) -> None:
+        """Hand that layout out no more. Until then, this half holds the memory of its arenas, closed or not."""
+        with self._lock:
+            keys = [key for key in self._registrations if key[1] == layout.fingerprint]
+        for key in keys:
+            self._withdraw(key)
+
+    def _withdraw(self, key: tuple[OfferKind, str]) -> None:
+        with self._lock:
+            known = self._registrations.pop(key, None)
+        if known is not None:
+            self._drop(known.attached.memories)
+
+    def close(self) -> None:
+        """End the threads and remove the sockets. Arenas are their owner's. Twice is fine."""
+        self._waker.wake()
+        self._thread.join()
+        self._descriptors.close()
+        self._registrations.clear()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _register(self, layout: Layout, arenas: tuple[SharedArena, ...], kind: OfferKind) -> None:
+        tokens = tuple(secrets.token_bytes(_TOKEN_BYTES) for _ in arenas)
+        attached = Attached(layout=layout, memories=tokens, descriptors=str(self._descriptors.path))
+        self._codec.encode(
+            attached, call=1, limits=self._limits
+        )  # a layout too large to be told is refused here
+        self._withdraw((kind, layout.fingerprint))
+        try:
+            for token, arena in zip(tokens, arenas, strict=True):
+                self._descriptors.register(token, [arena.descriptor])
+        except BaseException:
+            self._drop(tokens)
+            raise
+        with self._lock:
+            self._registrations[kind, layout.fingerprint] = _Registration(attached=attached, arenas=arenas)
+
+    def _drop(self, tokens: Sequence[bytes]) -> None:
+        for token in tokens:
+            self._descriptors.withdraw(token)
+
+    def _serve(self) -> None:
+        """The thread's work, until it is woken."""
+        with self._listener as listener:
+            while True:
+                try:
+                    incoming = listener.receive_or_wake(Deadline.after(_IDLE_S), "a rank to attach")
+                except DeadlineExceeded:
+                    continue
+                if incoming is None:
+                    return
+                self._answer(listener, incoming)
+
+    def _answer(self, listener: Listener[Message], incoming: Incoming[Message]) -> None:
+        """Now or not at all: a rank that is gone, or does not read, delays nobody."""
+        with suppress(ChannelClosed, DeadlineExceeded):
+            listener.send(incoming.peer, self._reply(incoming.body), incoming.call, Deadline.after(0.0))
+
+    def _reply(self, body: Message) -> Message:
+        if not isinstance(body, Attach):
+            error = MessageInvalid(f"a source is asked to attach, not {type(body).__name__}")
+            return Refusal(fault=fault_of(error, step="attach"))
+        with self._lock:
+            known = self._registrations.get((body.kind, body.layout))
+            offered = [f"{kind} layout {fingerprint}" for kind, fingerprint in self._registrations]
+        if known is None:
+            refused = VersionNotOffered(f"{body.kind} layout {body.layout}", offered)
+            return Refusal(fault=fault_of(refused, step="attach"))
+        return known.attached
+
+
+def _check_kind(kind: OfferKind) -> None:
+    offers = mode(MODE).offers
+    if kind not in offers:
+        raise Refused(f"{MODE} has no {kind} offers, only {', '.join(offers)}")
+
+
+def _fitting(layout: Layout, arenas: Sequence[Arena]) -> tuple[SharedArena, ...]:
+    """The arenas, if they are the layout's memories and ranks can map them."""
+    shared = tuple(arena for arena in arenas if isinstance(arena, SharedArena))
+    if len(shared) != len(arenas):
+        raise LayoutInvalid("ipc offers only memory that it allocated itself")
+    sizes = tuple(arena.size_bytes for arena in shared)
+    if sizes != layout.memories_bytes:
+        raise LayoutInvalid(f"arenas of {sizes} bytes for a layout of {layout.memories_bytes}")
+    return shared

@@ -1,0 +1,192 @@
+"""Channels: the side that connects, to one incarnation of one peer.
+
+Owns a link in a private ZMQ context, the numbers of calls and the notifications that came while a reply was awaited.
+What a message means is the caller's.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import deque
+from contextlib import ExitStack
+from typing import Generic, Self
+
+import zmq
+
+from liveweight.errors import ChannelClosed, MessageInvalid
+from liveweight.spec.deadline import Deadline
+from liveweight.wire.codec import NOTIFICATION, Codec, Envelope, Message
+from liveweight.wire.credentials import Secret
+from liveweight.wire.limits import Limits
+from liveweight.wire.link import State, establish
+from liveweight.wire.sockets import Context, put, take, terminate, unix_path, wait
+from liveweight.wire.waker import Waker
+
+
+class Channel(Generic[Message]):
+    """A connection to a listener. Used by one thread, which also closes it; only wakers are shared.
+
+    When the peer ends, every wait ends with ChannelClosed once all that it had sent is read, and the channel stays
+    closed: a successor at the same address needs a new channel. `close` drops what is not sent yet: only a reply
+    proves that a message arrived.
+    """
+
+    def __init__(
+        self,
+        address: str,
+        secret: Secret,
+        codec: Codec[Message],
+        limits: Limits | None = None,
+        *,
+        deadline: Deadline,
+    ) -> None:
+        """Connect, prove the secret both ways and compare protocol versions, or raise and leave nothing open.
+
+        WrongSecret, ProtocolMismatch and ChannelClosed come as soon as they are known. Where nobody listens yet, or
+        the listener's owner does not receive, the wait lasts until the deadline.
+        """
+        unix_path(address)
+        self.address = address
+        self._codec = codec
+        self._limits = limits or Limits()
+        self._closed = False
+        self._calls = itertools.count(NOTIFICATION + 1)
+        self._kept: deque[Message] = deque()
+        with ExitStack() as acquired:
+            self._waker = Waker()
+            acquired.callback(self._waker.close)
+            context: Context = zmq.Context()
+            acquired.callback(terminate, context)
+            self._link = establish(context, address, secret, self._limits, deadline)
+            acquired.callback(self._link.close)
+            self._greet(deadline)
+            self._acquired = acquired.pop_all()
+
+    def send(self, body: Message, deadline: Deadline) -> None:
+        """Queue a message that expects no reply."""
+        self._send_frame(self._codec.encode(body, call=NOTIFICATION, limits=self._limits), deadline)
+
+    def request(self, body: Message, deadline: Deadline, waiting_for: str) -> Message:
+        """Send a message and wait for its reply. Notifications that come first are kept for `receive`."""
+        call = next(self._calls)
+        self._send_frame(self._codec.encode(body, call=call, limits=self._limits), deadline)
+        while True:
+            envelope = self._wait(deadline, waiting_for)
+            if envelope.call == call:
+                return envelope.body
+            self._keep(envelope)
+
+    def receive(self, deadline: Deadline, waiting_for: str) -> Message:
+        """The next notification. A wake does not end this wait; it stays for the next `receive_or_wake`."""
+        while not self._kept:
+            self._keep(self._wait(deadline, waiting_for))
+        return self._kept.popleft()
+
+    def receive_or_wake(self, deadline: Deadline, waiting_for: str) -> Message | None:
+        """The next notification, or None if a waker ended the wait."""
+        while True:
+            self._must_be_open()
+            if self._waker.take():
+                return None
+            body = self.receive_now()
+            if body is not None:
+                return body
+            deadline.check(waiting_for)
+            self._poll(zmq.POLLIN, deadline, wakeable=True)
+
+    def receive_now(self) -> Message | None:
+        """The next notification if one is there. Passes over at most one queue's worth of late replies."""
+        for _ in range(self._limits.queue):
+            if self._kept:
+                return self._kept.popleft()
+            envelope = self._envelope_now()
+            if envelope is None:
+                return None
+            self._keep(envelope)
+        return None
+
+    def waker(self) -> Waker:
+        """What another thread ends `receive_or_wake` with."""
+        return self._waker
+
+    def close(self) -> None:
+        """Release sockets, threads and descriptors."""
+        if self._closed:
+            return
+        self._closed = True
+        self._acquired.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _greet(self, deadline: Deadline) -> None:
+        """Say which protocol we speak; the peer says the same, or refuses."""
+        self._send_frame(self._codec.greeting, deadline)
+        waiting_for = f"{self.address} to greet"
+        while True:
+            frame = self._frame_now()
+            if frame == self._codec.greeting:
+                return
+            if frame is not None:
+                self._codec.decode(frame, limits=self._limits)
+                raise MessageInvalid(f"{self.address} sent a message before its greeting")
+            deadline.check(waiting_for)
+            self._poll(zmq.POLLIN, deadline)
+
+    def _wait(self, deadline: Deadline, waiting_for: str) -> Envelope[Message]:
+        while True:
+            envelope = self._envelope_now()
+            if envelope is not None:
+                return envelope
+            deadline.check(waiting_for)
+            self._poll(zmq.POLLIN, deadline)
+
+    def _keep(self, envelope: Envelope[Message]) -> None:
+        """Keep a notification; drop a reply, for the call that it answers was given up."""
+        if envelope.call != NOTIFICATION:
+            return
+        if len(self._kept) >= self._limits.queue:
+            self.close()
+            raise ChannelClosed(f"{self.address} sent more than {self._limits.queue} unread notifications")
+        self._kept.append(envelope.body)
+
+    def _envelope_now(self) -> Envelope[Message] | None:
+        frame = self._frame_now()
+        return None if frame is None else self._codec.decode(frame, limits=self._limits)
+
+    def _frame_now(self) -> bytes | None:
+        """The next frame if one is there. The end is heard first, and counts once nothing is left to read."""
+        state = self._hear()
+        parts = take(self._link.socket, parts=1)
+        if parts is None:
+            if state is State.GONE:
+                raise ChannelClosed(f"{self.address} is gone")
+            return None
+        if len(parts) > 1:
+            raise MessageInvalid("a frame comes alone, not in parts")
+        return parts[0]
+
+    def _send_frame(self, frame: bytes, deadline: Deadline) -> None:
+        while True:
+            if self._hear() is State.GONE:
+                raise ChannelClosed(f"{self.address} is gone")
+            if put(self._link.socket, frame):
+                return
+            deadline.check(f"{self.address} to take a message")
+            self._poll(zmq.POLLOUT, deadline)
+
+    def _must_be_open(self) -> None:
+        if self._closed:
+            raise ChannelClosed(f"this channel to {self.address} was closed")
+
+    def _hear(self) -> State:
+        self._must_be_open()
+        return self._link.hear()
+
+    def _poll(self, event: int, deadline: Deadline, *, wakeable: bool = False) -> None:
+        """Wait for that event, news of the link or, if asked for, a wake; at most until the deadline."""
+        wakers = (self._waker.fileno(),) if wakeable else ()
+        wait(deadline, {self._link.socket: event, self._link.monitor: zmq.POLLIN}, *wakers)

@@ -1,0 +1,120 @@
+"""Crews: a few threads that do one job together, then wait for the next.
+
+Owns threads: their start, their idleness, their end. What the job is, how it is shared out and when it stops is the job's matter.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import TypeAlias
+
+from liveweight.errors import WrongState
+
+Work: TypeAlias = Callable[[int], None]
+"""A thread's part of a job; the number is its lane, 0 for the caller's own thread."""
+
+
+@dataclass(slots=True)
+class _Job:
+    """One call of `run`. Its first error is the one that the caller gets."""
+
+    work: Work
+    ended: queue.SimpleQueue[None] = field(default_factory=queue.SimpleQueue)
+    errors: list[BaseException] = field(default_factory=list)
+
+    def attempt(self, lane: int) -> None:
+        try:
+            self.work(lane)
+        except BaseException as error:
+            self.errors.append(error)
+
+    def wait(self, helpers: int) -> None:
+        """Until so many helpers have ended; an interrupt comes after that."""
+        while helpers:
+            try:
+                self.ended.get()
+                helpers -= 1
+            except BaseException as error:
+                self.errors.append(error)
+
+
+_Jobs: TypeAlias = "queue.SimpleQueue[_Job | None]"
+
+
+class Crew:
+    """`threads` lanes: the thread that calls `run`, and helpers that live until `close`. One job at a time.
+
+    A crew of one has no helpers: its jobs run in the caller's thread, without a hand-over.
+    """
+
+    def __init__(self, threads: int, *, name: str = "liveweight-crew") -> None:
+        if threads < 1:
+            raise ValueError(f"a crew of {threads} threads")
+        self.threads = threads
+        self._jobs: list[_Jobs] = []
+        self._helpers: list[threading.Thread] = []
+        self._busy = threading.Lock()
+        self._closed = False
+        try:
+            for lane in range(1, threads):
+                self._hire(lane, f"{name}-{lane}")
+        except BaseException:  # no more threads to be had: those that were are let go
+            self.close()
+            raise
+
+    def _hire(self, lane: int, name: str) -> None:
+        jobs: _Jobs = queue.SimpleQueue()
+        helper = threading.Thread(target=_help, args=(jobs, lane), name=name, daemon=True)
+        helper.start()
+        self._jobs.append(jobs)
+        self._helpers.append(helper)
+
+    def run(self, work: Work) -> None:
+        """Call `work(lane)` once per lane, all at the same time; returns, or raises the first error, when every lane has ended.
+
+        It waits for all lanes without a limit of its own, since they may be writing into memory that its caller is about to free:
+        a job must end its lanes itself when one of them fails.
+        """
+        if not self._busy.acquire(blocking=False):
+            raise WrongState("a crew is at work", "a second job")
+        try:
+            if self._closed:
+                raise WrongState("a crew is closed", "a job")
+            job = _Job(work)
+            for jobs in self._jobs:
+                jobs.put(job)
+            job.attempt(0)
+            job.wait(len(self._helpers))
+        finally:
+            self._busy.release()
+        if job.errors:
+            raise job.errors[0]
+
+    def close(self) -> None:
+        """End the helpers. Not during a job; a second call does nothing."""
+        if self._closed:
+            return
+        self._closed = True
+        for jobs in self._jobs:
+            jobs.put(None)
+        for helper in self._helpers:
+            helper.join()
+
+    def __enter__(self) -> Crew:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def _help(jobs: _Jobs, lane: int) -> None:
+    while (job := jobs.get()) is not None:
+        job.attempt(lane)
+        job.ended.put(None)
+        del job  # an idle thread holds nothing of the last job: its memory may be freed

@@ -1,0 +1,214 @@
+"""Staging: the rows of a reading, shared out over a crew, paced, and interrupted between batches.
+
+Owns the order of the work, not the bytes: how a row is read is transports/'s, which rows there are is plan/'s. What a stop means
+for the round is the round's matter: here it is a value, which the caller cannot mistake for a finished stage.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from liveweight.plan.copies import row_bytes
+from liveweight.plan.loops import Table
+from liveweight.spec.deadline import Deadline
+from liveweight.transports.port import Reading
+from liveweight.worker.crew import Crew
+
+BATCH_BYTES = 8 << 20
+"""What a thread takes at a time: a millisecond of copying, so that Python's part does not show and a stop is prompt."""
+
+SMALLEST_BATCH_BYTES = 256 << 10
+BATCHES_PER_THREAD = 8
+PACED_BATCH_S = 0.01
+LOOK_S = 0.02
+"""How long a paced thread waits before it looks again whether to stop."""
+
+Stop: TypeAlias = Callable[[], bool]
+"""Whether the work is to end early. Called between batches, in the thread that asked for the work and in no other."""
+
+Rows: TypeAlias = Callable[[int, int, int], None]
+"""Work on rows [first, last), in a lane: (lane, first, last)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageResult:
+    """Everything was read."""
+
+    size_bytes: int
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stopped:
+    """The caller's `stop` ended the work before its end; so much was done."""
+
+    done_bytes: int
+    size_bytes: int
+
+
+class Pace:
+    """A token bucket: when the next bytes may be moved. Shared by the threads of a crew.
+
+    A little unused time is credited, so that waits that end late do not lower the rate.
+    """
+
+    def __init__(
+        self, bytes_per_s: float, *, credit_s: float = 0.05, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        if not bytes_per_s > 0:
+            raise ValueError(f"a pace of {bytes_per_s} bytes/s")
+        self.bytes_per_s, self.clock = bytes_per_s, clock
+        self._credit_s = credit_s
+        self._lock = threading.Lock()
+        self._next_s = clock()
+
+    def reserve(self, size_bytes: int) -> float:
+        """The moment of the clock at which these bytes may be moved; their time is taken now."""
+        with self._lock:
+            start = max(self._next_s, self.clock() - self._credit_s)
+            self._next_s = start + size_bytes / self.bytes_per_s
+            return start
+
+
+def stage(
+    reading: Reading,
+    *,
+    crew: Crew,
+    pace_bytes_per_s: float | None,
+    stop: Stop,
+    deadline: Deadline,
+) -> StageResult | Stopped:
+    """Read every row into the shadow, and check before and after that the source did not change. Called from the staging thread.
+
+    When it returns or raises, no thread reads any more. Raises DeadlineExceeded, OfferChanged, or what the reading raises.
+    """
+    began_s = time.monotonic()
+    reading.check()
+    outcome = share(
+        row_bytes(reading.rows),
+        lambda _, first, last: reading.read(first, last),
+        crew=crew,
+        stop=stop,
+        deadline=deadline,
+        what="staging",
+        pace=None if pace_bytes_per_s is None else Pace(pace_bytes_per_s),
+    )
+    if isinstance(outcome, Stopped):
+        return outcome
+    reading.check()
+    return StageResult(size_bytes=outcome, seconds=time.monotonic() - began_s)
+
+
+def share(
+    sizes_bytes: Table,
+    work: Rows,
+    *,
+    crew: Crew,
+    stop: Stop,
+    deadline: Deadline,
+    what: str,
+    pace: Pace | None = None,
+    smallest_batch_bytes: int = SMALLEST_BATCH_BYTES,
+) -> int | Stopped:
+    """Work through rows of these sizes, in batches that whichever thread is free takes next; the bytes done, or Stopped.
+
+    `smallest_batch_bytes` is for work that costs something per call.
+    The first error of any thread ends all of them, and is raised here. `stop` and the deadline are looked at between batches.
+    """
+    size = int(sizes_bytes.sum())
+    if stop():
+        return Stopped(done_bytes=0, size_bytes=size)
+    ends = cut(sizes_bytes, max(smallest_batch_bytes, _batch_bytes(size, crew.threads, pace)))
+    job = _Job(
+        ends=ends,
+        bytes_before=np.concatenate([[0], np.cumsum(sizes_bytes)])[np.concatenate([[0], ends])],
+        work=work,
+        stop=stop,
+        deadline=deadline,
+        what=what,
+        pace=pace,
+    )
+    crew.run(job.work_through)
+    return Stopped(done_bytes=job.done_bytes, size_bytes=size) if job.stopped else job.done_bytes
+
+
+def cut(sizes_bytes: Table, batch_bytes: int) -> npt.NDArray[np.int64]:
+    """Where batches of rows end: with the row that reaches the next multiple of `batch_bytes`. None has a row more than that."""
+    ends = np.cumsum(sizes_bytes)
+    total = int(ends[-1]) if len(ends) else 0
+    marks = np.arange(batch_bytes, total, batch_bytes, dtype=np.int64)
+    last = np.array([len(ends)] if len(ends) else [], dtype=np.int64)
+    return np.unique(np.concatenate([np.searchsorted(ends, marks) + 1, last]))
+
+
+def _batch_bytes(total_bytes: int, threads: int, pace: Pace | None) -> int:
+    """Small enough that threads finish together and a paced one does not go in bursts."""
+    even = total_bytes // (threads * BATCHES_PER_THREAD)
+    smooth = BATCH_BYTES if pace is None else int(pace.bytes_per_s * PACED_BATCH_S)
+    return min(BATCH_BYTES, even, smooth)
+
+
+@dataclass(slots=True, kw_only=True)
+class _Job:
+    """Batches of rows, handed out in order to the lanes of a crew. Batch i ends before row ends[i]."""
+
+    ends: Table
+    bytes_before: Table
+    work: Rows
+    stop: Stop
+    deadline: Deadline
+    what: str
+    pace: Pace | None
+    done_bytes: int = 0
+    stopped: bool = False
+    _taken: int = field(default=0, init=False)
+    _lock: threading.Lock = field(default_factory=threading.Lock, init=False)
+    _halt: threading.Event = field(default_factory=threading.Event, init=False)
+
+    def work_through(self, lane: int) -> None:
+        """One lane's part: batch after batch until none is left, or until some lane ends the job."""
+        try:
+            while (batch := self._take()) is not None and self._goes_on(lane):
+                size = int(self.bytes_before[batch + 1] - self.bytes_before[batch])
+                if self.pace is not None and not self._wait(lane, self.pace, size):
+                    return
+                self.work(lane, int(self.ends[batch - 1]) if batch else 0, int(self.ends[batch]))
+                with self._lock:
+                    self.done_bytes += size
+        except BaseException:
+            self._halt.set()
+            raise
+
+    def _take(self) -> int | None:
+        with self._lock:
+            batch = self._taken
+            self._taken += 1
+        return batch if batch < len(self.ends) else None
+
+    def _goes_on(self, lane: int) -> bool:
+        """Whether the batch that was taken is to be done: not after an error, a stop or the deadline."""
+        if self._halt.is_set():
+            return False
+        if lane == 0 and self.stop():
+            self.stopped = True
+            self._halt.set()
+            return False
+        if self.deadline.over:
+            size = int(self.bytes_before[-1])
+            raise self.deadline.exceeded(f"{self.what}, {self.done_bytes} of {size} bytes done")
+        return True
+
+    def _wait(self, lane: int, pace: Pace, size_bytes: int) -> bool:
+        """Wait until the pace allows these bytes, looking up now and then; False where the job ended meanwhile."""
+        moment_s = pace.reserve(size_bytes)
+        while (left_s := moment_s - pace.clock()) > 0:
+            if self._halt.wait(min(left_s, LOOK_S, self.deadline.remaining_s())) or not self._goes_on(lane):
+                return False
+        return True

@@ -1,0 +1,186 @@
+"""A target of torch tensors in host memory: live weights, their shadow, and the exchange between them.
+
+Owns the shadow's memory and where the tensors point. What the tensors declare is torch_layout's, how they are exchanged is
+exchange's, when is the round's.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal, TypeAlias, get_args
+
+from liveweight.devices.cpu import allocate
+from liveweight.devices.kernels import Kernels, choose_kernels
+from liveweight.devices.memory import Memory
+from liveweight.errors import LayoutInvalid, WrongState
+from liveweight.spec.layout import ALIGNMENT_BYTES, Layout, Piece, align
+from liveweight.worker.exchange import ContentExchange, point
+from liveweight.worker.torch_layout import Parameter, Parameters, gather, layout_of
+
+if TYPE_CHECKING:
+    import torch
+
+ExchangeMode: TypeAlias = Literal["swap", "copy"]
+"""How staged weights become live: `swap` lets the tensors point at the other memory; `copy` exchanges contents, for targets whose
+addresses somebody holds (graphs, views, registered memory)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Side:
+    """One of the two memories of every parameter: as the kernels see it, and as tensors that keep it alive.
+
+    `held` has the view of every tensor object, in order: an exchange has nothing left to look up.
+    """
+
+    memories: tuple[Memory, ...]
+    views: tuple[torch.Tensor, ...]
+    held: tuple[torch.Tensor, ...]
+
+
+class TensorTarget:
+    """Tensors as a rank's weights; implements worker/target's port. The tensor objects stay the same, also across exchanges.
+
+    Tensors may be strided in any order, but have no gaps; tied ones (same memory, shape and strides) are one, and stay tied.
+    `threads` and `kernels` are used by `copy` only.
+    """
+
+    def __init__(
+        self,
+        parameters: Parameters,
+        *,
+        exchange: ExchangeMode = "swap",
+        threads: int = 1,
+        kernels: Kernels | None = None,
+    ) -> None:
+        if exchange not in get_args(ExchangeMode):
+            raise ValueError(f"exchange {exchange!r} is none of {', '.join(get_args(ExchangeMode))}")
+        self._parameters = gather(parameters)
+        self._layout = layout_of(self._parameters)
+        self._mode, self._threads = exchange, threads
+        self._kernels = choose_kernels() if kernels is None else kernels
+        self._holders = [tensor for parameter in self._parameters for tensor in parameter.tensors]
+        self._sides: tuple[_Side, _Side | None] = (
+            _side(self._parameters, _live_views(self._parameters)),
+            None,
+        )
+        self._contents: ContentExchange | None = None
+
+    @property
+    def layout(self) -> Layout:
+        """What the tensors hold, and where; memory i is parameter i."""
+        return self._layout
+
+    def live(self) -> Sequence[Memory]:
+        """The memory that the tensors read now."""
+        return self._sides[0].memories
+
+    def shadow(self) -> Sequence[Memory]:
+        """The other memory: allocated at first use, in one piece, with the padding of the live tensors; then kept.
+
+        After an exchange by `swap` it is the memory that the tensors had before, the caller's own the first time.
+        Raises OutOfMemory, or LayoutInvalid if a tensor was moved behind the target's back since.
+        """
+        live, shadow = self._sides
+        self._check_unmoved(live)
+        if shadow is None:
+            shadow = _side(self._parameters, _new_views(self._parameters, live.views))
+            if self._mode == "copy":
+                self._contents = ContentExchange(
+                    live.memories, shadow.memories, kernels=self._kernels, threads=self._threads
+                )
+            self._sides = (live, shadow)
+        return shadow.memories
+
+    def swap(self) -> None:
+        """Exchange live and shadow, all or nothing; its own inverse. Torn only if the way back from a failure fails too."""
+        live, shadow = before = self._sides
+        if shadow is None:
+            raise WrongState("without a shadow", "an exchange")
+        if self._contents is not None:
+            self._contents.run()
+            return
+        try:
+            point(self._holders, shadow.held, before=live.held)
+            self._sides = (shadow, live)
+        except BaseException:
+            self._sides = before
+            raise
+
+    def release_shadow(self) -> None:
+        """Let go of the memory that is not live, and of what it holds: there is nothing to exchange back to.
+
+        After an odd number of swaps that is the memory the tensors had at first; the target's allocation is live then, and
+        lives as long as the tensors. Memory that somebody else holds (a Reading, a bound digest, a view) is freed when they let go.
+        """
+        self._contents = None
+        self._sides = (self._sides[0], None)
+
+    def _check_unmoved(self, live: _Side) -> None:
+        moved = {
+            id(holder)
+            for holder, view in zip(self._holders, live.held, strict=True)
+            if holder.data_ptr() != view.data_ptr()
+        }
+        names = [p.names[0] for p in self._parameters if not moved.isdisjoint(map(id, p.tensors))]
+        if names:
+            raise LayoutInvalid(f"memory replaced by somebody else; make a new target: {', '.join(names)}")
+
+
+def module_target(
+    module: torch.nn.Module,
+    pieces: Mapping[str, Sequence[Piece]] | None = None,
+    *,
+    exchange: ExchangeMode = "swap",
+    threads: int = 1,
+    kernels: Kernels | None = None,
+) -> TensorTarget:
+    """A module's parameters and persistent buffers as a target. `pieces` says what a parameter holds, if not itself, whole.
+
+    No pieces (an empty sequence) leave a parameter out of rounds. LayoutInvalid for pieces of a name that the module lacks.
+    """
+    saved = module.state_dict(keep_vars=True)
+    named: dict[str, torch.Tensor] = dict(module.named_parameters(remove_duplicate=False))
+    named |= {name: b for name, b in module.named_buffers(remove_duplicate=False) if name in saved}
+    unknown = sorted(set(pieces or {}) - set(named))
+    if unknown:
+        raise LayoutInvalid(f"pieces for what the module does not have: {', '.join(unknown)}")
+    given = {
+        name: (tensor, pieces[name]) if pieces and name in pieces else tensor
+        for name, tensor in named.items()
+    }
+    return TensorTarget(given, exchange=exchange, threads=threads, kernels=kernels)
+
+
+def _live_views(parameters: Sequence[Parameter]) -> list[torch.Tensor]:
+    """Where the tensors lie now; the views keep that memory when the tensors point elsewhere."""
+    return [parameter.tensor.data for parameter in parameters]
+
+
+def _new_views(parameters: Sequence[Parameter], live: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """New memory of the same shapes and strides, in one allocation, aligned, with the padding that no round writes."""
+    import torch
+
+    sizes = (align(parameter.size_bytes, ALIGNMENT_BYTES) for parameter in parameters)
+    *offsets, size = itertools.accumulate(sizes, initial=0)
+    # An inference tensor would make the parameters it is given to inference tensors, too.
+    with torch.inference_mode(False), torch.no_grad(), allocate(size) as allocation:
+        pages = allocation.memory.bytes()  # slices of it, and tensors of those, keep the pages after `close`
+        views = []
+        for parameter, old, offset in zip(parameters, live, offsets, strict=True):
+            part = torch.from_numpy(pages[offset : offset + parameter.size_bytes])
+            view = part.view(old.dtype).as_strided(old.shape, old.stride())
+            if parameter.padded:
+                view.copy_(old)
+            views.append(view)
+    return views
+
+
+def _side(parameters: Sequence[Parameter], views: Sequence[torch.Tensor]) -> _Side:
+    held = [view for parameter, view in zip(parameters, views, strict=True) for _ in parameter.tensors]
+    return _Side(memories=tuple(map(_memory, parameters, views)), views=tuple(views), held=tuple(held))
+
+
+def _memory(parameter: Parameter, view: torch.Tensor) -> Memory:
+    return Memory(address=view.data_ptr(), size_bytes=parameter.size_bytes, writable=True, owner=view)
