@@ -12,10 +12,10 @@ FILE_LINES = 300
 FUNCTION_LINES = 40
 
 EXCEPTIONS: dict[str, str] = {
-    "src/liveweight/errors.py": "the whole tree in one file, drawn at its top",
-    "src/liveweight/worker/scheduler.py": "the one place that decides; half of its decisions elsewhere would be harder to check",
-    "src/liveweight/api.py:__init__": "its keyword arguments are the interface, and composing the parts is one sequence",
-    "src/liveweight/worker/receiver.py:__init__": "acquires a rank's parts in order, inside one stack that releases them",
+    "liveweight/errors.py": "the whole tree in one file, drawn at its top",
+    "liveweight/worker/scheduler.py": "the one place that decides; half of its decisions elsewhere would be harder to check",
+    "liveweight/api.py:__init__": "its keyword arguments are the interface, and composing the parts is one sequence",
+    "liveweight/worker/receiver.py:__init__": "acquires a rank's parts in order, inside one stack that releases them",
 }
 """`path` of a file, or `path:function`, and the reason why it is longer."""
 

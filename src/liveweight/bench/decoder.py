@@ -49,7 +49,7 @@ def small_tensors(size_bytes: int, tensors: int) -> list[TensorSpec]:
 
 
 def parameters(specs: list[TensorSpec], rank: int, world: int) -> dict[str, tuple[torch.Tensor, list[Piece]]]:
-    """A rank's parameters, zero: q, k, v and gate, up fused and split by rows, o and down by columns, norms whole."""
+    """A rank's parameters, touched: q, k, v and gate, up fused and split by rows, o and down by columns, norms whole."""
     by_name = {spec.name: spec for spec in specs}
     fused = {"k": "", "v": "", "up": "", "q": "k v", "gate": "up"}
     held: dict[str, tuple[torch.Tensor, list[Piece]]] = {}
@@ -74,7 +74,7 @@ def _parameter(
     for spec in specs:
         if len(spec.shape) == 1:
             pieces.append(Piece(tensor=spec, region=whole(spec.shape)))
-            return torch.zeros(spec.shape, dtype=torch.bfloat16), pieces
+            return torch.ones(spec.shape, dtype=torch.bfloat16), pieces
         rows, columns = spec.shape
         region = (
             box((0, rows), _share(columns, rank, world))
@@ -83,7 +83,7 @@ def _parameter(
         )
         pieces.append(Piece(tensor=spec, region=region, at=(at, 0)))
         at += region[0].count
-    return torch.zeros((at, pieces[0].region[1].count), dtype=torch.bfloat16), pieces
+    return torch.ones((at, pieces[0].region[1].count), dtype=torch.bfloat16), pieces
 
 
 def _share(size: int, rank: int, world: int) -> tuple[int, int]:

@@ -68,9 +68,9 @@ def bench_ipc(settings: IpcSettings) -> dict[str, Any]:
     size = int(settings.size_gb * 1e9)
     specs = small_tensors(size, settings.tensors) if settings.tensors else decoder(size)
     with _Scene(specs, settings) as scene:
+        scene.reset_peaks()
         cold_s = scene.publish("frozen", verify=False)
         cold_live_s = scene.publish("live", verify=False)
-        scene.reset_peaks()
         spans: list[float] = []
         times: dict[tuple[OfferKind, bool], list[float]] = {contender: [] for contender in CONTENDERS}
         for contender in CONTENDERS:
@@ -154,12 +154,17 @@ class _Scene:
         for rank in self._ranks:
             rank.line.hear(deadline)
         stack.callback(self._stop)
-        replicas = [WireReplica(config["address"], secret)]
-        expected = meet_replicas(replicas, deadline)
         outlet = IpcOutlet(directory, secret)
         stack.callback(outlet.close)
+        replica = WireReplica(str(config["address"]), secret)
+        self._publisher = stack.enter_context(self._meet(replica, ModuleSource(module), outlet, deadline))
+
+    def _meet(
+        self, replica: WireReplica, source: ModuleSource, outlet: IpcOutlet, deadline: Deadline
+    ) -> Publisher:
+        expected = meet_replicas([replica], deadline)
         self._offers = Offers(
-            source=ModuleSource(module),
+            source=source,
             expected=expected,
             outlet=outlet,
             kernels=self._kernels,
@@ -167,15 +172,13 @@ class _Scene:
             threads=os.cpu_count() or 1,
             bus=Bus(),
         )
-        describe_to(replicas, self._offers, expected, deadline)
-        self._publisher = stack.enter_context(
-            Publisher(
-                name="bench",
-                run=secrets.token_hex(4),
-                replicas=replicas,
-                offers=self._offers,
-                settings=PublisherSettings(timeout_s=WAIT_S),
-            )
+        describe_to([replica], self._offers, expected, deadline)
+        return Publisher(
+            name="bench",
+            run=secrets.token_hex(4),
+            replicas=[replica],
+            offers=self._offers,
+            settings=PublisherSettings(timeout_s=WAIT_S),
         )
 
     def _stop(self) -> None:
@@ -229,9 +232,12 @@ class _Scene:
             raise DigestMismatch(differing, "the benchmark's ranks")
 
     def reset_peaks(self) -> None:
-        """Count extra memory from here: arenas, shadows and plans exist."""
+        """Count extra memory from here: every process holds its weights, and no round has been."""
         self._resident = resident_bytes("VmRSS")
         reset_peak()
+        for rank in self._ranks:
+            rank.line.say(do="reset")
+            rank.line.hear(Deadline.after(WAIT_S))
 
     def peaks(self) -> dict[str, int]:
         """By process: what a rank holds beyond its live weights, and a trainer beyond its parameters, at its peak."""

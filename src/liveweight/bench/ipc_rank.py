@@ -42,7 +42,6 @@ def main(line: Line, config: dict[str, Any]) -> None:
     specs = msgspec.convert(config["specs"], list[TensorSpec])
     secret, kernels = load_or_create_secret(Path(config["secret"])), choose_kernels()
     target = TensorTarget(parameters(specs, rank, world), kernels=kernels)
-    before = resident_bytes("RssAnon")
     with Receiver(
         target,
         address=config["address"],
@@ -55,29 +54,34 @@ def main(line: Line, config: dict[str, Any]) -> None:
         settings=StagingSettings(threads=config["threads"]),
     ) as receiver:
         line.say(ready=receiver.address)
-        limits = Limits(target, IpcReader(secret, kernels), rank, world)
-        while True:
-            receiver.at_boundary(idle_s=0.01)
-            command = _together(line, rank, world)
-            match command:
-                case None:
-                    continue
-                case {"do": "stop"}:
-                    break
-                case {"do": "limit", "offer": offer}:
-                    line.say(span=limits.run(line, msgspec.convert(offer, Offer)))
-                case {"do": "digest"}:
-                    line.say(lanes=digest(target).hex())
-                case {"do": "reset"}:
-                    reset_peak()
-                    before = resident_bytes("VmRSS")
-                    line.say(done=True)
-                case {"do": "memory"}:
-                    shared = resident_bytes("RssShmem") + resident_bytes("RssFile")
-                    line.say(peak_extra=max(0, resident_bytes("VmHWM") - before), shared=shared)
+        _serve(line, receiver, target, IpcReader(secret, kernels))
     line.say(done=True)
     if world > 1:
         dist.destroy_process_group()
+
+
+def _serve(line: Line, receiver: Receiver, target: TensorTarget, reader: IpcReader) -> None:
+    """Step through boundaries and do what the benchmark says, until it says stop."""
+    limits = Limits(target, reader, receiver.rank)
+    resident = 0
+    while True:
+        receiver.at_boundary(idle_s=0.01)
+        match _together(line, receiver.rank, receiver.world):
+            case None:
+                continue
+            case {"do": "stop"}:
+                return
+            case {"do": "limit", "offer": offer}:
+                line.say(span=limits.run(line, msgspec.convert(offer, Offer)))
+            case {"do": "digest"}:
+                line.say(lanes=digest(target).hex())
+            case {"do": "reset"}:
+                reset_peak()
+                resident = resident_bytes("VmRSS") - resident_bytes("RssShmem")
+                line.say(done=True)
+            case {"do": "memory"}:
+                mapped = resident_bytes("RssShmem")
+                line.say(peak_extra=max(0, resident_bytes("VmHWM") - mapped - resident))
 
 
 def _together(line: Line, rank: int, world: int) -> dict[str, Any] | None:
@@ -96,9 +100,8 @@ def _together(line: Line, rank: int, world: int) -> dict[str, Any] | None:
 class Limits:
     """The limit: this rank's share of the source's bytes, copied into its shadow in one plain copy."""
 
-    def __init__(self, target: TensorTarget, reader: IpcReader, rank: int, world: int) -> None:
-        self._target, self._reader = target, reader
-        self._rank, self._world = rank, world
+    def __init__(self, target: TensorTarget, reader: IpcReader, rank: int) -> None:
+        self._target, self._reader, self._rank = target, reader, rank
 
     def run(self, line: Line, offer: Offer) -> tuple[float, float]:
         """When the copy began and ended, on the clock that all processes of the host share."""
