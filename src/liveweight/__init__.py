@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from liveweight.api import Publisher, Receiver, share_module
     from liveweight.errors import LiveWeightError, OutcomeUnknown, RoundFailed
+    from liveweight.spec.dtype import DType
     from liveweight.spec.layout import Piece
     from liveweight.spec.manifest import TensorSpec, Version
     from liveweight.spec.region import box, whole
@@ -15,6 +16,7 @@ if TYPE_CHECKING:
 _HOMES = {
     "LiveWeightError": "liveweight.errors",
     "OutcomeUnknown": "liveweight.errors",
+    "DType": "liveweight.spec.dtype",
     "Piece": "liveweight.spec.layout",
     "Publisher": "liveweight.api",
     "Receiver": "liveweight.api",
@@ -28,6 +30,7 @@ _HOMES = {
 }
 
 __all__ = [
+    "DType",
     "LiveWeightError",
     "OutcomeUnknown",
     "Piece",

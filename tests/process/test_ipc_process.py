@@ -123,7 +123,7 @@ def intruder(address: str) -> None:
     """Holds the secret and gets the descriptor, but wants to write."""
     codec: Codec[Message] = Codec(Message)
     with Channel(address, SECRET, codec, deadline=soon()) as channel:
-        attached = channel.request(Attach(layout=layout().fingerprint, kind="frozen"), soon(), "an answer")
+        attached = channel.request(Attach(layout=layout().fingerprint, kind="live"), soon(), "an answer")
     if not isinstance(attached, Attached):
         raise TypeError(attached)
     (descriptor,) = fetch(Path(attached.descriptors), SECRET, attached.memories[0], soon())

@@ -104,6 +104,7 @@ def module_of(specs: list[TensorSpec]) -> torch.nn.Module:
                 parent.add_module(part, torch.nn.Module())
             parent = parent.get_submodule(part)
         repeats = -(-spec.elements // noise.numel())
-        values = noise.repeat(repeats)[: spec.elements].view(torch.bfloat16).view(spec.shape)
+        longer = noise if repeats == 1 else noise.repeat(repeats)
+        values = longer[: spec.elements].view(torch.bfloat16).view(spec.shape)
         parent.register_parameter(last, torch.nn.Parameter(values.clone(), requires_grad=False))
     return root

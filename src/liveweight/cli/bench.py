@@ -47,8 +47,10 @@ def _show(report: DigestReport) -> None:
     for name, timing in report.timings.items():
         rates = f"{timing.best_gb_s:10.2f}{timing.median_gb_s:10.2f}"
         print(f"{name:16}{rates}{timing.best_s * 1e3:10.2f}{timing.median_s * 1e3:10.2f}")
-    print(f"c_ratio      {report.c_ratio:5.2f}   digest's rate / copy's rate, wanted >= 0.8")
-    print(f"fused_ratio  {report.fused_ratio:5.2f}   copy + digest / copy, wanted <= 1.4")
+    print(f"c_ratio      {report.c_ratio:5.2f}   digest's rate / memmove's, wanted >= 0.8")
+    print(f"fused_ratio  {report.fused_ratio:5.2f}   copy + digest / memmove, wanted <= 1.4")
+    own = f"{report.own_c_ratio:.2f} and {report.own_fused_ratio:.2f}"
+    print(f"             beside our own copy, which streams past the caches: {own}")
     print(f"cast_ratio   {report.cast_ratio:5.2f}   cast + copy + digest / cast + copy, wanted <= 1.3")
 
 

@@ -1,0 +1,154 @@
+"""What does not fit is refused before the first byte, with the names; the engine is untouched."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+
+import liveweight as lw
+from liveweight.errors import LayoutInvalid, ManifestInvalid, ManifestMismatch, Refused
+from liveweight.observe.bus import Bus, Recorder
+from liveweight.observe.events import LiveOfferImpossible, RoundOpened
+
+
+@contextmanager
+def serving(tensors: dict[str, torch.Tensor], directory: Path, bus: Bus | None = None) -> Iterator[str]:
+    """A receiver that steps in a thread of its own."""
+    stop = threading.Event()
+    with lw.Receiver(
+        tensors, address=f"ipc://{directory}/engine.sock", secret=directory / "secret", bus=bus
+    ) as receiver:
+        stepping = threading.Thread(target=lambda: step(receiver, stop))
+        stepping.start()
+        try:
+            yield receiver.address
+        finally:
+            stop.set()
+            stepping.join()
+
+
+def step(receiver: lw.Receiver, stop: threading.Event) -> None:
+    while not stop.is_set():
+        receiver.at_boundary(idle_s=0.01)
+
+
+def engine() -> dict[str, torch.Tensor]:
+    return {"w": torch.zeros(4, 3), "b": torch.zeros(3)}
+
+
+def publisher(source: object, address: str, directory: Path, **options: object) -> lw.Publisher:
+    return lw.Publisher(
+        source,
+        engines=[address],
+        secret=directory / "secret",
+        directory=directory / "trainer",
+        timeout_s=20.0,
+        **options,  # type: ignore[arg-type]
+    )
+
+
+@pytest.mark.parametrize(
+    ("offered", "said"),
+    [
+        ({"w": torch.zeros(4, 3)}, ["b missing"]),
+        ({**engine(), "extra": torch.zeros(1)}, ["extra unexpected"]),
+        ({**engine(), "b": torch.zeros(3, dtype=torch.int32)}, ["b expected float32[3], offered int32[3]"]),
+        ({**engine(), "w": torch.zeros(3, 4)}, ["w expected float32[4, 3], offered float32[3, 4]"]),
+        (
+            {"w": torch.zeros(1), "c": torch.zeros(1)},
+            ["w expected float32[4, 3], offered float32[1]", "b missing", "c unexpected"],
+        ),
+    ],
+    ids=["missing", "unexpected", "dtype", "shape", "several"],
+)
+def test_a_manifest_that_does_not_fit_is_refused_when_the_publisher_is_made(
+    short_path: Path, offered: dict[str, torch.Tensor], said: list[str]
+) -> None:
+    live, bus = engine(), Bus()
+    with (
+        bus.subscribe(recorder := Recorder()),
+        serving(live, short_path, bus) as address,
+        pytest.raises(ManifestMismatch) as refused,
+    ):
+        publisher(offered, address, short_path)
+    assert list(refused.value.differences) == said
+    assert not recorder.of(RoundOpened)
+    assert all(not tensor.any() for tensor in live.values())
+
+
+def test_an_empty_source_is_refused(short_path: Path) -> None:
+    with serving(engine(), short_path) as address, pytest.raises(ManifestInvalid):
+        publisher({}, address, short_path)
+
+
+def test_names_that_become_the_same_without_their_wrappers_are_refused(short_path: Path) -> None:
+    offered = {**engine(), "_orig_mod.w": torch.zeros(4, 3)}
+    with serving(engine(), short_path) as address, pytest.raises(ManifestInvalid, match="w"):
+        publisher(offered, address, short_path)
+
+
+def test_regions_that_overlap_in_part_are_refused_when_the_rank_joins(short_path: Path) -> None:
+    spec = lw.TensorSpec(name="w", dtype=lw.DType.FLOAT32, shape=(4, 3))
+    held = {
+        "upper": (torch.zeros(3, 3), [lw.Piece(tensor=spec, region=lw.box((0, 3), (0, 3)))]),
+        "lower": (torch.zeros(2, 3), [lw.Piece(tensor=spec, region=lw.box((2, 4), (0, 3)))]),
+    }
+    with pytest.raises(LayoutInvalid, match=r"w: regions .* overlap in part"):
+        lw.Receiver(held, address=f"ipc://{short_path}/engine.sock", secret=short_path / "secret")
+
+
+def test_an_offer_that_the_mode_does_not_have_is_refused(short_path: Path) -> None:
+    with serving(engine(), short_path) as address, pytest.raises(Refused, match="no ring offers"):
+        publisher(engine(), address, short_path, offer="ring")
+
+
+def test_a_live_offer_that_is_not_possible_says_why_and_freezes(short_path: Path) -> None:
+    live, bus, recorder = engine(), Bus(), Recorder()
+    source = {"w": torch.ones(4, 3), "b": torch.ones(3)}
+    with (
+        bus.subscribe(recorder),
+        serving(live, short_path) as address,
+        publisher(source, address, short_path, offer="live", bus=bus) as sender,
+    ):
+        report = sender.publish(1)
+        assert report.offer == "frozen"
+        assert torch.equal(live["w"], source["w"])
+    assert "not a torch module" in recorder.of(LiveOfferImpossible)[0].reason
+
+
+def test_an_fp32_trainer_is_cast_to_the_engines_dtype(short_path: Path) -> None:
+    live = {"w": torch.zeros(64, 32, dtype=torch.bfloat16), "h": torch.zeros(8, dtype=torch.float16)}
+    source = {"w": torch.randn(64, 32), "h": torch.randn(8)}
+    with serving(live, short_path) as address, publisher(source, address, short_path) as sender:
+        assert sender.publish(1).verified
+        assert torch.equal(live["w"], source["w"].bfloat16())
+        assert torch.equal(live["h"], source["h"].half())
+
+
+def test_offer_lets_training_go_on_and_wait_has_the_outcome(short_path: Path) -> None:
+    live = engine()
+    source = {"w": torch.ones(4, 3), "b": torch.ones(3)}
+    with serving(live, short_path) as address, publisher(source, address, short_path) as sender:
+        sender.offer(1)
+        source["w"].fill_(7)  # frozen: the round must not see it
+        report = sender.wait()
+        assert str(report.version) == "1"
+        assert torch.equal(live["w"], torch.ones(4, 3))
+        assert set(report.metrics()) == {
+            f"weight_sync/{name}"
+            for name in (
+                "total_s",
+                "freeze_s",
+                "stage_s",
+                "verify_s",
+                "vote_s",
+                "stall_s",
+                "bytes",
+                "staleness",
+            )
+        }

@@ -1,0 +1,36 @@
+"""The ipc benchmark at a small size: every figure is there, every contender did its work, bit for bit."""
+
+from __future__ import annotations
+
+import pytest
+
+from liveweight.bench.decoder import decoder, parameters, small_tensors
+from liveweight.bench.ipc import CONTENDERS, IpcSettings, bench_ipc
+from liveweight.plan.tally import Tally
+from liveweight.worker.torch_layout import gather, layout_of
+
+
+@pytest.mark.parametrize("world", [1, 2, 4])
+def test_the_ranks_of_the_benchmark_own_the_whole_decoder_between_them(world: int) -> None:
+    specs = decoder(1)
+    layouts = [layout_of(gather(parameters(specs, rank, world))) for rank in range(world)]
+    tally = Tally(layouts)  # refuses regions that overlap in part, or leave elements to nobody
+    assert {spec.name for spec in tally.expected} == {spec.name for spec in specs}
+
+
+def test_a_small_run_has_every_figure(tmp_path: object) -> None:
+    del tmp_path
+    report = bench_ipc(IpcSettings(size_gb=0.01, ranks=2, rounds=2, tensors=200))
+    assert report["tensors"] == 200
+    assert report["bytes"] == sum(spec.size_bytes for spec in small_tensors(10_000_000, 200))
+    for kind, verify in CONTENDERS:
+        times = report["rounds"][kind]["verified_s" if verify else "plain_s"]
+        assert 0 < times["best"] <= times["median"]
+    for name in ("limit_s", "cast_copy_s", "freeze_s", "cold_s"):
+        assert report[name] > 0
+    assert set(report["peak_extra_bytes"]) == {"trainer", "rank0", "rank1"}
+
+
+def test_forty_thousand_tensors_make_a_round() -> None:
+    report = bench_ipc(IpcSettings(size_gb=0.0103, ranks=2, rounds=1, tensors=40_000, cast=False))
+    assert report["tensors"] == 40_000
