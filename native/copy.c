@@ -203,9 +203,9 @@ static void copy_items(const struct lw_copy *c) {
     }
 }
 
-static void copy_chunks(const struct lw_copy *c, const struct lw_simd *simd) {
+static void copy_chunks(const struct lw_copy *c, const struct lw_simd *simd, int stream) {
     int64_t size = c->chunk_bytes;
-    int stream = size >= CHUNK_STREAM_BYTES && c->outer * c->inner * size >= LW_STREAM_BYTES;
+    stream = stream && size >= CHUNK_STREAM_BYTES;
     for (int64_t i = 0; i < c->outer; i++) {
         uint8_t *target = (uint8_t *)(intptr_t)(c->target + i * c->outer_target_stride);
         const uint8_t *source = (const uint8_t *)(intptr_t)(c->source + i * c->outer_source_stride);
@@ -219,13 +219,13 @@ static void copy_chunks(const struct lw_copy *c, const struct lw_simd *simd) {
     }
 }
 
-void lw_copy_row(const struct lw_copy *row, const struct lw_simd *simd) {
+void lw_copy_row(const struct lw_copy *row, const struct lw_simd *simd, int stream) {
     if (row->outer == 0 || row->inner == 0 || row->chunk_bytes == 0) return;
     struct lw_copy c = simplified(*row);
     int64_t size = c.chunk_bytes;
     if (c.inner > 1 && (size == 1 || size == 2 || size == 4 || size == 8)) {
         copy_items(&c);
     } else {
-        copy_chunks(&c, simd);
+        copy_chunks(&c, simd, stream);
     }
 }

@@ -53,7 +53,7 @@ static struct lw_weights weights_at(const struct lw_rectangle *r, int64_t left, 
     return (struct lw_weights){scratch->weights[0], LW_SCRATCH_UNITS + LW_OVERREAD_UNITS};
 }
 
-static struct lw_lines lines_of(const struct lw_rectangle *r, int64_t left, int64_t columns) {
+static struct lw_lines lines_of(const struct lw_rectangle *r, int64_t left, int64_t columns, int stream) {
     int64_t source_item = r->cast ? 4 : r->item_bytes;
     return (struct lw_lines){
         .source = (const uint8_t *)(intptr_t)(r->source + left * source_item),
@@ -66,7 +66,7 @@ static struct lw_lines lines_of(const struct lw_rectangle *r, int64_t left, int6
         .units = columns * units_of(r->item_bytes),
         .unit_bytes = r->item_bytes < 2 ? 1 : 2,
         .cast = (int)r->cast,
-        .stream = r->rows * r->columns * r->item_bytes >= LW_STREAM_BYTES,
+        .stream = stream,
     };
 }
 
@@ -94,7 +94,7 @@ static void run_tiles(const struct lw_rectangle *r, int64_t left, int64_t column
     for (int64_t top = 0; top < r->rows; top += height) {
         for (int64_t across = 0; across < columns; across += width) {
             int64_t tile_columns = lw_least(width, columns - across), tile_stride = tile_columns * source_item;
-            struct lw_lines l = lines_of(r, left + across, tile_columns);
+            struct lw_lines l = lines_of(r, left + across, tile_columns, scratch->stream);
             l.rows = lw_least(height, r->rows - top);
             lw_gather(scratch->tile, tile_stride,
                       (const uint8_t *)(intptr_t)(r->source + top * r->row_stride + (left + across) * r->column_stride),
@@ -133,7 +133,7 @@ void lw_rectangle_run(const struct lw_rectangle *r, const struct lw_simd *simd, 
         } else if (shape == TILES) {
             run_tiles(r, left, columns, simd, scratch, weights, sums);
         } else {
-            struct lw_lines l = lines_of(r, left, columns);
+            struct lw_lines l = lines_of(r, left, columns, scratch->stream);
             l.digests = sums != NULL;
             l.weights = weights;
             simd->lines(&l, sums);

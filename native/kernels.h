@@ -27,7 +27,7 @@ enum {
     LW_OVERREAD_UNITS = 64,     /* a kernel may read so many weights beyond a line's end; they meet zeros */
     LW_TILE_BYTES = 1 << 16,
     LW_LANES = 1024,            /* 32-bit sums, per seed, of a tile of transposed storage */
-    LW_STREAM_BYTES = 1 << 18,  /* targets at least this large are written past the caches */
+    LW_STREAM_BYTES = 1 << 18,  /* a call that writes at least so much writes past the caches */
 };
 
 enum { LW_CAST_NONE = 0, LW_CAST_BFLOAT16 = 1, LW_CAST_FLOAT16 = 2 };
@@ -73,8 +73,9 @@ struct lw_columns {
     struct lw_weights weights;
 };
 
-/* Memory of one call. */
+/* Memory of one call, and whether it writes so much that its targets should not fill the caches. */
 struct lw_scratch {
+    int stream;
     uint32_t lanes[LW_SEEDS][LW_LANES] __attribute__((aligned(64)));
     uint8_t tile[LW_TILE_BYTES] __attribute__((aligned(64)));
     int16_t weights[LW_SEEDS][LW_SCRATCH_UNITS + LW_OVERREAD_UNITS];
@@ -94,7 +95,8 @@ extern const struct lw_simd lw_avx2;
 #endif
 const struct lw_simd *lw_best(void);
 
-void lw_copy_row(const struct lw_copy *row, const struct lw_simd *simd);
+/* stream: what is written should not fill the caches. */
+void lw_copy_row(const struct lw_copy *row, const struct lw_simd *simd, int stream);
 
 /* rows x columns items from anywhere into lines that lie target_stride apart. */
 void lw_gather(uint8_t *target, int64_t target_stride, const uint8_t *source, int64_t row_stride, int64_t column_stride,

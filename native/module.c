@@ -56,6 +56,12 @@ static const struct lw_simd *chosen(int portable) { return portable ? &lw_portab
 
 static void run_rectangles(const struct table *table, Py_ssize_t columns, uint32_t *lanes, const struct lw_simd *simd,
                            struct lw_scratch *scratch) {
+    int64_t total = 0;
+    for (Py_ssize_t i = 0; i < table->count; i++) {
+        const struct lw_rectangle *r = (const struct lw_rectangle *)(const void *)(table->rows + i * columns);
+        total += r->rows * r->columns * r->item_bytes;
+    }
+    scratch->stream = total >= LW_STREAM_BYTES;
     for (Py_ssize_t i = 0; i < table->count; i++) {
         struct lw_rectangle rectangle = {0};
         memcpy(&rectangle, table->rows + i * columns, (size_t)columns * sizeof(int64_t));
@@ -114,8 +120,10 @@ static PyObject *native_copy(PyObject *self, PyObject *args) {
     if (open_table(rows, LW_COPY_COLUMNS, first, last, &table) != 0) return NULL;
     const struct lw_simd *simd = chosen(portable);
     Py_BEGIN_ALLOW_THREADS;
-    for (Py_ssize_t i = 0; i < table.count; i++)
-        lw_copy_row((const struct lw_copy *)(const void *)(table.rows + i * LW_COPY_COLUMNS), simd);
+    const struct lw_copy *copies = (const struct lw_copy *)(const void *)table.rows;
+    int64_t total = 0;
+    for (Py_ssize_t i = 0; i < table.count; i++) total += copies[i].outer * copies[i].inner * copies[i].chunk_bytes;
+    for (Py_ssize_t i = 0; i < table.count; i++) lw_copy_row(copies + i, simd, total >= LW_STREAM_BYTES);
     simd->fence();
     Py_END_ALLOW_THREADS;
     PyBuffer_Release(&table.view);

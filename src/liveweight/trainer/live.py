@@ -41,15 +41,21 @@ class SharedModule:
         """Called by `share_module`. `residents` are, for each tensor of the layout, the objects that lie there."""
         self.module, self.arena, self.layout = module, arena, layout
         self.manifest = layout.manifest()
+        self.names = [spec.name for spec in self.manifest]
+        self.addresses = [arena.memory.address + placement.offset_bytes for placement in layout.placements]
+        """Where each tensor of the manifest lies, as long as nobody moves it."""
+        self._shapes = [tuple(spec.shape) for spec in self.manifest]
         self.closed = False
         self._residents = residents
         self._reading: tuple[Kernels, BoundDigest, Table] | None = None
 
-    @property
-    def addresses(self) -> list[int]:
-        """Where each tensor of the manifest lies, as long as nobody moves it."""
-        start = self.arena.memory.address
-        return [start + placement.offset_bytes for placement in self.layout.placements]
+    def holds(self, tensors: Sequence[torch.Tensor]) -> bool:
+        """Whether these are, one by one, the tensors that lie in the arena. Quick: many thousand are asked before every offer."""
+        return (
+            [tensor.data_ptr() for tensor in tensors] == self.addresses
+            and [tensor.shape for tensor in tensors] == self._shapes
+            and all([tensor.is_contiguous() for tensor in tensors])  # noqa: C419 - a list is faster here
+        )
 
     def digest(self, kernels: Kernels, threads: int) -> Lanes:
         """The digests of what lies in the arena now; the readings are bound once."""
@@ -112,11 +118,20 @@ def why_not_live(source: Source, expected: Manifest, shared: SharedModule | None
         return "the source is not a torch module"
     if shared is None:
         return "the module lies in private memory; share_module moves it"
-    if shared.closed:
-        return "the module was moved back to private memory"
     if shared.module is not source.module:
         return "another module was shared"
-    return _other_dtypes(shared.manifest, expected) or _moved(source, shared)
+    return _other_dtypes(shared.manifest, expected) or moved_since(source, shared)
+
+
+def moved_since(source: Source, shared: SharedModule) -> str | None:
+    """What may have changed since a live offer was possible, asked before every one: whether all still lies where it was put."""
+    if shared.closed:
+        return "the module was moved back to private memory"
+    try:
+        tensors = whole_pass(source, shared.names)
+        return None if shared.holds(tensors) else _first(_strays(tensors, shared))
+    except LiveWeightError as error:
+        return str(error)
 
 
 def live_digest(shared: SharedModule, kernels: Kernels, threads: int) -> Lanes:
@@ -176,16 +191,8 @@ def _other_dtypes(have: Manifest, expected: Manifest) -> str | None:
     )
 
 
-def _moved(source: ModuleSource, shared: SharedModule) -> str | None:
+def _strays(tensors: Sequence[torch.Tensor], shared: SharedModule) -> Iterator[str]:
     """Which tensors are no longer where they were put."""
-    try:
-        return _first(_strays(source, shared))
-    except LiveWeightError as error:
-        return str(error)
-
-
-def _strays(source: ModuleSource, shared: SharedModule) -> Iterator[str]:
-    tensors = whole_pass(source, [spec.name for spec in shared.manifest])
     for address, spec, tensor in zip(shared.addresses, shared.manifest, tensors, strict=True):
         if tensor.numel() == 0 or (
             tensor.data_ptr() == address and tensor.shape == spec.shape and tensor.is_contiguous()

@@ -18,7 +18,7 @@ from liveweight.spec.digest import ContentDigest, Lanes
 from liveweight.spec.layout import Layout
 from liveweight.spec.manifest import Manifest
 from liveweight.trainer.freeze import Freezer, offered_manifest
-from liveweight.trainer.live import SharedModule, live_digest, why_not_live
+from liveweight.trainer.live import SharedModule, live_digest, moved_since, why_not_live
 from liveweight.trainer.source import Source
 from liveweight.transports.port import Arena, Outlet
 from liveweight.wire.values import Offer
@@ -48,24 +48,20 @@ class Offers:
         threads: int,
         bus: Bus,
     ) -> None:
-        self.manifest = offered_manifest(source.manifest(), expected)
+        own = source.manifest()
+        self.manifest = offered_manifest(own, expected)
         self.content = ContentDigest(self.manifest)
-        self._source, self._expected, self._outlet = source, expected, outlet
+        self.structure = self.manifest.names_digest().hex()
+        """The name that rounds use for the manifest."""
+        self.size_bytes = self.manifest.size_bytes
+        """Bytes of one version."""
+        self._source, self._outlet = source, outlet
         self._kernels, self._shared, self._threads, self._bus = kernels, shared, threads, bus
-        self._freezer = Freezer(self._source.manifest(), self.manifest, kernels)
+        self._never_live = why_not_live(source, expected, shared)
+        self._freezer = Freezer(own, self.manifest, kernels)
         self._arena: Arena | None = None
         self.current: Offer | None = None
         """The offer made last."""
-
-    @property
-    def structure(self) -> str:
-        """The name that rounds use for the manifest."""
-        return self.manifest.names_digest().hex()
-
-    @property
-    def size_bytes(self) -> int:
-        """Bytes of one version."""
-        return self.manifest.size_bytes
 
     def make(self, label: str, kind: OfferKind, *, digest: bool, release: Callable[[], None]) -> Made:
         """Hold the source's current values ready. `release` waits for readers of the offer before, a while."""
@@ -75,9 +71,11 @@ class Offers:
 
     def _make(self, label: str, kind: OfferKind, *, digest: bool, release: Callable[[], None]) -> Made:
         if kind == "live":
-            reason = why_not_live(self._source, self._expected, self._shared)
+            reason = self._never_live
             if reason is None and self._shared is not None:
-                return self._live(label, self._shared, digest=digest)
+                reason = moved_since(self._source, self._shared)
+                if reason is None:
+                    return self._live(label, self._shared, digest=digest)
             self._bus.emit(events.LiveOfferImpossible(version=label, reason=reason or "nothing is shared"))
         return self._frozen(label, digest=digest, release=release)
 

@@ -8,6 +8,9 @@ from __future__ import annotations
 from collections import OrderedDict
 from dataclasses import dataclass
 
+import numpy as np
+import numpy.typing as npt
+
 from liveweight.errors import LayoutInvalid, ManifestInvalid, VersionConflict, WrongState
 from liveweight.plan.tally import Tally, lanes_from_bytes
 from liveweight.spec.digest import Lanes
@@ -72,16 +75,19 @@ class Membership:
 
 
 class Ledger:
-    """Manifests by the name that rounds use for them, and the content that each label of a run stood for."""
+    """Manifests by the name that rounds use for them, and the content that each label of a run stood for.
+
+    Of a manifest that fits only two things are kept: how many tensors it has, and which of them fills each one expected.
+    """
 
     def __init__(self) -> None:
-        self._manifests: OrderedDict[str, Manifest] = OrderedDict()
+        self._manifests: OrderedDict[str, tuple[int, npt.NDArray[np.int64]]] = OrderedDict()
         self._labels: OrderedDict[tuple[str, str | int], str] = OrderedDict()
 
-    def describe(self, structure: str, manifest: Manifest, expected: Manifest) -> None:
+    def describe(self, structure: str, manifest: Manifest, tally: Tally) -> None:
         """Note a manifest that fits; ManifestMismatch with the names if it does not."""
-        compare(expected, manifest)
-        self._manifests[structure] = manifest
+        compare(tally.expected, manifest)
+        self._manifests[structure] = (len(manifest.tensors), tally.sources(manifest))
         while len(self._manifests) > STRUCTURES:
             self._manifests.popitem(last=False)
 
@@ -89,17 +95,13 @@ class Ledger:
         """The replica's ranks have changed: what fitted may fit no more."""
         self._manifests.clear()
 
-    def manifest(self, structure: str) -> Manifest:
-        """The manifest of that name."""
-        found = self._manifests.get(structure)
+    def digests(self, body: Open) -> Lanes | None:
+        """The digests of an offer's tensors, in the order of the tensors that the replica expects."""
+        found = self._manifests.get(body.structure)
         if found is None:
             raise ManifestInvalid("the offer's manifest was not described to this replica")
-        return found
-
-    def digests(self, body: Open) -> Lanes | None:
-        """The digests of an offer's tensors, in its manifest's order."""
-        manifest = self.manifest(body.structure)
-        return None if body.digests is None else lanes_from_bytes(body.digests, len(manifest.tensors))
+        tensors, sources = found
+        return None if body.digests is None else lanes_from_bytes(body.digests, tensors)[sources]
 
     def check(self, body: Open) -> None:
         """Refuse an offer that cannot be verified as asked, or whose label stood for other content."""

@@ -12,7 +12,6 @@ from contextlib import ExitStack
 from typing import TYPE_CHECKING, Self
 
 from liveweight.devices.kernels import Kernels
-
 from liveweight.errors import ChannelClosed
 from liveweight.observe.bus import Bus
 from liveweight.spec.deadline import Deadline

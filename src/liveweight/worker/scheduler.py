@@ -71,7 +71,7 @@ class Scheduler:
                 self._inquirers.append(Waiter(peer, call, "open", now_s + wait_s))
                 return []
             case m.Describe(structure=structure, manifest=manifest):
-                self._ledger.describe(structure, manifest, self.membership.whole().expected)
+                self._ledger.describe(structure, manifest, self.membership.whole())
                 return [Reply(peer, call, m.Described())]
             case m.Open():
                 return self._open(now_s, peer, call, body)
@@ -214,10 +214,9 @@ class Scheduler:
 
     def _all_verified(self, now_s: float, current: Round) -> list[Action]:
         tally, asked = self.membership.whole(), current.asked
-        digests = None if asked is None else self._ledger.digests(asked)
-        if asked is None or digests is None:
+        offered = None if asked is None else self._ledger.digests(asked)
+        if offered is None:
             raise WrongState(states.describe(self.state), "verify")
-        offered = digests[tally.sources(self._ledger.manifest(asked.structure))]
         totals, disagreeing = tally.combine([current.lanes[rank] for rank in range(self.world)])
         differing = disagreeing or tally.differing(totals, offered)
         if differing:

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from liveweight.devices.memory import Memory
-
 from liveweight.spec.layout import Layout
 
 
