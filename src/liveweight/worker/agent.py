@@ -10,10 +10,11 @@ import os
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
+from liveweight.devices.memory import Memory
 from liveweight.errors import ChannelClosed, DeadlineExceeded, LiveWeightError, Unavailable, WrongState
 from liveweight.observe import events
 from liveweight.observe.bus import Bus
@@ -151,10 +152,11 @@ class Agent:
         self._dropped = None
         try:
             with self._turnstile.for_staging(deadline):
-                if not self._stage(order, crew, deadline):
+                shadow = self._target.shadow()
+                if not self._stage(order, shadow, crew, deadline):
                     return
                 step = "verify"
-                if order.verify and not self._verify(order, crew, deadline):
+                if order.verify and not self._verify(order, shadow, crew, deadline):
                     return
                 self._turnstile.staged = order.round
         except ChannelClosed:
@@ -168,14 +170,14 @@ class Agent:
         ) as error:  # a foreign error is told, not swallowed, and ends this round, not the rank
             self._report_failure(order, step, Unavailable(f"{type(error).__name__}: {error}"), deadline)
 
-    def _stage(self, order: Stage, crew: Crew, deadline: Deadline) -> bool:
+    def _stage(self, order: Stage, shadow: Sequence[Memory], crew: Crew, deadline: Deadline) -> bool:
         reader = self._readers.get(order.offer.mode)
         if reader is None:
             raise WrongState(
                 f"a rank that reads {', '.join(self._readers)}", f"transfer mode {order.offer.mode}"
             )
         began_s = time.monotonic()
-        reading = reader.bind(order.offer, self._target.layout, self._target.shadow(), deadline)
+        reading = reader.bind(order.offer, self._target.layout, shadow, deadline)
         self._bus.emit(events.StagingBegan(**self._who(order), rank=self._rank))
         done = stage(
             reading,
@@ -193,11 +195,9 @@ class Agent:
         )
         return True
 
-    def _verify(self, order: Stage, crew: Crew, deadline: Deadline) -> bool:
+    def _verify(self, order: Stage, shadow: Sequence[Memory], crew: Crew, deadline: Deadline) -> bool:
         began_s = time.monotonic()
-        lanes = self._digest.of(
-            self._target.shadow(), crew=crew, stop=lambda: self._stop(order.round), deadline=deadline
-        )
+        lanes = self._digest.of(shadow, crew=crew, stop=lambda: self._stop(order.round), deadline=deadline)
         if isinstance(lanes, Stopped):
             return False
         seconds = time.monotonic() - began_s

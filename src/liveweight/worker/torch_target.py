@@ -31,12 +31,13 @@ addresses somebody holds (graphs, views, registered memory)."""
 class _Side:
     """One of the two memories of every parameter: as the kernels see it, and as tensors that keep it alive.
 
-    `held` has the view of every tensor object, in order: an exchange has nothing left to look up.
+    `held` has the view of every tensor object, in order, `addresses` where it lies: an exchange has nothing left to look up.
     """
 
     memories: tuple[Memory, ...]
     views: tuple[torch.Tensor, ...]
     held: tuple[torch.Tensor, ...]
+    addresses: list[int]
 
 
 class TensorTarget:
@@ -118,6 +119,8 @@ class TensorTarget:
         self._sides = (self._sides[0], None)
 
     def _check_unmoved(self, live: _Side) -> None:
+        if [holder.data_ptr() for holder in self._holders] == live.addresses:
+            return
         moved = {
             id(holder)
             for holder, view in zip(self._holders, live.held, strict=True)
@@ -179,7 +182,12 @@ def _new_views(parameters: Sequence[Parameter], live: Sequence[torch.Tensor]) ->
 
 def _side(parameters: Sequence[Parameter], views: Sequence[torch.Tensor]) -> _Side:
     held = [view for parameter, view in zip(parameters, views, strict=True) for _ in parameter.tensors]
-    return _Side(memories=tuple(map(_memory, parameters, views)), views=tuple(views), held=tuple(held))
+    return _Side(
+        memories=tuple(map(_memory, parameters, views)),
+        views=tuple(views),
+        held=tuple(held),
+        addresses=[view.data_ptr() for view in held],
+    )
 
 
 def _memory(parameter: Parameter, view: torch.Tensor) -> Memory:
