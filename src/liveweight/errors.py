@@ -33,6 +33,7 @@ LiveWeightError
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from typing import Self
 
 NAMES_SHOWN = 8
 
@@ -50,6 +51,13 @@ class LiveWeightError(Exception):
     remedy: str = "report it, with the traceback"
     retryable: bool = False
 
+    @classmethod
+    def retold(cls, message: str) -> Self:
+        """The error as another process told it: its text; of its further facts, those that every one of its kind has by default."""
+        error = cls.__new__(cls)
+        Exception.__init__(error, message)
+        return error
+
 
 class Refused(LiveWeightError):
     """A request that was turned down before anything was touched."""
@@ -62,6 +70,7 @@ class ManifestMismatch(Refused):
 
     code = "LW-101"
     remedy = "publish exactly the tensors that the engine lists, in its dtypes and shapes"
+    differences: tuple[str, ...] = ()
 
     def __init__(self, differences: Sequence[str]) -> None:
         super().__init__(f"refused: {_listed(differences)}")
@@ -95,6 +104,8 @@ class VersionNotOffered(Refused):
     code = "LW-105"
     remedy = "ask for a version that the source offers"
     retryable = True
+    asked: str = ""
+    offered: tuple[str, ...] = ()
 
     def __init__(self, asked: str, offered: Sequence[str]) -> None:
         super().__init__(f"asked for {asked}, the source offers {_listed(offered) or 'nothing'}")
@@ -107,6 +118,8 @@ class RoundOpen(Refused):
     code = "LW-106"
     remedy = "wait for that round to end, or abort it"
     retryable = True
+    replica: str = ""
+    holder: str = ""
 
     def __init__(self, replica: str, holder: str) -> None:
         super().__init__(f"{replica} is in a round of {holder}")
@@ -118,6 +131,8 @@ class WrongState(Refused):
 
     code = "LW-107"
     remedy = "look at the state first; it is in the message"
+    state: str = ""
+    command: str = ""
 
     def __init__(self, state: str, command: str) -> None:
         super().__init__(f"{command} is not possible while {state}")
@@ -135,6 +150,8 @@ class ProtocolMismatch(WireError):
 
     code = "LW-201"
     remedy = "install the same release of liveweight on both sides"
+    ours: int = 0
+    theirs: int = 0
 
     def __init__(self, ours: int, theirs: int) -> None:
         super().__init__(f"we speak protocol {ours}, the peer speaks {theirs}")
@@ -160,6 +177,8 @@ class MessageTooLarge(WireError):
 
     code = "LW-204"
     remedy = "raise the limit on both sides if the message is honest"
+    size_bytes: int = 0
+    limit_bytes: int = 0
 
     def __init__(self, size_bytes: int, limit_bytes: int) -> None:
         super().__init__(f"message of {size_bytes} bytes, the limit is {limit_bytes}")
@@ -187,6 +206,8 @@ class DeadlineExceeded(LiveWeightError):
     code = "LW-301"
     remedy = "see what the one waited for was doing; a longer deadline helps only if it was working"
     retryable = True
+    waiting_for: str = ""
+    waited_s: float = 0.0
 
     def __init__(self, waiting_for: str, waited_s: float) -> None:
         super().__init__(f"waited {waited_s:.1f} s for {waiting_for}")
@@ -204,6 +225,8 @@ class DigestMismatch(Damage):
     """The content of tensors differs from the manifest."""
 
     code = "LW-401"
+    names: tuple[str, ...] = ()
+    where: str = ""
 
     def __init__(self, names: Sequence[str], where: str) -> None:
         super().__init__(f"{where}: content differs from the manifest: {_listed(names)}")
@@ -234,6 +257,8 @@ class MissingExtra(Unavailable):
 
     code = "LW-501"
     remedy = "run the pip line in the message"
+    feature: str = ""
+    extra: str = ""
 
     def __init__(self, feature: str, extra: str) -> None:
         super().__init__(f"{feature} needs: pip install 'liveweight[{extra}]'")

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TypeVar
 
+import msgspec
 import numpy as np
 import pytest
 from hypothesis import settings
@@ -423,6 +424,91 @@ def test_a_lost_rank_fails_the_round_at_once_and_its_successor_completes_the_rep
     assert world.refused(world.open(3)).code == "LW-102"  # described anew first
     world.ask(m.Describe(structure="s", manifest=MANIFEST), m.Described)
     world.committed(3)
+
+
+def test_a_successor_that_claims_an_old_version_does_not_make_the_replica_seem_whole() -> None:
+    world = World()
+    one = Version(run="run", label=1, digest=f"{1:032x}")
+    for rank in range(2):
+        world.join(rank, one)
+    world.ask(m.Describe(structure="s", manifest=MANIFEST), m.Described)
+    world.committed(2)
+    world.actions += world.scheduler.on_lost(world.now_s, 1)
+    world.join(1, one)
+    world.ask(m.Describe(structure="s", manifest=MANIFEST), m.Described)
+    assert world.ask(m.Inquire(wait_s=1), m.Standing).serving is None
+    assert world.ask(world.open(1), m.Opened).round is not None
+
+
+def test_a_refused_join_changes_nothing() -> None:
+    world = World()
+    round_id = world.ready(1)
+    commit = world.call(m.Commit(round=round_id, timeout_s=5))
+    for body in (
+        m.Join(rank=7, pid=1, layout=layout_of(0, 2), serving=None),
+        m.Join(rank=1, pid=1, layout=layout_of(0, 1), serving=None),
+    ):
+        assert world.refused(body).code == "LW-103"
+    world.actions += world.scheduler.on_lost(world.now_s, 7)
+    assert world.answer(commit) is None
+    for rank in range(2):
+        world.swapped(round_id, rank)
+    assert isinstance(world.answer(commit), m.Committed)
+
+
+def test_the_last_commit_is_remembered_however_many_rounds_fail_after_it() -> None:
+    world = World()
+    kept = world.committed(1)
+    for label in range(2, 90):
+        world.ask(m.Abort(round=world.opened(label), reason="no", wait_s=0), m.Aborted)
+    settled = world.answer(world.swapped(kept, 1))
+    assert isinstance(settled, m.Settled)
+    assert settled.keep
+
+
+def test_an_outcome_that_nobody_remembers_is_not_guessed() -> None:
+    world = World()
+    stranger = RoundId(boot="another boot", epoch=1, publisher="p")
+    assert isinstance(world.answer(world.swapped(stranger, 1)), m.Refusal)
+
+
+def test_a_rank_that_dies_after_an_abort_reads_no_more() -> None:
+    world = World()
+    round_id = world.opened(1)
+    abort = world.call(m.Abort(round=round_id, reason="no", wait_s=100))
+    world.tell(m.Dropped(round=round_id, rank=0))
+    world.actions += world.scheduler.on_lost(world.now_s, 1)
+    answer = world.answer(abort)
+    assert isinstance(answer, m.Aborted)
+    assert answer.readers == ()
+
+
+def test_the_round_stands_in_for_a_digest_that_is_not_known() -> None:
+    world = World()
+    plain = msgspec.structs.replace(
+        world.open(5, verify=False), digests=None, version=Version(run="run", label=5)
+    )
+    installed = []
+    for _ in range(2):
+        opened = world.ask(plain, m.Opened)
+        assert opened.round is not None  # content unknown: never taken for what is installed already
+        for rank in range(2):
+            world.staged(opened.round, rank)
+        world.ask(m.Ask(round=opened.round, lease_s=5), m.Voted)
+        call = world.call(m.Commit(round=opened.round, timeout_s=5))
+        for rank in range(2):
+            world.swapped(opened.round, rank)
+        committed = world.answer(call)
+        assert isinstance(committed, m.Committed)
+        installed.append(committed.serving)
+    assert installed[0] != installed[1]
+
+
+def test_a_refusal_says_what_serves() -> None:
+    world = World()
+    world.committed(1)
+    world.opened(2)
+    assert str(world.ask(world.open(3, publisher="q"), m.Refusal).serving) == "1"
 
 
 def test_ranks_whose_regions_overlap_in_part_cannot_join() -> None:

@@ -16,8 +16,10 @@ from liveweight.errors import (
     DeadlineExceeded,
     LiveWeightError,
     ManifestInvalid,
+    OutcomeUnknown,
     RoundAborted,
     RoundFailed,
+    WireError,
 )
 from liveweight.spec.deadline import Deadline
 from liveweight.spec.manifest import Manifest, Version
@@ -28,22 +30,35 @@ from liveweight.wire.values import Fault, RoundId, fault_of
 
 LOOK_S = 0.5
 """How often a long wait looks whether the publisher is being closed."""
+MARGIN_S = 5.0
+"""How much longer than the publisher a replica waits: the publisher gives up first."""
 ABORT_S = 2.0
-VOTE_S = 10.0
+STANDING_S = 5.0
 
 
 @dataclass(slots=True)
 class Part:
-    """One replica's part of the round so far. `fault` set: it is out of the round."""
+    """One replica's part of the round so far. `fault` set: it is out of the round, since `failed_s`."""
 
     replica: Replica
     serving: Version | None = None
     round_id: RoundId | None = None
     unchanged: bool = False
     fault: Fault | None = None
+    failed_s: float = 0.0
+    unheard: bool = False
     progress: m.Progress | None = None
     committed: m.Committed | None = None
     readers: bool = False
+
+    @property
+    def done(self) -> bool:
+        """Whether it serves the version."""
+        return self.unchanged or self.committed is not None
+
+    def fail(self, fault: Fault) -> None:
+        """It is out of the round."""
+        self.fault, self.failed_s = fault, time.monotonic()
 
     def report(self) -> ReplicaReport:
         """Its line in the report."""
@@ -51,7 +66,7 @@ class Part:
         return ReplicaReport(
             name=self.replica.name,
             serving=self.serving if committed is None else committed.serving,
-            committed=self.unchanged or committed is not None,
+            committed=self.done,
             stage_s=0.0 if progress is None else progress.stage_s,
             verify_s=0.0 if progress is None else progress.verify_s,
             stall_s=0.0 if committed is None else committed.stall_s,
@@ -76,25 +91,36 @@ class Drive:
     vote_s: float = 0.0
     commit_s: float = 0.0
     _began_s: float = field(default_factory=time.monotonic)
+    _step: str = "open"
 
     def run(self) -> None:
-        """Take every replica of the quorum to the version, or none; RoundFailed says what failed first."""
+        """Take every replica of the quorum to the version, or none. RoundFailed says what failed first; OutcomeUnknown, that a replica
+        was told to commit and did not answer."""
         try:
-            self._each("open", self._open)
-            if all(part.unchanged for part in self._in()):
-                return
-            self._each("stage", lambda part: self._until(part, "staged"))
-            self.on_staged()
-            self._each("verify", lambda part: self._until(part, "verified"))
-            began_s = time.monotonic()
-            lease = Deadline.after(self.lease_s)  # started before anyone is asked: we give up first
-            self._each("vote", lambda part: self._vote(part, lease))
-            self.vote_s = time.monotonic() - began_s
-            lease.check("the votes")
-            self._commit()
+            self._rounds()
+        except (RoundFailed, OutcomeUnknown):
+            self._abort()
+            raise
+        except LiveWeightError as error:
+            self._abort()
+            raise self._failed(self.parts[0], fault_of(error, step=self._step)) from error
         except BaseException:
             self._abort()
             raise
+
+    def _rounds(self) -> None:
+        self._each("open", self._open)
+        if all(part.unchanged for part in self._in()):
+            return
+        self._each("stage", lambda part: self._until(part, "staged"))
+        self.on_staged()
+        self._each("verify", lambda part: self._until(part, "verified"))
+        began_s = time.monotonic()
+        lease = Deadline.after(self.lease_s)  # started before anyone is asked: we give up first
+        self._each("vote", lambda part: self._vote(part, lease))
+        self.vote_s = time.monotonic() - began_s
+        lease.check("the votes")
+        self._commit()
 
     def _open(self, part: Part) -> None:
         try:
@@ -110,46 +136,78 @@ class Drive:
 
     def _until(self, part: Part, phase: m.Phase) -> None:
         """Wait until a replica has come that far; its failure, or the deadline, puts it out of the round."""
-        if part.round_id is None:
-            return
-        while True:
-            part.progress = part.replica.status(part.round_id, phase, self.deadline.within(LOOK_S))
+        while part.round_id is not None:
+            try:
+                part.progress = part.replica.status(part.round_id, phase, self.deadline.within(LOOK_S))
+            except DeadlineExceeded:
+                if self.deadline.over:
+                    raise
+                continue  # no news: its process stood still for a moment
             if part.progress.fault is not None:
-                raise ReplicaRefused(part.progress.fault)
+                raise ReplicaRefused(part.progress.fault, part.serving)
             if m.ORDER[part.progress.phase] >= m.ORDER[phase]:
                 return
             if self.closing():
                 raise RoundAborted("the publisher was closed")
             if self.deadline.over:
-                missing = part.progress.missing
-                who = f"rank {', '.join(map(str, missing))} of {part.replica.name}"
-                late = self.deadline.exceeded(f"{who} to be {phase}")
-                rank = missing[0] if len(missing) == 1 else None
-                step = "stage" if phase == "staged" else "verify"
-                raise ReplicaRefused(fault_of(late, step=step, rank=rank, waited_s=late.waited_s))
+                raise self._late(part, part.progress, phase)
+
+    def _late(self, part: Part, progress: m.Progress, phase: m.Phase) -> ReplicaRefused:
+        missing = progress.missing
+        who = f"rank {', '.join(map(str, missing))} of {part.replica.name}"
+        late = self.deadline.exceeded(f"{who} to be {phase}")
+        part.readers = bool(progress.readers)
+        step = "stage" if phase == "staged" else "verify"
+        rank = missing[0] if len(missing) == 1 else None
+        return ReplicaRefused(fault_of(late, step=step, rank=rank, waited_s=late.waited_s), part.serving)
 
     def _vote(self, part: Part, lease: Deadline) -> None:
         if part.round_id is not None:
-            part.replica.vote(part.round_id, self.lease_s, lease.within(VOTE_S))
+            part.replica.vote(part.round_id, self.lease_s, lease)
 
     def _commit(self) -> None:
         began_s = time.monotonic()
         deadline = Deadline.after(max(self.deadline.remaining_s(), self.lease_s))
         self._each("commit", lambda part: self._commit_one(part, deadline), keep_going=True)
         self.commit_s = time.monotonic() - began_s
-        done = [part for part in self.parts if part.unchanged or part.committed is not None]
-        if len(done) < self.quorum:
-            raise self._failure()
+        for part in self.parts:
+            if part.unheard:
+                self._ask_again(part)
+        unheard = [part.replica.name for part in self.parts if part.unheard]
+        if sum(part.done for part in self.parts) >= self.quorum:
+            return
+        if unheard:
+            raise OutcomeUnknown(f"{', '.join(unheard)} was told to commit and did not answer")
+        raise self._failure()
 
     def _commit_one(self, part: Part, deadline: Deadline) -> None:
-        if part.round_id is not None:
+        if part.round_id is None:
+            return
+        try:
             part.committed = part.replica.commit(part.round_id, deadline)
+        except (DeadlineExceeded, WireError):
+            part.unheard = True
+            raise
+
+    def _ask_again(self, part: Part) -> None:
+        """The answer to a commit was lost: what the replica serves now tells, if it can be reached."""
+        try:
+            standing = part.replica.standing(Deadline.after(STANDING_S))
+        except (LiveWeightError, ReplicaRefused):
+            return
+        if standing.round == part.round_id:
+            return  # still at it
+        part.unheard, part.serving = False, standing.serving
+        if standing.serving is not None and standing.serving.same_name(self.order.version):
+            part.committed = m.Committed(serving=standing.serving, undo=standing.undo, stall_s=0.0)
+            part.fault = None
 
     def _in(self) -> list[Part]:
         return [part for part in self.parts if part.fault is None]
 
     def _each(self, name: str, step: Callable[[Part], None], *, keep_going: bool = False) -> None:
         """One step on every replica that is still in, all at once; below the quorum the round fails."""
+        self._step = name
         parts = self._in()
         if len(parts) == 1:
             self._try(name, step, parts[0])
@@ -164,17 +222,21 @@ class Drive:
         try:
             step(part)
         except ReplicaRefused as refused:
-            part.fault = refused.fault
+            part.serving = part.serving if refused.serving is None else refused.serving
+            part.fail(refused.fault)
         except LiveWeightError as error:
             waited_s = error.waited_s if isinstance(error, DeadlineExceeded) else 0.0
-            part.fault = fault_of(error, step=name, waited_s=waited_s)
             part.readers = isinstance(error, DeadlineExceeded | ChannelClosed)
+            part.fail(fault_of(error, step=name, waited_s=waited_s))
 
     def _failure(self) -> RoundFailed:
-        part = next(part for part in self.parts if part.fault is not None)
-        fault = part.fault
-        if fault is None:
-            raise RuntimeError("a round failed without a fault")
+        """What failed first."""
+        out = [(part.failed_s, number) for number, part in enumerate(self.parts) if part.fault is not None]
+        part = self.parts[min(out)[1]] if out else self.parts[0]
+        nothing = fault_of(RoundAborted("too few replicas committed"), step=self._step)
+        return self._failed(part, part.fault or nothing)
+
+    def _failed(self, part: Part, fault: Fault) -> RoundFailed:
         return RoundFailed(
             fault.to_error(),
             replica=part.replica.name,
@@ -188,7 +250,7 @@ class Drive:
         """Give the round up wherever it is open; note who may still be reading."""
         deadline = Deadline.after(ABORT_S)
         for part in self.parts:
-            if part.round_id is None or part.committed is not None:
+            if part.round_id is None or part.done:
                 continue
             try:
                 part.readers = bool(part.replica.abort(part.round_id, "the round failed", deadline))

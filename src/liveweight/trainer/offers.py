@@ -51,33 +51,36 @@ class Offers:
         own = source.manifest()
         self.manifest = offered_manifest(own, expected)
         self.content = ContentDigest(self.manifest)
-        self.structure = self.manifest.names_digest().hex()
-        """The name that rounds use for the manifest."""
         self.size_bytes = self.manifest.size_bytes
         """Bytes of one version."""
         self._source, self._outlet = source, outlet
         self._kernels, self._shared, self._threads, self._bus = kernels, shared, threads, bus
         self._never_live = why_not_live(source, expected, shared)
         self._freezer = Freezer(own, self.manifest, kernels)
+        self.structure = self._freezer.layout.fingerprint
+        """The name that rounds use for the manifest: the same only for the same tensors in the same order."""
         self._arena: Arena | None = None
         self.current: Offer | None = None
         """The offer made last."""
 
-    def make(self, label: str, kind: OfferKind, *, digest: bool, release: Callable[[], None]) -> Made:
-        """Hold the source's current values ready. `release` waits for readers of the offer before, a while."""
-        made = self._make(label, kind, digest=digest, release=release)
+    def make(self, label: str, kind: OfferKind, *, verify: bool, release: Callable[[], None]) -> Made:
+        """Hold the source's current values ready. `release` waits for readers of the offer before, a while.
+
+        A frozen offer always knows its digests, which ride on the copy; a live one only where they are to be verified.
+        """
+        made = self._make(label, kind, verify=verify, release=release)
         self.current = made.offer
         return made
 
-    def _make(self, label: str, kind: OfferKind, *, digest: bool, release: Callable[[], None]) -> Made:
+    def _make(self, label: str, kind: OfferKind, *, verify: bool, release: Callable[[], None]) -> Made:
         if kind == "live":
             reason = self._never_live
             if reason is None and self._shared is not None:
                 reason = moved_since(self._source, self._shared)
                 if reason is None:
-                    return self._live(label, self._shared, digest=digest)
+                    return self._live(label, self._shared, digest=verify)
             self._bus.emit(events.LiveOfferImpossible(version=label, reason=reason or "nothing is shared"))
-        return self._frozen(label, digest=digest, release=release)
+        return self._frozen(label, release=release)
 
     def end(self, offer: Offer) -> None:
         """The parameters of a live offer may change from now on: whoever still reads is revoked."""
@@ -99,7 +102,7 @@ class Offers:
         self._said(label, "live", shared.layout)
         return Made(offer=offer, lanes=lanes, freeze_s=0.0, digest_s=time.monotonic() - began_s)
 
-    def _frozen(self, label: str, *, digest: bool, release: Callable[[], None]) -> Made:
+    def _frozen(self, label: str, *, release: Callable[[], None]) -> Made:
         began_s = time.monotonic()
         layout = self._freezer.layout
         if self._arena is None:
@@ -107,7 +110,7 @@ class Offers:
         else:
             release()
             self._arena.raise_generation()
-        frozen = self._freezer.freeze(self._source, self._arena.memory, threads=self._threads, digest=digest)
+        frozen = self._freezer.freeze(self._source, self._arena.memory, threads=self._threads, digest=True)
         took_s = time.monotonic() - began_s
         self._bus.emit(events.Frozen(version=label, rank=0, size_bytes=self.size_bytes, took_s=took_s))
         offer = self._outlet.offer(layout, [self._arena], "frozen")

@@ -16,9 +16,11 @@ from dataclasses import dataclass
 from typing import Self, TypeVar
 
 from liveweight.errors import (
+    ChannelClosed,
     LiveWeightError,
     ManifestMismatch,
     OutcomeUnknown,
+    Refused,
     RoundFailed,
     VersionConflict,
     WrongState,
@@ -27,14 +29,15 @@ from liveweight.observe.events import OfferKind
 from liveweight.plan.tally import lanes_to_bytes
 from liveweight.spec.deadline import Deadline
 from liveweight.spec.manifest import Manifest, Version, compare
-from liveweight.trainer.drive import Drive, Part
+from liveweight.trainer.drive import MARGIN_S, Drive, Part
 from liveweight.trainer.offers import Made, Offers
 from liveweight.trainer.replica import Replica, ReplicaRefused
 from liveweight.trainer.report import Report
 from liveweight.wire import messages as m
-from liveweight.wire.values import RoundId
+from liveweight.wire.values import RoundId, fault_of
 
 GRACE_S = 30.0
+LABELS = 65536
 
 Answer = TypeVar("Answer")
 
@@ -76,6 +79,8 @@ class Publisher:
     ) -> None:
         self.name, self.run, self.settings = name, run, settings
         self._replicas, self._offers = list(replicas), offers
+        if settings.quorum is not None and not 1 <= settings.quorum <= len(self._replicas):
+            raise Refused(f"a quorum of {settings.quorum} of {len(self._replicas)} replicas")
         self._labels: dict[str | int, str] = {}
         self._last: list[Part] = []
         self._round: _Round | None = None
@@ -101,7 +106,7 @@ class Publisher:
             self.wait()  # an unwaited failure is raised here
         began_s = time.monotonic()
         made = self._offers.make(
-            str(label), self.settings.offer, digest=self.settings.verify, release=self._release
+            str(label), self.settings.offer, verify=self.settings.verify, release=self._release
         )
         deadline = Deadline.after(
             self.settings.timeout_s
@@ -117,8 +122,12 @@ class Publisher:
         current.outcome = self._driver.submit(self._drive, current)
         current.outcome.add_done_callback(lambda _: current.staged.set())
         if made.offer.kind == "live":
-            current.staged.wait(deadline.remaining_s() + GRACE_S)
-            self._offers.end(made.offer)
+            try:
+                current.staged.wait(deadline.remaining_s() + GRACE_S)
+            finally:
+                self._offers.end(
+                    made.offer
+                )  # also if we are interrupted: the parameters may change from here on
 
     def wait(self) -> Report:
         """The outcome of the round that `offer` began."""
@@ -127,9 +136,13 @@ class Publisher:
             raise WrongState("without a round", "wait")
         self._last = current.parts
         try:
-            return current.outcome.result(current.deadline.remaining_s() + GRACE_S)
+            return current.outcome.result(current.deadline.remaining_s() + self._last_steps_s())
         except FutureTimeout:
             raise OutcomeUnknown(f"{current.version}: the round did not end in time") from None
+
+    def _last_steps_s(self) -> float:
+        """How long votes, commits and aborts may take at the most, after the round's own deadline."""
+        return 3 * self.settings.lease_s + len(self._replicas) * GRACE_S
 
     def undo(self) -> tuple[Version | None, ...]:
         """Take every engine back to the version before, and say what each serves now."""
@@ -160,6 +173,8 @@ class Publisher:
             if known is not None and known != digest:
                 raise VersionConflict(f"{label} was published before in this run, with other content")
             self._labels[label] = digest
+            while len(self._labels) > LABELS:
+                del self._labels[next(iter(self._labels))]
         return Version(run=self.run, label=label, digest=digest)
 
     def _drive(self, current: _Round) -> Report:
@@ -171,7 +186,7 @@ class Publisher:
             digests=None if made.lanes is None else lanes_to_bytes(made.lanes),
             offer=made.offer,
             verify=settings.verify,
-            timeout_s=current.deadline.remaining_s(),
+            timeout_s=current.deadline.remaining_s() + settings.lease_s + MARGIN_S,
         )
         drive = Drive(
             parts=current.parts,
@@ -184,19 +199,20 @@ class Publisher:
             on_staged=current.staged.set,
             closing=self._closing.is_set,
         )
-        self._missed += 1
+        missed, self._missed = self._missed, self._missed + 1
         drive.run()
         self._missed = 0
-        return self._report(current, drive)
+        return self._report(current, drive, missed)
 
-    def _report(self, current: _Round, drive: Drive) -> Report:
+    def _report(self, current: _Round, drive: Drive, missed: int) -> Report:
         replicas = tuple(part.report() for part in current.parts)
+        unchanged = all(part.unchanged for part in current.parts)
         return Report(
             version=current.version,
             mode=current.made.offer.mode,
             offer=current.made.offer.kind,
-            verified=self.settings.verify,
-            unchanged=all(part.unchanged for part in current.parts),
+            verified=self.settings.verify and not unchanged,
+            unchanged=unchanged,
             size_bytes=self._offers.size_bytes,
             total_s=time.monotonic() - current.began_s,
             freeze_s=current.made.freeze_s,
@@ -204,7 +220,7 @@ class Publisher:
             vote_s=drive.vote_s,
             commit_s=drive.commit_s,
             replicas=replicas,
-            staleness=self._missed,
+            staleness=missed,
         )
 
     def _release(self) -> None:
@@ -218,15 +234,17 @@ class Publisher:
         try:
             return replica.undo(self.name, deadline).serving
         except ReplicaRefused as refused:
-            fault = refused.fault
-            raise RoundFailed(
-                fault.to_error(),
-                replica=replica.name,
-                rank=fault.rank,
-                step="undo",
-                waited_s=fault.waited_s,
-                serving=None,
-            ) from None
+            fault, serving = refused.fault, refused.serving
+        except ChannelClosed as error:
+            fault, serving = fault_of(error, step="undo"), None
+        raise RoundFailed(
+            fault.to_error(),
+            replica=replica.name,
+            rank=fault.rank,
+            step="undo",
+            waited_s=fault.waited_s,
+            serving=None if serving is None else str(serving),
+        )
 
 
 def meet_replicas(replicas: Sequence[Replica], deadline: Deadline) -> Manifest:

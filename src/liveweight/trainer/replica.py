@@ -9,7 +9,7 @@ from typing import Protocol, TypeVar
 
 from liveweight.errors import ChannelClosed, LiveWeightError, MessageInvalid
 from liveweight.spec.deadline import Deadline
-from liveweight.spec.manifest import Manifest
+from liveweight.spec.manifest import Manifest, Version
 from liveweight.wire import messages as m
 from liveweight.wire.channel import Channel
 from liveweight.wire.codec import Codec
@@ -19,12 +19,12 @@ from liveweight.wire.values import Fault, RoundId
 Answer = TypeVar("Answer", bound=m.Message)
 
 
-class ReplicaRefused(Exception):  # noqa: N818 - carries a fault across the port; never leaves trainer/
+class ReplicaRefused(Exception):
     """A replica's refusal with all its facts: which rank, in which step, after how long."""
 
-    def __init__(self, fault: Fault) -> None:
+    def __init__(self, fault: Fault, serving: Version | None = None) -> None:
         super().__init__(fault.message)
-        self.fault = fault
+        self.fault, self.serving = fault, serving
 
     def to_error(self) -> LiveWeightError:
         """The error that the replica refused with."""
@@ -134,7 +134,7 @@ class WireReplica:
             self.close()
             raise
         if isinstance(answer, m.Refusal):
-            raise ReplicaRefused(answer.fault)
+            raise ReplicaRefused(answer.fault, answer.serving)
         if not isinstance(answer, kind):
             raise MessageInvalid(
                 f"{self._address} answered {type(body).__name__} with {type(answer).__name__}"

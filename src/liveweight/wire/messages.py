@@ -33,9 +33,10 @@ class _Message(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
 
 class Refusal(_Message, frozen=True):
-    """Instead of any reply: the request had no effect, for this reason."""
+    """Instead of any reply: the request had no effect, for this reason; what serves meanwhile."""
 
     fault: Fault
+    serving: Version | None = None
 
 
 # Publisher to leader.

@@ -42,9 +42,7 @@ class Fault(_Value, frozen=True):
     def to_error(self) -> LiveWeightError:
         """The error of that code, with that text."""
         kind = next((k for k in catalogue() if k.code == self.code), LiveWeightError)
-        error = kind.__new__(kind)
-        Exception.__init__(error, self.message)
-        return error
+        return kind.retold(self.message)
 
 
 def fault_of(error: LiveWeightError, *, step: str, rank: int | None = None, waited_s: float = 0.0) -> Fault:

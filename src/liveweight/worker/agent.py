@@ -105,10 +105,11 @@ class Agent:
         self._digest, self._readers, self._settings = digest, readers, settings
         self._turnstile, self._replica, self._bus = turnstile, replica, bus
         self._pending: deque[Message] = deque()
-        self._dropped: RoundId | None = None
         self._closing = False
         self._waker = channel.waker()
-        self.failure: LiveWeightError | None = None
+        self.failure: Exception | None = None
+        """Why the agent has ended, if it did not by `close`; the next boundary says so."""
+        self._crew = Crew(settings.threads)
         self._thread = threading.Thread(target=self._run, name=f"liveweight-agent-{rank}", daemon=True)
         self._thread.start()
 
@@ -119,21 +120,21 @@ class Agent:
         self._thread.join()
 
     def _run(self) -> None:
-        with self._channel, Crew(self._settings.threads) as crew:
+        with self._channel, self._crew:
             try:
                 while not self._closing:
-                    self._serve(crew)
-            except ChannelClosed as error:
-                self.failure = error  # the leader is gone; the next boundary says so
+                    self._serve()
+            except Exception as error:  # nobody else would hear it: the leader is gone, or this is a bug
+                self.failure = error
             finally:
                 for reader in self._readers.values():
                     reader.close()
 
-    def _serve(self, crew: Crew) -> None:
+    def _serve(self) -> None:
         message = self._pending.popleft() if self._pending else self._receive()
         match message:
             case Stage():
-                self._round(message, crew)
+                self._round(message)
             case Drop(round=round_id):
                 self._drop(round_id)
             case _:
@@ -145,18 +146,17 @@ class Agent:
         except DeadlineExceeded:
             return None
 
-    def _round(self, order: Stage, crew: Crew) -> None:
+    def _round(self, order: Stage) -> None:
         """Stage and verify; whatever goes wrong is told to the leader and leaves the live weights as they are."""
         deadline = Deadline.after(order.timeout_s)
         step = "stage"
-        self._dropped = None
         try:
             with self._turnstile.for_staging(deadline):
                 shadow = self._target.shadow()
-                if not self._stage(order, shadow, crew, deadline):
+                if not self._stage(order, shadow, deadline):
                     return
                 step = "verify"
-                if order.verify and not self._verify(order, shadow, crew, deadline):
+                if order.verify and not self._verify(order, shadow, deadline):
                     return
                 self._turnstile.staged = order.round
         except ChannelClosed:
@@ -170,7 +170,7 @@ class Agent:
         ) as error:  # a foreign error is told, not swallowed, and ends this round, not the rank
             self._report_failure(order, step, Unavailable(f"{type(error).__name__}: {error}"), deadline)
 
-    def _stage(self, order: Stage, shadow: Sequence[Memory], crew: Crew, deadline: Deadline) -> bool:
+    def _stage(self, order: Stage, shadow: Sequence[Memory], deadline: Deadline) -> bool:
         reader = self._readers.get(order.offer.mode)
         if reader is None:
             raise WrongState(
@@ -181,7 +181,7 @@ class Agent:
         self._bus.emit(events.StagingBegan(**self._who(order), rank=self._rank))
         done = stage(
             reading,
-            crew=crew,
+            crew=self._crew,
             pace_bytes_per_s=self._settings.pace_bytes_per_s,
             stop=lambda: self._stop(order.round),
             deadline=deadline,
@@ -195,9 +195,11 @@ class Agent:
         )
         return True
 
-    def _verify(self, order: Stage, shadow: Sequence[Memory], crew: Crew, deadline: Deadline) -> bool:
+    def _verify(self, order: Stage, shadow: Sequence[Memory], deadline: Deadline) -> bool:
         began_s = time.monotonic()
-        lanes = self._digest.of(shadow, crew=crew, stop=lambda: self._stop(order.round), deadline=deadline)
+        lanes = self._digest.of(
+            shadow, crew=self._crew, stop=lambda: self._stop(order.round), deadline=deadline
+        )
         if isinstance(lanes, Stopped):
             return False
         seconds = time.monotonic() - began_s
@@ -206,15 +208,10 @@ class Agent:
         return True
 
     def _stop(self, round_id: RoundId) -> bool:
-        """Whether the round was given up meanwhile. Only the agent's own thread may look at the channel."""
-        if self._closing:
-            return True
-        if threading.current_thread() is self._thread:
-            while (message := self._channel.receive_now()) is not None:
-                if isinstance(message, Drop):
-                    self._dropped = message.round
-                self._pending.append(message)
-        return self._dropped == round_id
+        """Whether the round was given up meanwhile. Called by staging and verifying, in this thread."""
+        while (message := self._channel.receive_now()) is not None:
+            self._pending.append(message)
+        return self._closing or any(isinstance(m, Drop) and m.round == round_id for m in self._pending)
 
     def _drop(self, round_id: RoundId) -> None:
         with self._turnstile.lock:

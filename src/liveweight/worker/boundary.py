@@ -10,7 +10,7 @@ import threading
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
-from liveweight.errors import ChannelClosed, Unavailable
+from liveweight.errors import ChannelClosed, Unavailable, WrongState
 from liveweight.wire.values import RoundId
 
 if TYPE_CHECKING:
@@ -76,7 +76,7 @@ class Alone:
 class Broadcast:
     """The ranks of an SPMD program: one broadcast of three numbers per boundary, on the CPU."""
 
-    def __init__(self, group: ProcessGroup | None) -> None:
+    def __init__(self, group: ProcessGroup | None, rank: int, world: int) -> None:
         import torch
         import torch.distributed as dist
 
@@ -84,6 +84,11 @@ class Broadcast:
             raise Unavailable("a replica of several processes needs torch.distributed with gloo")
         if dist.get_backend(group) != "gloo":
             raise Unavailable(f"the boundary's group must be gloo, not {dist.get_backend(group)}")
+        found = (dist.get_rank(group), dist.get_world_size(group))
+        if found != (rank, world):
+            raise WrongState(
+                f"rank {found[0]} of {found[1]} in its group", f"meeting as rank {rank} of {world}"
+            )
         self._group, self._dist = group, dist
         self._source = 0 if group is None else dist.get_global_rank(group, 0)
         self._word = torch.zeros(3, dtype=torch.int64)

@@ -1,19 +1,23 @@
 """The committer: a rank's part of a commit or an undo, from the decision to the known outcome. Runs on the main thread.
 
 Beats: exchange shadow and live weights, run the hooks, tell the leader, hear the outcome; if it is not "keep", exchange back and run
-the hooks again. Until the outcome is known the rank must not serve; if it cannot be learned in time, the rank is in doubt and says so.
+the hooks again. What is done so far is noted before the next beat, so that whatever interrupts it, the next boundary takes it up there.
+Until the outcome is known the rank must not serve, and its shadow, which is the way back, must not be staged into.
 """
 
 from __future__ import annotations
 
+import enum
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import TypeAlias
 
 from liveweight.errors import (
     DeadlineExceeded,
     LiveWeightError,
     OutcomeUnknown,
+    Torn,
     Unavailable,
     WireError,
     WrongState,
@@ -32,6 +36,26 @@ Hook: TypeAlias = Callable[[], None]
 GRACE_S = 5.0
 
 
+class Held(enum.Enum):
+    """Which weights are live in the middle of an exchange."""
+
+    BEFORE = "those of before"
+    AFTER = "those that were staged"
+    UNKNOWN = "nobody can say which"
+
+
+@dataclass(slots=True)
+class _Exchange:
+    """One decision on its way: what is live, what failed, what was heard. `hooks_due`: weights changed, hooks have not followed."""
+
+    decision: Decision
+    began_s: float = field(default_factory=time.monotonic)
+    held: Held = Held.BEFORE
+    hooks_due: bool = False
+    fault: Fault | None = None
+    outcome: Settled | None = None
+
+
 class Committer:
     """Carries out decisions for one rank. Used by the main thread."""
 
@@ -47,78 +71,102 @@ class Committer:
     ) -> None:
         self._rank, self._boot, self._target, self._hooks = rank, boot, target, hooks
         self._channel, self._turnstile = channel, turnstile
-        self._undecided: Swapped | None = None
+        self._current: _Exchange | None = None
+        self.grace_s = GRACE_S
+        """How much longer than the leader a rank waits for its answer."""
 
     def carry_out(self, decision: Decision) -> Settled:
-        """Exchange, and learn the outcome. OutcomeUnknown leaves the rank in doubt: ask `resolve` before serving."""
-        deadline = Deadline.after(decision.timeout_s + GRACE_S)
-        began_s = time.monotonic()
+        """Exchange, and learn the outcome. If it raises, the rank must not serve; `resolve` takes it up where it stopped."""
+        self._current = _Exchange(decision)
+        deadline = Deadline.after(decision.timeout_s + self.grace_s)
         try:
             with self._turnstile.held(deadline.within(decision.timeout_s)):
-                fault = self._exchange(decision)
-                return self._learn(self._report(decision.epoch, began_s, fault), deadline)
-        except DeadlineExceeded as error:
-            fault = fault_of(error, step="commit", rank=self._rank)
-            return self._learn(self._report(decision.epoch, began_s, fault), deadline)
+                self._turnstile.doubt = True
+                self._exchange(self._current)
+                return self._finish(self._current, deadline)
+        except DeadlineExceeded as error:  # the agent does not let go of the shadow: nothing was exchanged
+            self._current.fault = fault_of(error, step="commit", rank=self._rank)
+            return self._finish(self._current, deadline)
 
     def resolve(self, timeout_s: float) -> Settled | None:
-        """If the last outcome is unknown, ask again. None: there was no doubt."""
-        if self._undecided is None:
+        """Take up an exchange that did not come to its end. None: there was none."""
+        current = self._current
+        if current is None:
             return None
-        with self._turnstile.lock:
-            return self._learn(self._undecided, Deadline.after(timeout_s))
+        deadline = Deadline.after(timeout_s)
+        with self._turnstile.held(deadline):
+            if current.outcome is None and current.hooks_due and current.fault is None:
+                current.fault = self._fault(Unavailable("interrupted before the hooks had run"), "hooks")
+            return self._finish(current, deadline)
 
-    def _exchange(self, decision: Decision) -> Fault | None:
-        """Exchange and run the hooks; on failure go back and say why."""
-        staged = self._turnstile.staged
+    def _exchange(self, current: _Exchange) -> None:
+        """Exchange and run the hooks. A failure is noted, for the leader to hear; the way back follows its answer."""
+        staged, decision = self._turnstile.staged, current.decision
         if not decision.undo and (staged is None or staged.epoch != decision.epoch):
-            error = WrongState("not holding that round's version", "commit")
-            return fault_of(error, step="commit", rank=self._rank)
+            current.fault = self._fault(WrongState("not holding that round's version", "commit"), "commit")
+            return
         try:
-            self._target.swap()
+            self._swap(current, Held.AFTER)
+            self._run_hooks(current)
         except (
             Exception
-        ) as error:  # the target is foreign code: it exchanged nothing, and the leader must hear why
-            return fault_of(_translated(error), step="commit", rank=self._rank)
+        ) as error:  # targets and hooks are foreign code: whatever they raise, the leader hears it
+            current.fault = self._fault(error, "hooks" if current.held is Held.AFTER else "commit")
+
+    def _finish(self, current: _Exchange, deadline: Deadline) -> Settled:
+        """Hear the outcome, unless it is known; go back if that is it. Only then may the rank serve again."""
+        if current.outcome is None:
+            current.outcome = self._ask(current, deadline)
+        if current.held is Held.UNKNOWN:
+            raise Torn(f"rank {self._rank} was interrupted in the middle of an exchange; it needs a restart")
+        if not current.outcome.keep and current.held is Held.AFTER:
+            self._swap(current, Held.BEFORE)
+        if current.hooks_due:
+            self._run_hooks(current)
+        self._current, self._turnstile.staged, self._turnstile.doubt = None, None, False
+        return current.outcome
+
+    def _swap(self, current: _Exchange, to: Held) -> None:
+        """One exchange. What cannot be undone stays noted as unknown."""
+        came_from, current.held = current.held, Held.UNKNOWN
         try:
-            self._run_hooks()
-        except Exception as failure:  # whatever a hook raises, the weights go back
-            self._back()
-            return fault_of(_translated(failure), step="hooks", rank=self._rank)
-        return None
+            self._target.swap()
+        except Torn:
+            raise
+        except Exception:
+            current.held = came_from  # all or nothing: the target has put everything back
+            raise
+        current.held, current.hooks_due = to, True
 
-    def _report(self, epoch: int, began_s: float, fault: Fault | None) -> Swapped:
-        seconds = time.monotonic() - began_s
-        return Swapped(boot=self._boot, epoch=epoch, rank=self._rank, seconds=seconds, fault=fault)
+    def _run_hooks(self, current: _Exchange) -> None:
+        for hook in self._hooks:
+            hook()
+        current.hooks_due = False
 
-    def _learn(self, report: Swapped, deadline: Deadline) -> Settled:
-        """Tell the leader and hear what all ranks do; go back if that is the outcome."""
-        self._undecided, self._turnstile.doubt = report, True
+    def _ask(self, current: _Exchange, deadline: Deadline) -> Settled:
+        seconds = time.monotonic() - current.began_s
+        report = Swapped(
+            boot=self._boot,
+            epoch=current.decision.epoch,
+            rank=self._rank,
+            seconds=seconds,
+            fault=current.fault,
+        )
         try:
             answer = self._channel.request(report, deadline, "the leader to tell the outcome")
         except (DeadlineExceeded, WireError) as error:
-            what = f"rank {self._rank} exchanged its weights and did not hear whether to keep them"
+            what = f"rank {self._rank} holds {current.held.value} and did not hear whether to keep them"
             raise OutcomeUnknown(f"{what}: {error}") from error
         match answer:
             case Settled() as settled:
-                if report.fault is None and not settled.keep:
-                    self._back()
-                self._undecided, self._turnstile.doubt = None, False
-                self._turnstile.staged = None
                 return settled
             case Refusal(fault=fault):
-                raise fault.to_error()
+                raise OutcomeUnknown(f"rank {self._rank} asked for an outcome: {fault.message}")
             case other:
                 raise WrongState("waiting for an outcome", type(other).__name__)
 
-    def _back(self) -> None:
-        self._target.swap()
-        self._run_hooks()
-
-    def _run_hooks(self) -> None:
-        for hook in self._hooks:
-            hook()
-
-
-def _translated(error: Exception) -> LiveWeightError:
-    return error if isinstance(error, LiveWeightError) else Unavailable(f"{type(error).__name__}: {error}")
+    def _fault(self, error: Exception, step: str) -> Fault:
+        ours = (
+            error if isinstance(error, LiveWeightError) else Unavailable(f"{type(error).__name__}: {error}")
+        )
+        return fault_of(ours, step=step, rank=self._rank)

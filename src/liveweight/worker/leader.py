@@ -53,11 +53,13 @@ class Leader:
         self._thread.join()
 
     def _run(self, listener: Listener[Message]) -> None:
-        with listener:
-            while not self._closing:
-                self._carry_out(listener, self._next(listener))
-        for descriptor in self._watch.values():
-            os.close(descriptor)
+        try:
+            with listener:
+                while not self._closing:
+                    self._carry_out(listener, self._next(listener))
+        finally:
+            for descriptor in self._watch.values():
+                os.close(descriptor)
 
     def _next(self, listener: Listener[Message]) -> list[Action]:
         """Wait for a message or for time to pass, and let the scheduler say what follows."""
@@ -71,12 +73,16 @@ class Leader:
         now_s = time.monotonic()
         if incoming is None:
             return self._deaths(now_s) + self._scheduler.on_time(now_s)
+        actions = self._scheduler.on_message(now_s, incoming.peer, incoming.call, incoming.body)
         self._watch_over(incoming)
-        return self._scheduler.on_message(now_s, incoming.peer, incoming.call, incoming.body)
+        return actions
 
     def _watch_over(self, incoming: Incoming[Message]) -> None:
         match incoming.body:
             case Join(rank=rank, pid=pid):
+                member = self._scheduler.membership.members.get(rank)
+                if member is None or member.peer != incoming.peer:
+                    return  # it was refused
                 self._unwatch(rank)
                 try:
                     self._watch[rank] = os.pidfd_open(pid)

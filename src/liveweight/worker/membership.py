@@ -6,7 +6,7 @@ Pure records of the scheduler's: they check, they do not decide.
 from __future__ import annotations
 
 from collections import OrderedDict
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -40,22 +40,28 @@ class Membership:
         self.members: dict[int, Member] = {}
         self.tally: Tally | None = None
 
-    def join(self, peer: bytes, body: Join) -> None:
-        """Take a rank in; refused if with it the ranks' regions overlap in part or leave a tensor's elements to nobody."""
+    def candidate(self, peer: bytes, body: Join) -> tuple[dict[int, Member], Tally | None]:
+        """The replica with this rank in it; refused if its ranks' regions then overlap in part or leave elements to nobody."""
         if not 0 <= body.rank < self.world:
             raise LayoutInvalid(f"rank {body.rank} joins a replica of {self.world}")
-        self.members[body.rank] = Member(peer, body.pid, body.layout, body.serving)
-        if len(self.members) == self.world:
-            try:
-                self.tally = Tally([self.members[rank].layout for rank in range(self.world)])
-            except LayoutInvalid:
-                del self.members[body.rank]
-                raise
+        members = self.members | {body.rank: Member(peer, body.pid, body.layout, body.serving)}
+        complete = len(members) == self.world
+        return members, Tally([members[rank].layout for rank in range(self.world)]) if complete else None
+
+    def adopt(self, candidate: tuple[dict[int, Member], Tally | None]) -> None:
+        """Let the rank in."""
+        self.members, self.tally = candidate
 
     def leave(self, rank: int) -> Member | None:
         """A rank is gone; the replica is incomplete until another joins in its place."""
-        self.tally = None
-        return self.members.pop(rank, None)
+        member = self.members.pop(rank, None)
+        if member is not None:
+            self.tally = None
+        return member
+
+    def serve(self, version: Version | None) -> None:
+        """All ranks serve that version now."""
+        self.members = {rank: replace(member, serving=version) for rank, member in self.members.items()}
 
     def whole(self) -> Tally:
         """The complete replica's tally; WrongState while ranks are missing."""

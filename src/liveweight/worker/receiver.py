@@ -20,7 +20,7 @@ from liveweight.transports.port import Reader
 from liveweight.wire.channel import Channel
 from liveweight.wire.codec import Codec
 from liveweight.wire.credentials import Secret
-from liveweight.wire.messages import Message, Settled
+from liveweight.wire.messages import Message
 from liveweight.worker.agent import Agent, StagingSettings, Turnstile, join
 from liveweight.worker.boundary import Alone, Boundary, Broadcast
 from liveweight.worker.committer import Committer, Hook
@@ -62,7 +62,7 @@ class Receiver:
         self.rank, self.world, self.version = rank, world, serving
         bus = bus or Bus()
         deadline = Deadline.after(timeout_s)
-        self._boundary: Boundary = Alone() if world == 1 else Broadcast(group)
+        self._boundary: Boundary = Alone() if world == 1 else Broadcast(group, rank, world)
         turnstile = Turnstile()
         with ExitStack() as stack:
             self._leader: Leader | None = None
@@ -106,22 +106,24 @@ class Receiver:
         """Between two steps: carry out what was decided, on all ranks at once; returns the version that serves from here on.
 
         Costs nothing where nothing was decided (one look at a variable; with several ranks, one small CPU broadcast). `idle_s` lets
-        an idle program wait here for a decision. Raises OutcomeUnknown while this rank cannot learn whether a commit holds.
+        an idle program wait here for a decision. If it raises after the ranks have met (OutcomeUnknown, or a hook's error on the way
+        back), this rank must not serve; called again, it finishes the same boundary and does not meet another time.
         """
         settled = self._committer.resolve(RESOLVE_S)
+        if settled is None:
+            waiting = None if self._leader is None else self._leader.slot.take(idle_s)
+            decision = self._boundary.meet(waiting)
+            if decision is not None:
+                settled = self._committer.carry_out(decision)
         if settled is not None:
-            self._take_over(settled)
-        waiting = None if self._leader is None else self._leader.slot.take(idle_s)
-        decision = self._boundary.meet(waiting)
-        if decision is not None:
-            self._take_over(self._committer.carry_out(decision))
+            self.version = settled.serving
         elif self._agent.failure is not None:
-            raise ChannelClosed(f"rank {self.rank} lost its leader: {self._agent.failure}")
+            raise ChannelClosed(f"rank {self.rank} cannot follow any more: {self._agent.failure}")
         return self.version
 
     def regroup(self, group: ProcessGroup | None) -> None:
         """Meet over a new group, after the old one failed. Every rank calls it."""
-        self._boundary = Broadcast(group)
+        self._boundary = Broadcast(group, self.rank, self.world)
 
     def close(self) -> None:
         """Leave the replica: threads, channels and mappings end. The weights stay as they are."""
@@ -132,6 +134,3 @@ class Receiver:
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-    def _take_over(self, settled: Settled) -> None:
-        self.version = settled.serving

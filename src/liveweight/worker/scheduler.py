@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from collections import OrderedDict
 
+import msgspec
+
 from liveweight.errors import (
     ChannelClosed,
     DeadlineExceeded,
@@ -15,6 +17,7 @@ from liveweight.errors import (
     LiveWeightError,
     RoundAborted,
     RoundOpen,
+    Torn,
     WrongState,
 )
 from liveweight.observe import events
@@ -27,6 +30,19 @@ from liveweight.worker.rounds import Ack, Action, Decide, Reply, Round, Say, Tel
 
 REMEMBERED = 64
 NEVER = float("inf")
+STEPS: dict[type, str] = {
+    m.Join: "join",
+    m.Inquire: "open",
+    m.Describe: "open",
+    m.Open: "open",
+    m.Await: "stage",
+    m.Ask: "vote",
+    m.Commit: "commit",
+    m.Swapped: "commit",
+    m.Abort: "abort",
+    m.Undo: "undo",
+}
+"""Which step of a round a refused message belongs to."""
 
 
 class Scheduler:
@@ -55,8 +71,9 @@ class Scheduler:
         except LiveWeightError as error:
             if call == 0:
                 return [*actions, Say(events.PeerRefused(code=error.code, reason=str(error)))]
-            fault = fault_of(error, step=type(body).__name__.lower())
-            return [*actions, Reply(peer, call, m.Refusal(fault=fault))]
+            fault = fault_of(error, step=STEPS.get(type(body), "ask"))
+            serving = states.serving_version(self.state)
+            return [*actions, Reply(peer, call, m.Refusal(fault=fault, serving=serving))]
         return actions + self._answered(now_s)
 
     def _handle(self, now_s: float, peer: bytes, call: int, body: m.Message) -> list[Action]:
@@ -104,8 +121,10 @@ class Scheduler:
     def on_lost(self, now_s: float, rank: int) -> list[Action]:
         """A rank's process is gone. Its round fails; the replica is incomplete until the rank is replaced."""
         member = self.membership.leave(rank)
+        for ended in self._ended.values():
+            ended.readers.discard(rank)
         if member is None or self._round is None:
-            return []
+            return self._answered(now_s)
         self._round.readers.discard(rank)
         error = ChannelClosed(f"rank {rank} (process {member.pid}) is gone")
         return self._fail(
@@ -115,8 +134,9 @@ class Scheduler:
     # Membership.
 
     def _join(self, now_s: float, peer: bytes, call: int, body: m.Join) -> list[Action]:
+        candidate = self.membership.candidate(peer, body)  # refused here, nothing has changed
         actions = self.on_lost(now_s, body.rank) if body.rank in self.membership.members else []
-        self.membership.join(peer, body)
+        self.membership.adopt(candidate)
         if self.membership.tally is not None:
             self.state = states.Serving(self.membership.common_version())
             self._ledger.forget_manifests()
@@ -146,7 +166,10 @@ class Scheduler:
             return [Reply(peer, call, m.Opened(round=None, serving=serving))]
         self._epoch += 1
         round_id = RoundId(boot=self.boot, epoch=self._epoch, publisher=body.publisher)
-        self.state = states.open_round(self.state, body.version, round_id)
+        version = body.version
+        if version.digest is None:  # content unknown: the round's id stands in for it
+            version = msgspec.structs.replace(version, digest=f"{self.boot}/{self._epoch}")
+        self.state = states.open_round(self.state, version, round_id)
         ranks = frozenset(range(self.world))
         self._round = Round(
             id=round_id,
@@ -159,7 +182,7 @@ class Scheduler:
         )
         order = m.Stage(
             round=round_id,
-            version=body.version,
+            version=version,
             offer=body.offer,
             verify=body.verify,
             timeout_s=body.timeout_s,
@@ -275,9 +298,11 @@ class Scheduler:
         current = self._round
         ours = body.boot == self.boot
         if current is None or not ours or current.id.epoch != body.epoch or current.phase != "committing":
-            ended = (known for known in self._ended.values() if ours and known.id.epoch == body.epoch)
-            keep = any(known.phase == "done" for known in ended)
-            return [Reply(peer, call, m.Settled(keep=keep, serving=states.serving_version(self.state)))]
+            ended = next((r for r in self._ended.values() if ours and r.id.epoch == body.epoch), None)
+            if ended is None:
+                raise WrongState("without a record of that round", "an outcome")
+            settled = m.Settled(keep=ended.phase == "done", serving=states.serving_version(self.state))
+            return [Reply(peer, call, settled)]
         current.acks[body.rank] = Ack(peer, call, body.seconds)
         if body.fault is not None:
             return self._fail(now_s, current, body.fault)
@@ -289,7 +314,9 @@ class Scheduler:
         self.state = states.settled(self.state, keep=True)
         serving = states.serving_version(self.state)
         undo = self.state.undo if isinstance(self.state, states.Serving) else None
-        self._ledger.published(serving)
+        self.membership.serve(serving)
+        if current.asked is not None and current.asked.version.digest is not None:
+            self._ledger.published(serving)
         stall_s = max(ack.seconds for ack in current.acks.values())
         actions: list[Action] = self._settle(current, keep=True)
         if current.committer is not None:
@@ -307,12 +334,15 @@ class Scheduler:
         """End the round at the old version, from any phase; ranks that exchanged are told to exchange back."""
         committing = current.phase == "committing"
         self.state = states.after_failure(self.state, fault.message)
+        if fault.code == Torn.code and current.asked is not None:
+            self.state = states.Torn(current.asked.version, fault.message)
         current.fault = fault
         actions: list[Action] = self._settle(current, keep=False)
         if committing:
             actions.append(Withdraw(current.id))
         if current.committer is not None:
-            actions.append(Reply(*current.committer, m.Refusal(fault=fault)))
+            serving = states.serving_version(self.state)
+            actions.append(Reply(*current.committer, m.Refusal(fault=fault, serving=serving)))
         actions += [
             Tell(rank, m.Drop(round=current.id))
             for rank in sorted(current.ranks & set(self.membership.members))
@@ -341,8 +371,10 @@ class Scheduler:
         current.phase = phase
         self._round = None
         self._ended[current.id] = current
-        while len(self._ended) > REMEMBERED:
-            self._ended.popitem(last=False)
+        last_kept = next((r.id for r in reversed(self._ended.values()) if r.phase == "done"), None)
+        for old in list(self._ended)[:-REMEMBERED]:
+            if old != last_kept:  # a rank in doubt about it may still ask
+                del self._ended[old]
         serving = states.serving_version(self.state)
         return Say(
             events.RoundEnded(

@@ -1,0 +1,215 @@
+"""A rank's exchange, interrupted at every beat: it never serves what was not decided, and goes back exactly once."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from liveweight.devices.memory import Memory
+from liveweight.errors import DeadlineExceeded, OutcomeUnknown, Torn
+from liveweight.spec.deadline import Deadline
+from liveweight.spec.dtype import DType
+from liveweight.spec.layout import Layout, packed
+from liveweight.spec.manifest import TensorSpec, Version
+from liveweight.wire.channel import Channel
+from liveweight.wire.codec import Codec
+from liveweight.wire.credentials import Secret
+from liveweight.wire.listener import Listener
+from liveweight.wire.messages import Message, Settled, Swapped
+from liveweight.wire.values import RoundId
+from liveweight.worker.agent import Turnstile
+from liveweight.worker.boundary import Decision
+from liveweight.worker.committer import Committer, Hook
+
+COMMIT = Decision(epoch=1, undo=False, timeout_s=20.0)
+OLD, NEW = Version(run="r", label="old"), Version(run="r", label="new")
+KEEP, BACK = Settled(keep=True, serving=NEW), Settled(keep=False, serving=OLD)
+
+
+class Words:
+    """A target whose weights are words."""
+
+    layout: Layout = packed([TensorSpec(name="w", dtype=DType.UINT8, shape=(1,))])
+
+    def __init__(self, fail_at: dict[int, Exception] | None = None) -> None:
+        self.holds, self.other = "old", "new"
+        self.swaps, self._fail_at = 0, fail_at or {}
+
+    def live(self) -> Sequence[Memory]:
+        return []
+
+    def shadow(self) -> Sequence[Memory]:
+        return []
+
+    def swap(self) -> None:
+        self.swaps += 1
+        if self.swaps in self._fail_at:
+            raise self._fail_at[self.swaps]
+        self.holds, self.other = self.other, self.holds
+
+    def release_shadow(self) -> None:
+        return None
+
+
+class Scene:
+    """A committer, and a leader that answers as it was told."""
+
+    def __init__(self, committer: Committer, turnstile: Turnstile, heard: list[Swapped]) -> None:
+        self.committer, self.turnstile, self.heard = committer, turnstile, heard
+
+
+@contextmanager
+def scene(
+    directory: Path, target: Words, hooks: Sequence[Hook], answers: Sequence[Settled | None]
+) -> Iterator[Scene]:
+    """`answers` in order; None is silence."""
+    secret, heard, stop = Secret.generate(), list[Swapped](), threading.Event()
+    codec: Codec[Message] = Codec(Message)
+    listener: Listener[Message] = Listener(f"ipc://{directory}/leader", secret, codec)
+
+    def lead() -> None:
+        left = list(answers)
+        with listener:
+            while not stop.is_set():
+                try:
+                    incoming = listener.receive(Deadline.after(0.05), "a rank")
+                except DeadlineExceeded:
+                    continue
+                assert isinstance(incoming.body, Swapped)
+                heard.append(incoming.body)
+                answer = left.pop(0)
+                if answer is not None:
+                    listener.send(incoming.peer, answer, incoming.call, Deadline.after(5.0))
+
+    leader = threading.Thread(target=lead)
+    leader.start()
+    turnstile = Turnstile()
+    turnstile.staged = RoundId(boot="b", epoch=1, publisher="p")
+    try:
+        with Channel(listener.address, secret, codec, deadline=Deadline.after(20.0)) as channel:
+            committer = Committer(
+                rank=1, boot="b", target=target, hooks=hooks, channel=channel, turnstile=turnstile
+            )
+            yield Scene(committer, turnstile, heard)
+    finally:
+        stop.set()
+        leader.join()
+
+
+def failing(at: set[int], error: type[BaseException] = RuntimeError) -> Callable[[], None]:
+    """A hook that fails on these calls."""
+    calls = iter(range(1, 100))
+
+    def hook() -> None:
+        if next(calls) in at:
+            raise error("this hook fails")
+
+    return hook
+
+
+def test_a_commit_that_all_ranks_keep(short_path: Path) -> None:
+    target = Words()
+    with scene(short_path, target, [], [KEEP]) as s:
+        assert s.committer.carry_out(COMMIT) == KEEP
+        assert (target.holds, s.turnstile.doubt, s.turnstile.staged) == ("new", False, None)
+        assert s.committer.resolve(1.0) is None
+
+
+def test_another_ranks_failure_takes_this_one_back_and_its_hooks_run_again(short_path: Path) -> None:
+    target, ran = Words(), list[str]()
+    with scene(short_path, target, [lambda: ran.append(target.holds)], [BACK]) as s:
+        assert s.committer.carry_out(COMMIT) == BACK
+    assert (target.holds, ran) == ("old", ["new", "old"])
+
+
+def test_a_hook_that_fails_on_the_way_back_does_not_exchange_a_second_time(short_path: Path) -> None:
+    target = Words()
+    with scene(short_path, target, [failing({2})], [BACK]) as s:
+        with pytest.raises(RuntimeError):
+            s.committer.carry_out(COMMIT)
+        assert (target.holds, s.turnstile.doubt) == ("old", True)
+        assert s.committer.resolve(5.0) == BACK
+        assert (target.holds, target.swaps, s.turnstile.doubt) == ("old", 2, False)
+        assert len(s.heard) == 1
+
+
+def test_a_hook_that_always_fails_is_told_to_the_leader_at_once(short_path: Path) -> None:
+    target = Words()
+    with scene(short_path, target, [failing(set(range(100)))], [BACK]) as s:
+        with pytest.raises(RuntimeError):
+            s.committer.carry_out(COMMIT)
+        assert target.holds == "old"
+        fault = s.heard[0].fault
+        assert fault is not None
+        assert (fault.step, fault.rank, "this hook fails" in fault.message) == ("hooks", 1, True)
+        with pytest.raises(RuntimeError):  # not fit to serve until its hooks run
+            s.committer.resolve(5.0)
+
+
+def test_an_interrupt_in_a_hook_leaves_doubt_and_the_next_boundary_goes_back(short_path: Path) -> None:
+    target = Words()
+    with scene(short_path, target, [failing({1}, KeyboardInterrupt)], [BACK]) as s:
+        with pytest.raises(KeyboardInterrupt):
+            s.committer.carry_out(COMMIT)
+        assert (target.holds, s.turnstile.doubt, s.heard) == ("new", True, [])
+        assert s.committer.resolve(5.0) == BACK
+        assert target.holds == "old"
+        assert s.heard[0].fault is not None
+
+
+def test_a_target_that_cannot_exchange_reports_it_and_holds_the_old(short_path: Path) -> None:
+    target = Words({1: RuntimeError("no")})
+    with scene(short_path, target, [], [BACK]) as s:
+        assert s.committer.carry_out(COMMIT) == BACK
+    assert target.holds == "old"
+
+
+def test_a_torn_target_never_serves_again(short_path: Path) -> None:
+    target = Words({1: Torn("the exchange failed, and so did the way back")})
+    with scene(short_path, target, [], [BACK]) as s:
+        with pytest.raises(Torn):
+            s.committer.carry_out(COMMIT)
+        with pytest.raises(Torn):
+            s.committer.resolve(5.0)
+        assert s.turnstile.doubt
+        fault = s.heard[0].fault
+        assert fault is not None
+        assert fault.code == "LW-601"
+
+
+def test_a_way_back_that_fails_does_not_serve_until_it_succeeds(short_path: Path) -> None:
+    target = Words({2: RuntimeError("cannot go back"), 3: RuntimeError("cannot go back")})
+    with scene(short_path, target, [], [BACK]) as s:
+        with pytest.raises(RuntimeError, match="cannot go back"):
+            s.committer.carry_out(COMMIT)
+        with pytest.raises(RuntimeError, match="cannot go back"):
+            s.committer.resolve(5.0)
+        assert (target.holds, s.turnstile.doubt) == ("new", True)
+        assert s.committer.resolve(5.0) == BACK
+        assert (target.holds, s.turnstile.doubt) == ("old", False)
+
+
+def test_an_answer_that_does_not_come_leaves_doubt_until_it_does(short_path: Path) -> None:
+    target = Words()
+    short = Decision(epoch=1, undo=False, timeout_s=0.1)
+    with scene(short_path, target, [], [None, None, KEEP]) as s:
+        s.committer.grace_s = 0.1
+        with pytest.raises(OutcomeUnknown, match="rank 1 holds those that were staged"):
+            s.committer.carry_out(short)
+        with pytest.raises(OutcomeUnknown):
+            s.committer.resolve(0.2)
+        assert s.turnstile.doubt
+        assert s.committer.resolve(20.0) == KEEP
+        assert (target.holds, target.swaps, s.turnstile.doubt) == ("new", 1, False)
+
+
+def test_a_decision_about_another_round_than_the_staged_one_exchanges_nothing(short_path: Path) -> None:
+    target = Words()
+    with scene(short_path, target, [], [BACK]) as s:
+        s.turnstile.staged = RoundId(boot="b", epoch=7, publisher="p")
+        assert s.committer.carry_out(COMMIT) == BACK
+    assert (target.swaps, target.holds) == (0, "old")
