@@ -9,6 +9,7 @@ from __future__ import annotations
 import signal
 import socket
 import time
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -23,12 +24,12 @@ BEFORE_COMMIT = [("RoundOpened", REPLICA), ("StagingBegan", 1), ("Staged", 1), (
 """Moments of the leader, which is in rank 0's process, and of rank 1, in a round's order."""
 
 
-def assert_holds(ranks: list[Program], label: int) -> None:
+def assert_holds(ranks: list[Program], label: int, version: object = None) -> None:
     calls = [rank.begin("state") for rank in ranks]
     for number, (rank, call) in enumerate(zip(ranks, calls, strict=True)):
         state = rank.end(call)
         assert state["fingerprint"] == model.expected(label, number, len(ranks))
-        assert state["version"] == label
+        assert state["version"] == (label if version is None else version)
 
 
 def publish_when_free(trainer: Program, label: int, within_s: float = 60.0) -> dict[str, Any]:
@@ -38,6 +39,16 @@ def publish_when_free(trainer: Program, label: int, within_s: float = 60.0) -> d
         answer = trainer.ask("publish", label=label)
         if answer.get("error", {}).get("code") != "LW-106" or time.monotonic() > ends_s:
             return answer
+
+
+def weights_of(programs: list[Program]) -> list[tuple[int, int]]:
+    """Descriptors and threads of every process."""
+    counted = []
+    for program in programs:
+        status = Path(f"/proc/{program.pid}/status").read_text()
+        threads = next(int(line.split()[1]) for line in status.splitlines() if line.startswith("Threads"))
+        counted.append((len(list(Path(f"/proc/{program.pid}/fd").iterdir())), threads))
+    return counted
 
 
 def ready(cluster: Cluster, offer: str, **options: Any) -> tuple[list[Program], Program]:
@@ -108,19 +119,23 @@ def test_a_stopped_rank_is_named_at_the_deadline(
     cluster: Cluster, offer: str, moment: str, step: str
 ) -> None:
     ranks, trainer = ready(cluster, offer, timeout_s=4.0, lease_s=2.0)
+    for label in ("warm", "warm too", "1 again"):  # both shadows are bound
+        before = weights_of([*ranks, trainer])
+        assert "error" not in trainer.ask("publish", label=1, name=label)
     ranks[1].ask("hold", event=moment)
     call = trainer.begin("publish", label=2)
     ranks[1].held(moment)
     ranks[1].signal(signal.SIGSTOP)
     error = trainer.end(call)["error"]
-    assert (error["code"], error["rank"], error["step"], error["serving"]) == ("LW-301", 1, step, "1")
+    assert (error["code"], error["rank"], error["step"], error["serving"]) == ("LW-301", 1, step, "1 again")
     assert error["retryable"]
     assert error["waited_s"] >= 1.0
     ranks[1].signal(signal.SIGCONT)
     ranks[1].ask("go")
-    assert_holds(ranks, 1)
+    assert_holds(ranks, 1, "1 again")
     assert "error" not in trainer.ask("publish", label=3)
     assert_holds(ranks, 3)
+    assert weights_of([*ranks, trainer]) == before
 
 
 @OFFERS
@@ -139,12 +154,16 @@ def test_a_flipped_bit_is_noticed_before_the_commit(cluster: Cluster, offer: str
 @OFFERS
 def test_a_hook_that_fails_takes_every_rank_back(cluster: Cluster, offer: str) -> None:
     ranks, trainer = ready(cluster, offer)
+    assert "error" not in trainer.ask("publish", label=1, name="1 again")
+    assert "error" not in trainer.ask("publish", label=1)
+    before = weights_of([*ranks, trainer])
     ranks[1].ask("arm", what="hook")
     error = trainer.ask("publish", label=2)["error"]
     assert (error["rank"], error["step"], error["serving"]) == (1, "hooks", "1")
     assert_holds(ranks, 1)
     assert "error" not in trainer.ask("publish", label=3)
     assert_holds(ranks, 3)
+    assert weights_of([*ranks, trainer]) == before
 
 
 def test_a_reader_that_lags_is_revoked_by_the_next_freeze(cluster: Cluster) -> None:
@@ -219,6 +238,60 @@ def test_a_publisher_killed_between_two_commits_leaves_each_replica_whole(cluste
     assert "error" not in publish_when_free(cluster.trainer("ab", run="successor"), 3)
     assert_holds(first, 3)
     assert_holds(second, 3)
+
+
+@OFFERS
+@pytest.mark.parametrize(("moment", "rank"), [("RoundOpened", REPLICA), ("Staged", 0), ("Hook", 0)])
+def test_a_killed_leader_ends_the_round_and_its_successor_is_found(
+    cluster: Cluster, offer: str, moment: str, rank: int
+) -> None:
+    ranks, trainer = ready(cluster, offer)
+    ranks[0].ask("hold", event=moment, rank=rank)
+    call = trainer.begin("publish", label=2)
+    ranks[0].held(moment)
+    ranks[0].kill()
+    error = trainer.end(call)["error"]
+    assert error["code"] in ("LW-205", "LW-602")  # gone; or gone after it was told to commit
+    lost = ranks[1].expect("lost")
+    assert lost["fingerprint"] in (model.expected(1, 1, WORLD), model.expected(2, 1, WORLD))
+    ranks[1].ended()
+    replaced = cluster.replica(WORLD, label=1)
+    assert "error" not in trainer.ask("publish", label=3)
+    assert_holds(replaced, 3)
+
+
+def test_a_quorum_goes_on_without_a_straggler_which_catches_up(cluster: Cluster) -> None:
+    first, second = cluster.replica(1, "a"), cluster.replica(1, "b")
+    trainer = cluster.trainer("ab", quorum=1, timeout_s=4.0, lease_s=2.0)
+    assert trainer.ask("publish", label=1)["behind"] == []
+    second[0].ask("hold", event="StagingBegan")
+    call = trainer.begin("publish", label=2)
+    second[0].held("StagingBegan")
+    second[0].signal(signal.SIGSTOP)
+    assert trainer.end(call)["behind"] == [cluster.address("b")]
+    assert_holds(first, 2)
+    second[0].signal(signal.SIGCONT)
+    second[0].ask("go")
+    assert_holds(second, 1)
+    assert publish_when_free(trainer, 3)["behind"] in ([], [cluster.address("b")])
+    ends_s = time.monotonic() + 60.0
+    while second[0].ask("state")["version"] != 4 and time.monotonic() < ends_s:
+        publish_when_free(trainer, 4)
+    assert_holds(first, 4)
+    assert_holds(second, 4)
+
+
+def test_a_leader_that_stands_still_for_a_while_is_waited_for(cluster: Cluster) -> None:
+    ranks, trainer = ready(cluster, "frozen")
+    ranks[0].ask("hold", event="RoundOpened", rank=REPLICA)
+    call = trainer.begin("publish", label=2)
+    ranks[0].held("RoundOpened")
+    ends_s = time.monotonic() + 4.0
+    while time.monotonic() < ends_s:
+        ranks[1].signal(signal.SIGCONT)
+    ranks[0].ask("go")
+    assert "error" not in trainer.end(call)
+    assert_holds(ranks, 2)
 
 
 def test_memory_that_cannot_be_had_fails_the_round_and_no_more(cluster: Cluster) -> None:

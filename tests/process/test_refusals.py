@@ -152,3 +152,43 @@ def test_offer_lets_training_go_on_and_wait_has_the_outcome(short_path: Path) ->
                 "staleness",
             )
         }
+
+
+def test_publishers_with_the_same_tensors_in_another_order_do_not_disturb_each_other(
+    short_path: Path,
+) -> None:
+    live = engine()
+    one = {"w": torch.ones(4, 3), "b": torch.ones(3)}
+    two = {"b": torch.full((3,), 2.0), "w": torch.full((4, 3), 2.0)}
+    with (
+        serving(live, short_path) as address,
+        publisher(one, address, short_path) as first,
+        publisher(two, address, short_path) as second,
+    ):
+        for step in range(3):
+            assert first.publish(step).verified
+            assert torch.equal(live["w"], one["w"])
+            assert second.publish(step).verified
+            assert torch.equal(live["w"], two["w"])
+
+
+@pytest.mark.parametrize("quorum", [0, 2])
+def test_a_quorum_that_cannot_be_is_refused(short_path: Path, quorum: int) -> None:
+    with serving(engine(), short_path) as address, pytest.raises(Refused, match="quorum"):
+        publisher(engine(), address, short_path, quorum=quorum)
+
+
+def test_an_unchanged_round_says_that_nothing_was_verified_and_staleness_counts_the_rounds_missed(
+    short_path: Path,
+) -> None:
+    live = engine()
+    source = {"w": torch.ones(4, 3), "b": torch.ones(3)}
+    with serving(live, short_path) as address, publisher(source, address, short_path) as sender:
+        assert sender.publish(1).staleness == 0
+        again = sender.publish(1)
+        assert (again.unchanged, again.verified) == (True, False)
+        other = publisher(source, address, short_path)
+        with other:
+            other.publish("theirs")
+        source["w"].fill_(5)
+        assert sender.publish(2).metrics()["weight_sync/staleness"] == 0.0

@@ -55,7 +55,7 @@ def test_a_label_cannot_stand_for_two_contents_in_one_run(cluster: Cluster) -> N
     ranks = cluster.replica(1)
     trainer = cluster.trainer()
     trainer.ask("publish", label=1)
-    answer = trainer.ask("publish", label=2, **{"as": 1})
+    answer = trainer.ask("publish", label=2, name=1)
     assert answer["error"]["code"] == "LW-104"
     assert_holds(ranks, 1)
     assert "error" not in trainer.ask("publish", label=2)
@@ -64,10 +64,10 @@ def test_a_label_cannot_stand_for_two_contents_in_one_run(cluster: Cluster) -> N
 def test_a_restarted_trainer_is_a_new_run(cluster: Cluster) -> None:
     ranks = cluster.replica(1)
     first = cluster.trainer(run="one")
-    first.ask("publish", label=1, **{"as": 0})
+    first.ask("publish", label=1, name=0)
     first.kill()
     second = cluster.trainer(run="two")
-    assert "error" not in second.ask("publish", label=2, **{"as": 0})
+    assert "error" not in second.ask("publish", label=2, name=0)
     assert_holds(ranks, 2, 0)
 
 

@@ -33,15 +33,27 @@ def specs(dtype: torch.dtype = torch.bfloat16) -> dict[str, TensorSpec]:
             f"{prefix}norm.weight": (HIDDEN,),
         }
     named = DType(str(dtype).removeprefix("torch."))
-    return {name: TensorSpec(name=name, dtype=named, shape=shape) for name, shape in shapes.items()}
+    tensors = {name: TensorSpec(name=name, dtype=named, shape=shape) for name, shape in shapes.items()}
+    for kind in DType:
+        name = f"extra.as_{kind.value}"
+        tensors[name] = TensorSpec(name=name, dtype=kind, shape=(3, 5))
+    tensors["extra.empty"] = TensorSpec(name="extra.empty", dtype=named, shape=(0, 4))
+    tensors["extra.scalar"] = TensorSpec(name="extra.scalar", dtype=DType.FLOAT32, shape=())
+    return tensors
 
 
 def full(label: int, dtype: torch.dtype = torch.bfloat16) -> dict[str, torch.Tensor]:
     """The weights of that version."""
     generator = torch.Generator().manual_seed(label)
-    return {
-        name: torch.randn(spec.shape, generator=generator).to(dtype) for name, spec in specs(dtype).items()
-    }
+    return {name: _values(spec, generator) for name, spec in specs(dtype).items()}
+
+
+def _values(spec: TensorSpec, generator: torch.Generator) -> torch.Tensor:
+    """Numbers where the model computes with them, any bits elsewhere."""
+    if not spec.name.startswith("extra."):
+        return torch.randn(spec.shape, generator=generator).to(getattr(torch, spec.dtype.value))
+    raw = torch.randint(0, 2 if spec.dtype is DType.BOOL else 256, (spec.size_bytes,), generator=generator)
+    return raw.to(torch.uint8).view(getattr(torch, spec.dtype.value)).reshape(spec.shape)
 
 
 def parameters(rank: int, world: int, label: int = 0, dtype: torch.dtype = torch.bfloat16) -> Parameters:
@@ -75,6 +87,8 @@ def parameters(rank: int, world: int, label: int = 0, dtype: torch.dtype = torch
         )
         held[f"{prefix}norm"] = (values[norm.name].clone(), [Piece(tensor=norm, region=whole(norm.shape))])
     embed = tensors["embed.weight"]
+    for name in (name for name in tensors if name.startswith("extra.")):
+        held[name] = (values[name].clone(), [Piece(tensor=tensors[name], region=whole(tensors[name].shape))])
     padded = torch.zeros((32, HIDDEN), dtype=dtype)
     padded[:24] = values[embed.name]
     held["embed"] = (padded, [Piece(tensor=embed, region=whole(embed.shape))])
@@ -86,7 +100,7 @@ def fingerprint(tensors: Mapping[str, torch.Tensor]) -> str:
     state = xxhash.xxh3_128()
     for name in sorted(tensors):
         state.update(name.encode())
-        state.update(tensors[name].contiguous().view(torch.uint8).numpy().tobytes())
+        state.update(tensors[name].contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
     return state.hexdigest()
 
 
@@ -108,7 +122,9 @@ def module(label: int, dtype: torch.dtype = torch.bfloat16) -> torch.nn.Module:
             if child is None:
                 raise ValueError(name)
             parent = child
-        parent.register_parameter(last, torch.nn.Parameter(tensor))
+        if name == "layers.0.down.weight":
+            tensor = tensor.T.contiguous().T  # a trainer may keep it transposed
+        parent.register_parameter(last, torch.nn.Parameter(tensor, requires_grad=False))
     return root
 
 

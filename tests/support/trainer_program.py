@@ -67,7 +67,7 @@ def act(command: dict[str, Any], publisher: lw.Publisher, weights: torch.nn.Modu
             return {}
         case "publish":
             model.load(weights, command["label"])
-            report = publisher.publish(command.get("as", command["label"]))
+            report = publisher.publish(command.get("name", command["label"]))
             return {
                 "unchanged": report.unchanged,
                 "verified": report.verified,
