@@ -15,7 +15,7 @@ ROUNDS = 500
 def weight_of(program: Program) -> dict[str, int]:
     """What a process holds: descriptors, threads, resident bytes."""
     status = Path(f"/proc/{program.pid}/status").read_text()
-    fields = {line.split(":")[0]: line.split()[1] for line in status.splitlines() if ":" in line}
+    fields = {line.split(":")[0]: line.split()[1] for line in status.splitlines() if len(line.split()) > 1}
     return {
         "descriptors": len(list(Path(f"/proc/{program.pid}/fd").iterdir())),
         "threads": int(fields["Threads"]),

@@ -14,6 +14,7 @@ from liveweight.devices.memory import Memory
 from liveweight.devices.native import NativeKernels
 from liveweight.devices.numpy_kernels import NumpyKernels
 from liveweight.devices.torch_digest import digest_tensor
+from liveweight.devices.torch_kernels import TorchKernels
 from liveweight.plan.digests import plan_digests, split
 from liveweight.spec.digest import SEEDS, Lanes, combine, digest_array, from_hex, partial
 from liveweight.spec.dtype import DType
@@ -26,6 +27,7 @@ KERNELS: dict[str, Kernels] = {
     "native": NativeKernels(),
     "portable": NativeKernels(portable=True),
     "numpy": NumpyKernels(),
+    "torch": TorchKernels("cpu"),
 }
 each_kernels = pytest.mark.parametrize("kernels", KERNELS.values(), ids=KERNELS)
 

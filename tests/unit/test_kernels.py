@@ -19,6 +19,7 @@ from liveweight.devices.kernels import Kernels, Table, choose_kernels
 from liveweight.devices.memory import Memory
 from liveweight.devices.native import NativeKernels
 from liveweight.devices.numpy_kernels import NumpyKernels
+from liveweight.devices.torch_kernels import TorchKernels
 from liveweight.errors import LayoutInvalid
 from liveweight.observe.bus import Bus, Recorder
 from liveweight.observe.events import KernelsChosen
@@ -34,6 +35,7 @@ KERNELS: dict[str, Kernels] = {
     "native": NativeKernels(),
     "portable": NativeKernels(portable=True),
     "numpy": NumpyKernels(),
+    "torch": TorchKernels("cpu"),
 }
 each_kernels = pytest.mark.parametrize("kernels", KERNELS.values(), ids=KERNELS)
 

@@ -13,6 +13,7 @@ from liveweight.devices.kernels import Kernels
 from liveweight.devices.memory import Memory
 from liveweight.devices.native import NativeKernels
 from liveweight.devices.numpy_kernels import NumpyKernels
+from liveweight.devices.torch_kernels import TorchKernels
 from liveweight.errors import LayoutInvalid, ManifestMismatch
 from liveweight.plan.freezes import plan_freeze, row_bytes, split
 from liveweight.spec.digest import SEEDS, Lanes, partial
@@ -26,6 +27,7 @@ KERNELS: dict[str, Kernels] = {
     "native": NativeKernels(),
     "portable": NativeKernels(portable=True),
     "numpy": NumpyKernels(),
+    "torch": TorchKernels("cpu"),
 }
 each_kernels = pytest.mark.parametrize("kernels", KERNELS.values(), ids=KERNELS)
 
