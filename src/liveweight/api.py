@@ -18,6 +18,7 @@ from liveweight.devices.kernels import choose_kernels
 from liveweight.errors import Refused
 from liveweight.observe.bus import Bus
 from liveweight.observe.events import OfferKind
+from liveweight.observe.log import log
 from liveweight.spec.deadline import Deadline
 from liveweight.spec.layout import Piece
 from liveweight.spec.manifest import Version
@@ -72,7 +73,8 @@ class Publisher(publishing.Publisher):
         run: str | None = None,
         bus: Bus | None = None,
     ) -> None:
-        bus, kernels = bus or Bus(), choose_kernels()
+        bus = logging_bus() if bus is None else bus
+        kernels = choose_kernels(bus)
         held = _secret(secret)
         place = socket_directory(directory or default_directory())
         chosen = mode(transfer_mode)
@@ -81,7 +83,7 @@ class Publisher(publishing.Publisher):
         source, shared = _source(model)
         deadline = Deadline.after(timeout_s)
         with ExitStack() as stack:
-            replicas = [e if not isinstance(e, str) else WireReplica(e, held) for e in engines]
+            replicas = [WireReplica(e, held) if isinstance(e, str) else e for e in engines]
             for replica in replicas:
                 stack.callback(replica.close)
             expected = publishing.meet_replicas(replicas, deadline)
@@ -147,7 +149,8 @@ class Receiver(receiving.Receiver):
         bus: Bus | None = None,
         timeout_s: float = 60.0,
     ) -> None:
-        held, kernels = _secret(secret), choose_kernels()
+        held, bus = _secret(secret), logging_bus() if bus is None else bus
+        kernels = choose_kernels(bus)
         if address is None:
             address = f"ipc://{default_directory()}/receiver-{os.getpid()}-{secrets.token_hex(4)}.sock"
         super().__init__(
@@ -174,6 +177,13 @@ def share_module(module: torch.nn.Module) -> SharedModule:
     The parameters stay the same objects and an optimiser goes on with them. Give the result to `Publisher`; `close()` moves them back.
     """
     return _share_module(module, SharedArena)
+
+
+def logging_bus() -> Bus:
+    """A bus whose events are log lines of the logger `liveweight`: what a program gets that hands none in."""
+    bus = Bus()
+    bus.subscribe(log)
+    return bus
 
 
 def default_directory() -> Path:

@@ -2,18 +2,28 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 
 import pytest
 import torch
 
 import liveweight as lw
-from liveweight.errors import LayoutInvalid, ManifestInvalid, ManifestMismatch, Refused
+from liveweight.errors import DeadlineExceeded, LayoutInvalid, ManifestInvalid, ManifestMismatch, Refused
 from liveweight.observe.bus import Bus, Recorder
 from liveweight.observe.events import LiveOfferImpossible, RoundOpened
+from liveweight.spec.deadline import Deadline
+from liveweight.spec.layout import Layout, packed
+from liveweight.spec.manifest import Manifest
+from liveweight.trainer.replica import WireReplica
+from liveweight.wire.codec import Codec
+from liveweight.wire.credentials import Secret, load_or_create_secret
+from liveweight.wire.listener import Listener
+from liveweight.wire.messages import Attached, Message, Open
+from liveweight.wire.values import Offer
 
 
 @contextmanager
@@ -192,3 +202,80 @@ def test_an_unchanged_round_says_that_nothing_was_verified_and_staleness_counts_
             other.publish("theirs")
         source["w"].fill_(5)
         assert sender.publish(2).metrics()["weight_sync/staleness"] == 0.0
+
+
+def test_a_source_whose_layout_is_not_the_opened_one_fails_the_round(short_path: Path) -> None:
+    live = engine()
+    secret = load_or_create_secret(short_path / "secret")
+    manifest = Manifest(
+        tensors=tuple(
+            lw.TensorSpec(name=name, dtype=lw.DType.FLOAT32, shape=tuple(tensor.shape))
+            for name, tensor in live.items()
+        )
+    )
+    opened_as, offered_as = packed(manifest.tensors), packed(manifest.tensors[:1])
+    with (
+        serving(live, short_path) as address,
+        liar(f"ipc://{short_path}/liar", secret, offered_as) as source,
+        closing(WireReplica(address, secret)) as replica,
+    ):
+        deadline = Deadline.after(30.0)
+        replica.describe("s", manifest, deadline)
+        opened = replica.open(
+            Open(
+                publisher="p",
+                version=lw.Version(run="r", label=1),
+                structure="s",
+                digests=None,
+                offer=Offer(
+                    mode="ipc", kind="frozen", source=source, layout=opened_as.fingerprint, generation=1
+                ),
+                verify=False,
+                timeout_s=20.0,
+            ),
+            deadline,
+        )
+        assert opened.round is not None
+        progress = replica.status(opened.round, "staged", deadline)
+        assert progress.fault is not None
+        assert (progress.fault.code, progress.fault.rank, progress.fault.step) == ("LW-203", 0, "stage")
+        assert all(not tensor.any() for tensor in live.values())
+
+
+@contextmanager
+def liar(address: str, secret: Secret, layout: Layout) -> Iterator[str]:
+    """A source that answers every rank with that layout, whatever it asked for."""
+    stop = threading.Event()
+    listener: Listener[Message] = Listener(address, secret, Codec(Message))
+
+    def serve() -> None:
+        with listener:
+            while not stop.is_set():
+                try:
+                    incoming = listener.receive(Deadline.after(0.05), "a rank")
+                except DeadlineExceeded:
+                    continue
+                answer = Attached(layout=layout, memories=(b"token",), descriptors="/nowhere")
+                listener.send(incoming.peer, answer, incoming.call, Deadline.after(5.0))
+
+    thread = threading.Thread(target=serve)
+    thread.start()
+    try:
+        yield listener.address
+    finally:
+        stop.set()
+        thread.join()
+
+
+def test_a_program_that_hands_in_no_bus_finds_the_events_in_its_log(
+    short_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    source = {"w": torch.ones(4, 3), "b": torch.ones(3)}
+    with (
+        caplog.at_level(logging.INFO, "liveweight"),
+        serving(engine(), short_path) as address,
+        publisher(source, address, short_path) as sender,
+    ):
+        sender.publish("step_1")
+    assert any("committed step_1" in line for line in caplog.messages)
+    assert any("kernels" in line for line in caplog.messages)

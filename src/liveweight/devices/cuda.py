@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     import torch
 
 HANDLE_BYTES = 1 << 20
-"""What an encoded handle may take. A plain one takes 300; one of an expandable segment names each of its pieces."""
+"""What an encoded handle may take. A plain one takes under 300; one of an expandable segment names each of its pieces."""
 
 _DEVICE = re.compile(r"cuda:(0|[1-9][0-9]{0,3})")
 _IPC_BYTES = 64  # of cudaIpcMemHandle_t and cudaIpcEventHandle_t
@@ -74,7 +74,7 @@ def available() -> str | None:
         import torch
     except ImportError:
         return "torch is not installed"
-    if not torch.backends.cuda.is_built():
+    if torch.version.cuda is None and torch.version.hip is None:
         return "torch was built without CUDA"
     return None if torch.cuda.is_available() else "torch finds no CUDA driver or no CUDA device"
 
@@ -106,9 +106,9 @@ def allocate(size_bytes: int, device: str | torch.device) -> Memory:
 
 
 def share(tensor: torch.Tensor) -> bytes:
-    """A handle of the tensor's whole storage, for one opening in another process: share again for each reader.
+    """A handle of the tensor's whole storage, for one opening in another process: share once more for each reader, not for each round.
 
-    The storage stays in place until its reader has let go; of a reader that was killed, until this process ends.
+    torch counts them: memory whose handle was never opened, or whose reader was killed, is not had back before this process ends.
     """
     _require()
     storage = tensor.untyped_storage()
@@ -117,9 +117,10 @@ def share(tensor: torch.Tensor) -> bytes:
             f"a tensor of {storage.nbytes()} bytes on {tensor.device} has no CUDA memory to share"
         )
     try:
-        _, memory, size, offset, counter, counter_offset, event, waits = storage._share_cuda_()
+        shared = storage._share_cuda_()  # type: ignore[no-untyped-call]
     except RuntimeError as error:
         raise Unavailable(f"memory of {tensor.device} cannot be shared: {error}") from error
+    _, memory, size, offset, counter, counter_offset, event, waits = shared
     return encode_handle(
         Handle(
             gpu=_gpu(tensor.device),
@@ -149,7 +150,6 @@ def open_handle(handle: bytes, device: str | torch.device) -> torch.Tensor:
     total = torch.cuda.get_device_properties(there).total_memory
     if found.size_bytes > total:
         raise MessageInvalid(f"a handle of {found.size_bytes} bytes, but {there} has {total}")
-    torch.cuda.init()
     counter = found.counter.encode("ascii"), found.counter_offset
     try:
         storage = torch.UntypedStorage._new_shared_cuda(

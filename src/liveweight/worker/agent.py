@@ -21,7 +21,7 @@ from liveweight.observe.bus import Bus
 from liveweight.plan.tally import lanes_to_bytes
 from liveweight.spec.deadline import Deadline
 from liveweight.spec.manifest import Version
-from liveweight.transports.port import Reader
+from liveweight.transports.port import Reader, Reading
 from liveweight.wire.channel import Channel
 from liveweight.wire.messages import (
     Drop,
@@ -43,6 +43,8 @@ from liveweight.worker.target import Target
 
 IDLE_S = 60.0
 SEND_S = 5.0
+LOOK_S = 5.0
+"""How long one attempt to attach may wait; then the agent looks whether the round still stands, and tries again."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -177,7 +179,9 @@ class Agent:
                 f"a rank that reads {', '.join(self._readers)}", f"transfer mode {order.offer.mode}"
             )
         began_s = time.monotonic()
-        reading = reader.bind(order.offer, self._target.layout, shadow, deadline)
+        reading = self._bind(reader, order, shadow, deadline)
+        if reading is None:
+            return False
         self._bus.emit(events.StagingBegan(**self._who(order), rank=self._rank))
         done = stage(
             reading,
@@ -194,6 +198,18 @@ class Agent:
             events.Staged(**self._who(order), rank=self._rank, size_bytes=done.size_bytes, took_s=seconds)
         )
         return True
+
+    def _bind(
+        self, reader: Reader, order: Stage, shadow: Sequence[Memory], deadline: Deadline
+    ) -> Reading | None:
+        """Attach to the source, looking up now and then; None if the round was given up meanwhile."""
+        while not self._stop(order.round):
+            try:
+                return reader.bind(order.offer, self._target.layout, shadow, deadline.within(LOOK_S))
+            except DeadlineExceeded:
+                if deadline.over:
+                    raise
+        return None
 
     def _verify(self, order: Stage, shadow: Sequence[Memory], deadline: Deadline) -> bool:
         began_s = time.monotonic()
