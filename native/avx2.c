@@ -12,7 +12,7 @@
 #define FAST static inline __attribute__((always_inline, target("avx2,f16c")))
 #define ENTRY static __attribute__((target("avx2,f16c"), noinline))
 
-enum { STEP_BYTES = 32, LINE_BYTES = 64, GROUP = 4, TURN_BYTES = 512 };
+enum { STEP_BYTES = 32, LINE_BYTES = 64, GROUP = 4, TURN_BYTES = 512, WIDE_UNITS = 4096 };
 
 /* How far the prefetches run ahead, as measured: lines that are only read have others beside them. */
 enum { AHEAD_BYTES = 256, AHEAD_MOVING_BYTES = 2048 };
@@ -190,7 +190,9 @@ FAST void all(const struct lw_lines *l, uint32_t *result, const struct how how) 
     __m256i total[LW_SEEDS];
     for (int seed = 0; seed < LW_SEEDS; seed++) total[seed] = _mm256_setzero_si256();
     int64_t row = 0;
-    if (!how.moves) /* what is written goes line by line: stores past the caches want one stream */
+    /* What is written goes line by line: stores past the caches want one stream. So do short lines: several streams that end soon
+     * leave the prefetcher behind. */
+    if (!how.moves && l->units >= WIDE_UNITS)
         for (; row + GROUP <= l->rows; row += GROUP) group(l, row, GROUP, total, how);
     for (; row < l->rows; row++) group(l, row, 1, total, how);
     for (int seed = 0; how.digests && seed < LW_SEEDS; seed++) {

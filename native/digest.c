@@ -110,6 +110,41 @@ static void run_tiles(const struct lw_rectangle *r, int64_t left, int64_t column
     }
 }
 
+enum { NARROW_BYTES = 512, BLOCK_BYTES = 32768 };
+
+/* Narrow lines that lie one after the other on both sides: stores past the caches want longer runs than these lines are. So a
+ * block is digested, which takes it into the cache, and then moved as one run; with a cast the other way round. */
+static int in_runs(const struct lw_rectangle *r, int64_t columns) {
+    int64_t line_bytes = r->columns * r->item_bytes, source_item = r->cast ? 4 : r->item_bytes;
+    return r->target && columns == r->columns && line_bytes < NARROW_BYTES && r->rows > 1 &&
+           r->row_stride == r->columns * source_item && r->target_row_stride == line_bytes;
+}
+
+static void run_runs(const struct lw_rectangle *r, const struct lw_simd *simd, struct lw_scratch *scratch,
+                     struct lw_weights weights, uint32_t *sums) {
+    int64_t line_bytes = r->columns * r->item_bytes, height = BLOCK_BYTES / line_bytes;
+    for (int64_t top = 0; top < r->rows; top += height) {
+        struct lw_lines l = lines_of(r, 0, r->columns, 0), run = l;
+        l.rows = lw_least(height, r->rows - top);
+        l.row_first += top * r->row_step;
+        l.source += top * r->row_stride;
+        l.target += top * line_bytes;
+        l.weights = weights;
+        l.digests = 1;
+        run.source = l.source, run.target = l.target, run.rows = 1, run.units = l.rows * l.units;
+        if (r->cast) simd->lines(&run, NULL), l.source = l.target, l.source_stride = line_bytes, l.cast = 0;
+        uint8_t *target = l.target;
+        l.target = NULL;
+        simd->lines(&l, sums);
+        if (r->cast) continue;
+        if (scratch->stream) {
+            simd->stream(target, l.source, l.rows * line_bytes);
+        } else {
+            memcpy(target, l.source, (size_t)(l.rows * line_bytes));
+        }
+    }
+}
+
 enum shape { LINES, COLUMNS, TILES };
 
 static enum shape shape_of(const struct lw_rectangle *r) {
@@ -132,6 +167,8 @@ void lw_rectangle_run(const struct lw_rectangle *r, const struct lw_simd *simd, 
             run_columns(r, left, columns, simd, scratch, weights, sums);
         } else if (shape == TILES) {
             run_tiles(r, left, columns, simd, scratch, weights, sums);
+        } else if (sums != NULL && in_runs(r, columns)) {
+            run_runs(r, simd, scratch, weights, sums);
         } else {
             struct lw_lines l = lines_of(r, left, columns, scratch->stream);
             l.digests = sums != NULL;

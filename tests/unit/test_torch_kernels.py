@@ -88,7 +88,7 @@ def test_any_copy_leaves_what_the_native_one_leaves(data: st.DataObject, seed: i
 
 
 @given(data=st.data(), seed=st.integers(0, 1000), block=st.sampled_from([1, 7, 64, 1 << 20]))
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=150, deadline=None)
 def test_any_rectangle_has_the_native_digest_in_blocks_of_any_size(
     data: st.DataObject, seed: int, block: int
 ) -> None:
@@ -102,7 +102,7 @@ def test_any_rectangle_has_the_native_digest_in_blocks_of_any_size(
 
 
 @given(data=st.data(), seed=st.integers(0, 1000), block=st.sampled_from([1, 7, 64, 1 << 20]))
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=150, deadline=None)
 def test_any_freeze_casts_and_digests_as_the_native_one_does(
     data: st.DataObject, seed: int, block: int
 ) -> None:
