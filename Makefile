@@ -29,6 +29,7 @@ soak: venv
 
 bench: venv
 	$(BIN)/liveweight bench digest
+	$(BIN)/liveweight bench ipc
 
 wheel: venv
 	rm -rf build dist
