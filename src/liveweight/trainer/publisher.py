@@ -16,13 +16,14 @@ from dataclasses import dataclass
 from typing import Self, TypeVar
 
 from liveweight.errors import (
-    ChannelClosed,
+    DeadlineExceeded,
     LiveWeightError,
     ManifestMismatch,
     OutcomeUnknown,
     Refused,
     RoundFailed,
     VersionConflict,
+    WireError,
     WrongState,
 )
 from liveweight.observe.events import OfferKind
@@ -34,7 +35,7 @@ from liveweight.trainer.offers import Made, Offers
 from liveweight.trainer.replica import Replica, ReplicaRefused
 from liveweight.trainer.report import Report
 from liveweight.wire import messages as m
-from liveweight.wire.values import RoundId, fault_of
+from liveweight.wire.values import RoundId
 
 GRACE_S = 30.0
 LABELS = 65536
@@ -108,9 +109,8 @@ class Publisher:
         made = self._offers.make(
             str(label), self.settings.offer, verify=self.settings.verify, release=self._release
         )
-        deadline = Deadline.after(
-            self.settings.timeout_s
-        )  # of the round; the freeze before it waits for nobody else
+        # The round's; the freeze before it waits for nobody but slow readers, and for them `release_s`.
+        deadline = Deadline.after(self.settings.timeout_s)
         try:
             version = self._version(label, made)
         except LiveWeightError:
@@ -124,10 +124,8 @@ class Publisher:
         if made.offer.kind == "live":
             try:
                 current.staged.wait(deadline.remaining_s() + GRACE_S)
-            finally:
-                self._offers.end(
-                    made.offer
-                )  # also if we are interrupted: the parameters may change from here on
+            finally:  # also if we are interrupted: the parameters may change from here on
+                self._offers.end(made.offer)
 
     def wait(self) -> Report:
         """The outcome of the round that `offer` began."""
@@ -145,7 +143,10 @@ class Publisher:
         return 3 * self.settings.lease_s + len(self._replicas) * GRACE_S
 
     def undo(self) -> tuple[Version | None, ...]:
-        """Take every engine back to the version before, and say what each serves now."""
+        """Take every engine back to the version before, and say what each serves now.
+
+        Raises RoundFailed where an engine refuses, OutcomeUnknown where one does not answer; those asked before it have gone back.
+        """
         if self._round is not None:
             self.wait()
         deadline = Deadline.after(self.settings.timeout_s)
@@ -235,8 +236,8 @@ class Publisher:
             return replica.undo(self.name, deadline).serving
         except ReplicaRefused as refused:
             fault, serving = refused.fault, refused.serving
-        except ChannelClosed as error:
-            fault, serving = fault_of(error, step="undo"), None
+        except (DeadlineExceeded, WireError) as error:
+            raise OutcomeUnknown(f"{replica.name} was told to undo and did not answer: {error}") from error
         raise RoundFailed(
             fault.to_error(),
             replica=replica.name,

@@ -167,9 +167,7 @@ class Agent:
             self._report_failure(order, step, ChannelClosed("the source is gone"), deadline)
         except LiveWeightError as error:
             self._report_failure(order, step, error, deadline)
-        except (
-            Exception
-        ) as error:  # a foreign error is told, not swallowed, and ends this round, not the rank
+        except Exception as error:  # foreign: it is told, and ends this round, not the rank
             self._report_failure(order, step, Unavailable(f"{type(error).__name__}: {error}"), deadline)
 
     def _stage(self, order: Stage, shadow: Sequence[Memory], deadline: Deadline) -> bool:

@@ -1,0 +1,190 @@
+"""One round over replicas that answer late, wrongly or not at all: what is said of it is what happened."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+
+import pytest
+
+from liveweight.errors import ChannelClosed, DeadlineExceeded, LiveWeightError, OutcomeUnknown, RoundFailed
+from liveweight.spec.deadline import Deadline
+from liveweight.spec.dtype import DType
+from liveweight.spec.manifest import Manifest, TensorSpec, Version
+from liveweight.trainer.drive import Drive, Part
+from liveweight.trainer.replica import ReplicaRefused
+from liveweight.wire import messages as m
+from liveweight.wire.values import Fault, Offer, RoundId
+
+MANIFEST = Manifest(tensors=(TensorSpec(name="w", dtype=DType.FLOAT32, shape=(1,)),))
+OLD, NEW = Version(run="r", label=1, digest="a"), Version(run="r", label=2, digest="b")
+GONE = ChannelClosed("gone")
+
+
+@dataclass
+class Engine:
+    """A replica in memory. `fails` says what a step raises; `commits`, whether a commit takes place although its answer is lost."""
+
+    name: str = "a"
+    fails: dict[str, LiveWeightError | ReplicaRefused] = field(default_factory=dict)
+    commits: bool = True
+    quiet: int = 0
+    vote_takes: Deadline | None = None
+    serving: Version = OLD
+    done: list[str] = field(default_factory=list)
+    round_id: RoundId = field(default_factory=lambda: RoundId(boot="b", epoch=1, publisher="p"))
+
+    def _do(self, step: str) -> None:
+        self.done.append(step)
+        if step in self.fails:
+            raise self.fails[step]
+
+    def standing(self, deadline: Deadline) -> m.Standing:
+        del deadline
+        self._do("standing")
+        return m.Standing(
+            replica=self.name,
+            boot="b",
+            state="serving",
+            expected=MANIFEST,
+            serving=self.serving,
+            undo=None,
+            round=None,
+        )
+
+    def describe(self, structure: str, manifest: Manifest, deadline: Deadline) -> None:
+        del structure, manifest, deadline
+        self._do("describe")
+
+    def open(self, body: m.Open, deadline: Deadline) -> m.Opened:
+        del body, deadline
+        self._do("open")
+        return m.Opened(round=self.round_id, serving=self.serving)
+
+    def status(self, round_id: RoundId, until: m.Phase, deadline: Deadline) -> m.Progress:
+        del round_id, deadline
+        self._do(until)
+        if self.quiet:
+            self.quiet -= 1
+            raise DeadlineExceeded("a sign of life", 0.5)
+        return m.Progress(
+            phase=until, missing=(), fault=None, stage_s=0.1, verify_s=0.1, staged_bytes=4, readers=()
+        )
+
+    def vote(self, round_id: RoundId, lease_s: float, deadline: Deadline) -> None:
+        del round_id, lease_s
+        self._do("vote")
+        while self.vote_takes is not None and not deadline.over:
+            continue
+
+    def commit(self, round_id: RoundId, deadline: Deadline) -> m.Committed:
+        del round_id, deadline
+        if self.commits:
+            self.serving = NEW
+        self._do("commit")
+        return m.Committed(serving=self.serving, undo=OLD, stall_s=0.0)
+
+    def abort(self, round_id: RoundId, reason: str, deadline: Deadline) -> tuple[int, ...]:
+        del round_id, reason, deadline
+        self._do("abort")
+        return ()
+
+    def undo(self, publisher: str, deadline: Deadline) -> m.Committed:
+        del publisher, deadline
+        self._do("undo")
+        return m.Committed(serving=OLD, undo=NEW, stall_s=0.0)
+
+    def close(self) -> None:
+        self._do("close")
+
+
+def drive(*engines: Engine, quorum: int | None = None, lease_s: float = 5.0) -> list[Part]:
+    parts = [Part(engine) for engine in engines]
+    offer = Offer(mode="ipc", kind="frozen", source="s", layout="l", generation=1)
+    with ThreadPoolExecutor(4) as pool:
+        Drive(
+            parts=parts,
+            order=m.Open(
+                publisher="p",
+                version=NEW,
+                structure="s",
+                digests=None,
+                offer=offer,
+                verify=False,
+                timeout_s=9.0,
+            ),
+            manifest=MANIFEST,
+            quorum=len(engines) if quorum is None else quorum,
+            lease_s=lease_s,
+            deadline=Deadline.after(20.0),
+            pool=pool,
+            on_staged=lambda: None,
+            closing=lambda: False,
+        ).run()
+    return parts
+
+
+def refusal(rank: int) -> ReplicaRefused:
+    return ReplicaRefused(Fault(code="LW-502", message="no memory", step="stage", rank=rank), OLD)
+
+
+def test_a_lost_answer_to_a_commit_that_took_place_is_a_commit() -> None:
+    (part,) = drive(Engine(fails={"commit": GONE}))
+    assert part.done
+    assert part.report().serving == NEW
+
+
+def test_a_lost_answer_to_a_commit_that_did_not_take_place_is_a_failure() -> None:
+    with pytest.raises(RoundFailed) as failed:
+        drive(Engine(fails={"commit": GONE}, commits=False))
+    assert (failed.value.step, failed.value.serving, failed.value.code) == ("commit", "1", "LW-205")
+
+
+@pytest.mark.parametrize("error", [GONE, DeadlineExceeded("an answer", 5.0)])
+def test_an_outcome_that_cannot_be_learned_is_unknown_not_failed(error: LiveWeightError) -> None:
+    with pytest.raises(OutcomeUnknown, match="a was told to commit"):
+        drive(Engine(fails={"commit": error, "standing": GONE}))
+
+
+def test_votes_that_outlast_the_lease_fail_the_round_and_nobody_commits() -> None:
+    slow, other = Engine(vote_takes=Deadline.after(60.0)), Engine(name="b")
+    with pytest.raises(RoundFailed) as failed:
+        drive(slow, other, lease_s=0.2)
+    assert failed.value.step == "vote"
+    assert all("commit" not in engine.done and "abort" in engine.done for engine in (slow, other))
+
+
+def test_one_replica_that_refuses_keeps_all_from_committing() -> None:
+    good, bad = Engine(), Engine(name="b", fails={"staged": refusal(3)})
+    with pytest.raises(RoundFailed) as failed:
+        drive(good, bad)
+    assert (failed.value.replica, failed.value.rank, failed.value.serving) == ("b", 3, "1")
+    assert "commit" not in good.done
+    assert "abort" in good.done
+
+
+def test_a_quorum_commits_without_the_one_that_refuses() -> None:
+    good, bad = Engine(), Engine(name="b", fails={"staged": refusal(3)})
+    parts = drive(good, bad, quorum=1)
+    assert [part.done for part in parts] == [True, False]
+    assert parts[1].report().reason == "no memory"
+
+
+def test_the_first_failure_in_time_is_the_one_that_is_told() -> None:
+    late, early = Engine(fails={"vote": refusal(1)}), Engine(name="b", fails={"open": refusal(2)})
+    with pytest.raises(RoundFailed) as failed:
+        drive(late, early, Engine(name="c"), quorum=2)
+    assert (failed.value.replica, failed.value.rank) == ("b", 2)
+
+
+def test_a_replica_that_is_silent_for_a_while_is_waited_for() -> None:
+    (part,) = drive(Engine(quiet=3))
+    assert part.done
+
+
+def test_a_replica_whose_ranks_were_replaced_is_told_the_manifest_again() -> None:
+    forgot = ReplicaRefused(Fault(code="LW-102", message="not described", step="open"), OLD)
+    engine = Engine(fails={"open": forgot})
+    with pytest.raises(RoundFailed):
+        drive(engine)
+    assert engine.done[:3] == ["open", "describe", "open"]
