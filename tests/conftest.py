@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.cluster import Cluster, running
+from tests.support.engines import Models
 from tests.support.zygote import Zygote
 
 
@@ -34,3 +35,9 @@ def cluster(short_path: Path, zygote: Zygote) -> Iterator[Cluster]:
     """Real processes that end with the test."""
     with running(short_path, zygote) as started:
         yield started
+
+
+@pytest.fixture(scope="session")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
+    """Checkpoint directories of tiny models."""
+    return Models(tmp_path_factory.mktemp("models"))

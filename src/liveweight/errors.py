@@ -8,7 +8,8 @@ LiveWeightError
 │   ├── VersionConflict        LW-104   same run and label, other content
 │   ├── VersionNotOffered      LW-105   the source holds another version
 │   ├── RoundOpen              LW-106   another round holds the replica
-│   └── WrongState             LW-107   not possible in the state the rank is in
+│   ├── WrongState             LW-107   not possible in the state the rank is in
+│   └── ReplicaIncomplete      LW-108   ranks of the replica have not joined
 ├── WireError                  two processes do not understand each other
 │   ├── ProtocolMismatch       LW-201   another protocol version
 │   ├── WrongSecret            LW-202   the peer does not hold the shared secret
@@ -27,6 +28,13 @@ LiveWeightError
 ├── Torn                       LW-601   an in-place update failed: a mixture, which does not serve
 ├── OutcomeUnknown             LW-602   the decision of a round could not be learned in time
 ├── RoundAborted               LW-603   the round was given up by its publisher
+├── EngineError                the embedded engine cannot start, or cannot take a request
+│   ├── CheckpointInvalid      LW-701   a model directory that cannot be served
+│   ├── EngineConfigInvalid    LW-702   settings that contradict each other or the machine
+│   ├── RequestInvalid         LW-703   a request that no engine could answer
+│   ├── QueueFull              LW-704   as many requests wait as may wait
+│   ├── EngineStopping         LW-705   the engine is being stopped
+│   └── RankLost               LW-706   a rank of the engine died or stopped answering
 └── RoundFailed                the code of its cause: a round ended without a commit
 """
 
@@ -137,6 +145,14 @@ class WrongState(Refused):
     def __init__(self, state: str, command: str) -> None:
         super().__init__(f"{command} is not possible while {state}")
         self.state, self.command = state, command
+
+
+class ReplicaIncomplete(Refused):
+    """Ranks of the replica have not joined, or were lost and have no successor yet."""
+
+    code = "LW-108"
+    remedy = "wait until the ranks in the message have joined, or start them again"
+    retryable = True
 
 
 class WireError(LiveWeightError):
@@ -293,6 +309,57 @@ class RoundAborted(LiveWeightError):
 
     code = "LW-603"
     remedy = "see why the publisher gave up; publish again"
+    retryable = True
+
+
+class EngineError(LiveWeightError):
+    """The embedded engine cannot start, or cannot take a request."""
+
+    remedy = "see the message"
+
+
+class CheckpointInvalid(EngineError):
+    """A model directory that cannot be served: files missing or damaged, an unknown architecture, wrong names or shapes."""
+
+    code = "LW-701"
+    remedy = "give a complete checkpoint directory of an architecture that `liveweight serve --help` names"
+
+
+class EngineConfigInvalid(EngineError):
+    """Settings of the engine that contradict each other, the model or the machine."""
+
+    code = "LW-702"
+    remedy = "change the setting that the message names"
+
+
+class RequestInvalid(EngineError):
+    """A request that no engine could answer: too long, or with parameters out of range."""
+
+    code = "LW-703"
+    remedy = "correct the parameter that the message names"
+
+
+class QueueFull(EngineError):
+    """As many requests wait as may wait; this one was not taken."""
+
+    code = "LW-704"
+    remedy = "send it again later, or raise --max-waiting"
+    retryable = True
+
+
+class EngineStopping(EngineError):
+    """The engine is being stopped and takes no new requests."""
+
+    code = "LW-705"
+    remedy = "send the request to another engine"
+    retryable = True
+
+
+class RankLost(EngineError):
+    """A rank of the engine died or stopped answering; its requests end with this error, and so does the engine."""
+
+    code = "LW-706"
+    remedy = "start the engine again; the rank's own last words are in the log"
     retryable = True
 
 

@@ -16,7 +16,11 @@ import traceback
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-PROGRAMS = ("tests.support.rank_program", "tests.support.trainer_program")
+PROGRAMS = (
+    "tests.support.rank_program",
+    "tests.support.trainer_program",
+    "tests.support.engine_rank_program",
+)
 REQUEST_BYTES = 1 << 16
 
 

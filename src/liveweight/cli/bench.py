@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
 if TYPE_CHECKING:
     from liveweight.bench.digest import DigestReport
 
+JsonTo = Annotated[
+    str | None, typer.Option("--json", help="Write JSON to this file; '-' prints it in place of the table.")
+]
 app = typer.Typer(help="Measure on this machine.", no_args_is_help=True)
 
 
@@ -23,20 +27,22 @@ def options() -> None:
 def digest(
     size_mb: Annotated[int, typer.Option(min=1, help="MB of bfloat16; more than the caches hold.")] = 256,
     repeats: Annotated[int, typer.Option(min=1, help="Repetitions; the best counts.")] = 15,
-    json_to: Annotated[
-        str | None,
-        typer.Option("--json", help="Write JSON to this file; '-' prints it in place of the table."),
-    ] = None,
+    json_to: JsonTo = None,
 ) -> None:
     """What digesting costs beside copying: one core, warm."""
     from liveweight.bench.digest import bench_digest
 
     report = bench_digest(size_mb=size_mb, repeats=repeats)
-    text = json.dumps(report.to_dict(), indent=2)
+    _tell(report.to_dict(), json_to, lambda: _show(report))
+
+
+def _tell(report: dict[str, Any], json_to: str | None, show: Callable[[], None]) -> None:
+    """As JSON in place of a table, or as a table and, if asked for, as JSON in a file."""
+    text = json.dumps(report, indent=2)
     if json_to == "-":
         print(text)
         return
-    _show(report)
+    show()
     if json_to is not None:
         Path(json_to).write_text(text + "\n", encoding="utf-8")
 
@@ -62,10 +68,7 @@ def ipc(
     tensors: Annotated[int, typer.Option(min=0, help="So many equal tensors, in place of a decoder's.")] = 0,
     threads: Annotated[int, typer.Option(min=1, help="Staging threads of each rank.")] = 1,
     cast: Annotated[bool, typer.Option(help="Freeze from float32 too.")] = True,
-    json_to: Annotated[
-        str | None,
-        typer.Option("--json", help="Write JSON to this file; '-' prints it in place of the table."),
-    ] = None,
+    json_to: JsonTo = None,
 ) -> None:
     """Rounds over shared memory, beside one plain copy of the same bytes."""
     from liveweight.bench.ipc import IpcSettings, bench_ipc
@@ -74,13 +77,7 @@ def ipc(
         size_gb=size_gb, ranks=ranks, rounds=rounds, tensors=tensors, threads=threads, cast=cast
     )
     report = bench_ipc(settings)
-    text = json.dumps(report, indent=2)
-    if json_to == "-":
-        print(text)
-        return
-    _show_ipc(report)
-    if json_to is not None:
-        Path(json_to).write_text(text + "\n", encoding="utf-8")
+    _tell(report, json_to, lambda: _show_ipc(report))
 
 
 def _show_ipc(report: dict[str, Any]) -> None:
@@ -95,3 +92,36 @@ def _show_ipc(report: dict[str, Any]) -> None:
             )
     if "freeze_s" in report:
         print(f"freeze from float32: {report['freeze_ratio']:.2f} x a plain cast-copy")
+
+
+@app.command()
+def engine(
+    model: Annotated[
+        Path | None, typer.Option(help="A checkpoint directory; without one, random weights.")
+    ] = None,
+    size: Annotated[Literal["tiny", "small", "1b"], typer.Option(help="Of the random weights.")] = "small",
+    arch: Annotated[Literal["qwen3", "qwen3_moe"], typer.Option(help="Of the random weights.")] = "qwen3",
+    tp: Annotated[int, typer.Option(min=1, help="Ranks of the engine.")] = 1,
+    prompts: Annotated[int, typer.Option(min=1, help="Requests at once.")] = 16,
+    new_tokens: Annotated[int, typer.Option(min=1, help="Tokens per request.")] = 64,
+    repeats: Annotated[int, typer.Option(min=1, help="Repetitions of both.")] = 5,
+    json_to: JsonTo = None,
+) -> None:
+    """The embedded engine beside transformers' generate, on the same model, prompts and cores."""
+    from liveweight.bench.engine import EngineSettings, bench_engine
+
+    settings = EngineSettings(
+        model=model, size=size, arch=arch, tp=tp, prompts=prompts, new_tokens=new_tokens, repeats=repeats
+    )
+    report = bench_engine(settings)
+    _tell(report, json_to, lambda: _show_engine(report))
+
+
+def _show_engine(report: dict[str, Any]) -> None:
+    print(
+        f"{report['model']}: {report['prompts']} prompts, {report['new_tokens']} tokens each, {report['cores']} cores"
+    )
+    for name, key in (("liveweight", "tokens_per_s"), ("transformers", "transformers_tokens_per_s")):
+        print(f"{name:14}{report[key]:9.0f} tokens/s{report[f'median_{key}']:9.0f} median")
+    print(f"ratio {report['ratio']:.2f}, of medians {report['median_ratio']:.2f}, wanted >= 1.5")
+    print(f"{report['same_answers']} of {report['prompts']} answers are the same to the last token")

@@ -145,6 +145,11 @@ class Version(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     label: str | int
     digest: str | None = None
 
+    @property
+    def content_known(self) -> bool:
+        """Whether the digest is one of content. Where content is unknown, a round's id (`boot/epoch`) stands in for it."""
+        return self.digest is not None and "/" not in self.digest
+
     def same_name(self, other: Version) -> bool:
         """Whether run and label, which identify a version within a run, are the same."""
         return self.run == other.run and self.label == other.label

@@ -35,7 +35,7 @@ class _Index(msgspec.Struct):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Entry:
+class Entry:
     """A tensor of a file, under the name that it has there."""
 
     file: Path
@@ -47,14 +47,20 @@ class _Entry:
 class _Part(Protocol):
     def get_dtype(self) -> str: ...
     def get_shape(self) -> list[int]: ...
+    def __getitem__(self, index: tuple[slice, ...]) -> torch.Tensor: ...
 
 
-class _File(Protocol):
+class CheckpointFile(Protocol):
     """What is used of an open file of safetensors, which has no types of its own."""
 
-    def keys(self) -> list[str]: ...
-    def get_slice(self, name: str) -> _Part: ...
-    def get_tensor(self, name: str) -> torch.Tensor: ...
+    def keys(self) -> list[str]:
+        """The tensors' names."""
+
+    def get_slice(self, name: str) -> _Part:
+        """A tensor of which only what is indexed is read."""
+
+    def get_tensor(self, name: str) -> torch.Tensor:
+        """A tensor, mapped."""
 
 
 class CheckpointSource:
@@ -64,7 +70,7 @@ class CheckpointSource:
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
-        self._taken: tuple[list[_Entry], Manifest] | None = None
+        self._taken: tuple[list[Entry], Manifest] | None = None
 
     def manifest(self) -> Manifest:
         """Reads the headers; ManifestInvalid names the file, and the tensor, where the directory contradicts itself."""
@@ -75,12 +81,12 @@ class CheckpointSource:
         entries, manifest = self._taken or self._take()
         names = (spec.name for spec in manifest)
         for path, group in itertools.groupby(entries, key=lambda entry: entry.file):
-            with _opened(path) as file:
+            with opened(path) as file:
                 for entry in group:
                     yield next(names), file.get_tensor(entry.key)
 
-    def _take(self) -> tuple[list[_Entry], Manifest]:
-        entries = _entries(self._directory)
+    def _take(self) -> tuple[list[Entry], Manifest]:
+        entries = checkpoint_entries(self._directory)
         names = clean_all(entry.key for entry in entries)
         specs = (
             TensorSpec(name=n, dtype=e.dtype, shape=e.shape) for n, e in zip(names, entries, strict=True)
@@ -89,8 +95,13 @@ class CheckpointSource:
         return self._taken
 
 
-def _entries(directory: Path) -> list[_Entry]:
-    """Every tensor of the directory, each once, where the index says."""
+def tensor_names(directory: Path) -> list[str]:
+    """The names of the directory's tensors, as they stand in its files; ManifestInvalid where it contradicts itself."""
+    return [entry.key for entry in checkpoint_entries(directory)]
+
+
+def checkpoint_entries(directory: Path) -> list[Entry]:
+    """Every tensor of the directory, each once, where the index says; ManifestInvalid where it contradicts itself."""
     single, index = directory / SINGLE, directory / INDEX
     if not directory.is_dir():
         raise ManifestInvalid(f"{directory} is not a directory")
@@ -114,9 +125,9 @@ def _weight_map(index: Path) -> dict[str, str]:
     return weight_map
 
 
-def _indexed(directory: Path, weight_map: dict[str, str]) -> list[_Entry]:
+def _indexed(directory: Path, weight_map: dict[str, str]) -> list[Entry]:
     """The shards' headers, once index and shards were found to say the same."""
-    found: dict[str, _Entry] = {}
+    found: dict[str, Entry] = {}
     for file in dict.fromkeys(weight_map.values()):
         for entry in _headers(directory / file):
             name = entry.key
@@ -132,31 +143,31 @@ def _indexed(directory: Path, weight_map: dict[str, str]) -> list[_Entry]:
     return list(found.values())
 
 
-def _headers(path: Path) -> list[_Entry]:
+def _headers(path: Path) -> list[Entry]:
     """What the file's header lists. That the file has all of those bytes is checked by opening it."""
     entries = []
-    with _opened(path) as file:
+    with opened(path) as file:
         for key in file.keys():  # noqa: SIM118 - not a mapping
             part = file.get_slice(key)
             try:
                 dtype = DType.from_safetensors(part.get_dtype())
             except ValueError as error:
                 raise ManifestInvalid(f"{path}: {key}: {error}") from error
-            entries.append(_Entry(file=path, key=key, dtype=dtype, shape=tuple(part.get_shape())))
+            entries.append(Entry(file=path, key=key, dtype=dtype, shape=tuple(part.get_shape())))
     return entries
 
 
 @contextmanager
-def _opened(path: Path) -> Iterator[_File]:
+def opened(path: Path) -> Iterator[CheckpointFile]:
     """The file, mapped. What safetensors finds wrong with it, now or while it is read, is said with its path."""
     try:
-        opened = safe_open(path, framework="pt")
+        mapped = safe_open(path, framework="pt")
     except ModuleNotFoundError as error:
         raise MissingExtra("publishing a checkpoint", "torch") from error
     except (OSError, SafetensorError) as error:
         raise ManifestInvalid(f"{path}: {error}") from error
-    with opened as file:
+    with mapped as file:
         try:
-            yield cast(_File, file)
+            yield cast(CheckpointFile, file)
         except SafetensorError as error:
             raise ManifestInvalid(f"{path}: {error}") from error

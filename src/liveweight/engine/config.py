@@ -1,0 +1,47 @@
+"""The engine's configuration: one frozen value, made at the edge, handed down and sent to every rank."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+from liveweight.errors import EngineConfigInvalid
+
+
+class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What an engine is started with. Sizes that are None follow from the model or the machine.
+
+    `kv_bytes` is shared by all ranks; `batch_tokens` bounds one step and so the chunk of a prompt that is filled at once;
+    `draft` turns speculative decoding by the checkpoint's MTP layer on, where it has one.
+    """
+
+    model: str
+    served_name: str | None = None
+    tp: int = 1
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    device: str = "cpu"
+    threads: int | None = None
+    context: int | None = None
+    block_tokens: int = 16
+    kv_bytes: int = 1 << 30
+    max_running: int = 64
+    max_waiting: int = 1024
+    batch_tokens: int = 512
+    overlap: bool = True
+    prefix_cache: bool = True
+    draft: bool = True
+    start_timeout_s: float = 300.0
+    step_timeout_s: float = 300.0
+
+    def __post_init__(self) -> None:
+        for name in ("tp", "block_tokens", "kv_bytes", "max_running", "batch_tokens"):
+            if getattr(self, name) < 1:
+                raise EngineConfigInvalid(f"{name} must be at least 1")
+        if self.max_waiting < 0:
+            raise EngineConfigInvalid("max_waiting must not be negative")
+        if self.batch_tokens < 2 * self.max_running:
+            raise EngineConfigInvalid(
+                f"batch_tokens ({self.batch_tokens}) must be at least twice max_running ({self.max_running}): "
+                "a step holds one token and one draft of every running request"
+            )

@@ -1,0 +1,73 @@
+"""The group of ranks: processes on one host that share a model's weights, over gloo on the CPU and NCCL on GPUs.
+
+Made once, checked at start. It stays on the loopback device and uses no global state of torch.distributed. A collective that failed means
+that a peer is gone; the group is not used again.
+"""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from liveweight.engine.forward import Group, Solo
+from liveweight.errors import ChannelClosed, Unavailable
+
+if TYPE_CHECKING:
+    import torch
+    from torch.distributed import ProcessGroup
+
+LOOPBACK = "127.0.0.1"
+
+
+def meet(*, rank: int, size: int, meeting: Path, device: str, timeout_s: float) -> Group:
+    """Find the other ranks. `meeting` is a file that all of them can reach and that nobody else uses."""
+    if size == 1:
+        return Solo()
+    import torch.distributed as dist
+
+    backend = "nccl" if device.startswith("cuda") else "gloo"
+    there = dist.is_available() and (
+        dist.is_nccl_available() if backend == "nccl" else dist.is_gloo_available()
+    )
+    if not there:
+        raise Unavailable(
+            f"{size} ranks on {device} need torch.distributed with {backend}, and this torch has none"
+        )
+    store, timeout = dist.FileStore(str(meeting), size), timedelta(seconds=timeout_s)
+    try:
+        if backend == "nccl":
+            return Ranks(dist.ProcessGroupNCCL(store, rank, size, timeout), rank=rank, size=size)
+        options = dist.ProcessGroupGloo._Options()
+        options._timeout = timeout
+        options._devices = [dist.ProcessGroupGloo.create_device(hostname=LOOPBACK)]
+        return Ranks(dist.ProcessGroupGloo(store, rank, size, options), rank=rank, size=size)
+    except RuntimeError as error:
+        raise ChannelClosed(f"the ranks did not meet: {error}") from error
+
+
+class Ranks:
+    """One rank's end of a group of several."""
+
+    def __init__(self, group: ProcessGroup, *, rank: int, size: int) -> None:
+        self._group, self.rank, self.size = group, rank, size
+
+    def add(self, part: torch.Tensor) -> torch.Tensor:
+        """The sum of all parts, in the argument's memory."""
+        try:
+            self._group.allreduce([part]).wait()
+        except RuntimeError as error:
+            raise ChannelClosed(f"a peer of rank {self.rank} is gone: {error}") from error
+        return part
+
+    def join(self, part: torch.Tensor) -> torch.Tensor:
+        """All parts side by side along the last dimension."""
+        import torch
+
+        part = part.contiguous()
+        parts = [torch.empty_like(part) for _ in range(self.size)]
+        try:
+            self._group.allgather([parts], [part]).wait()
+        except RuntimeError as error:
+            raise ChannelClosed(f"a peer of rank {self.rank} is gone: {error}") from error
+        return torch.cat(parts, dim=-1)

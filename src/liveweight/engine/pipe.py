@@ -1,0 +1,104 @@
+"""One end of a stream between the scheduler and a rank: framed messages over a connected pair of sockets.
+
+The pair has no name and no other party: it is inherited by the rank's process, and the kernel closes it when either end dies. Nobody else
+can speak on it, so it needs no secret. The limit stands against a bug, not against an attacker.
+"""
+
+from __future__ import annotations
+
+import socket
+import struct
+from typing import Generic, TypeVar
+
+import msgspec
+
+from liveweight.errors import ChannelClosed, DeadlineExceeded, MessageInvalid, WireError
+
+LIMIT_BYTES = 1 << 28
+_LENGTH = struct.Struct("<I")
+_CHUNK_BYTES = 1 << 18
+
+Received = TypeVar("Received")
+Kind = TypeVar("Kind")
+
+
+class Pipe(Generic[Received]):
+    """Sends any message, receives those of one closed union. For one thread."""
+
+    def __init__(self, end: socket.socket, receives: object, *, peer: str) -> None:
+        self.peer = peer
+        self._socket = end
+        self._encode = msgspec.msgpack.Encoder().encode
+        self._decoder: msgspec.msgpack.Decoder[Received] = msgspec.msgpack.Decoder(receives)
+        self._kept = bytearray()
+
+    def fileno(self) -> int:
+        """For a selector."""
+        return self._socket.fileno()
+
+    def send(self, message: object) -> None:
+        """Hand a message over. Waits only while the peer has a socket's buffer full unread, and not longer than the socket's timeout."""
+        body = self._encode(message)
+        if len(body) > LIMIT_BYTES:
+            raise MessageInvalid(f"a message of {len(body)} bytes to {self.peer}")
+        try:
+            self._socket.sendall(_LENGTH.pack(len(body)) + body)
+        except TimeoutError as error:
+            raise DeadlineExceeded(
+                f"{self.peer} to read its stream", self._socket.gettimeout() or 0.0
+            ) from error
+        except OSError as error:
+            raise ChannelClosed(f"{self.peer} is gone: {error}") from error
+
+    def receive(self) -> Received:
+        """The next message; waits for it. ChannelClosed when the peer has closed."""
+        while (message := self._next()) is None:
+            self._read()
+        return message
+
+    def arrived(self) -> list[Received]:
+        """After the socket became readable: the messages that are complete now."""
+        self._read()
+        messages = []
+        while (message := self._next()) is not None:
+            messages.append(message)
+        return messages
+
+    def last_word(self, kind: type[Kind]) -> Kind | None:
+        """What a peer that is gone left unread, if it is of that kind."""
+        self._socket.settimeout(0)
+        found = None
+        try:
+            while True:
+                found = next((word for word in self.arrived() if isinstance(word, kind)), found)
+        except WireError:
+            return found
+
+    def close(self) -> None:
+        """End the stream."""
+        self._socket.close()
+
+    def _read(self) -> None:
+        try:
+            more = self._socket.recv(_CHUNK_BYTES)
+        except OSError as error:
+            raise ChannelClosed(f"{self.peer} is gone: {error}") from error
+        if not more:
+            raise ChannelClosed(f"{self.peer} has closed its stream")
+        self._kept += more
+
+    def _next(self) -> Received | None:
+        if len(self._kept) < _LENGTH.size:
+            return None
+        (length,) = _LENGTH.unpack_from(self._kept)
+        if length > LIMIT_BYTES:
+            raise MessageInvalid(f"{self.peer} announces a message of {length} bytes")
+        end = _LENGTH.size + length
+        if len(self._kept) < end:
+            return None
+        body = bytes(self._kept[_LENGTH.size : end])
+        del self._kept[:end]
+        try:
+            return self._decoder.decode(body)
+        except msgspec.DecodeError as error:
+            raise MessageInvalid(f"{self.peer} sends what is no message of ours: {error}") from error

@@ -1,0 +1,119 @@
+"""The process of a rank: its weights, its cache, and a loop that carries out the stream's entries one after the other.
+
+It ends with its stream: when the scheduler closes it, or dies. Whatever goes wrong is its last word on the stream; what follows from
+it is the engine's to decide.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import select
+import signal
+import socket
+import threading
+from pathlib import Path
+
+from liveweight.engine.attention import PagedAttention
+from liveweight.engine.group import meet
+from liveweight.engine.pipe import Pipe
+from liveweight.engine.runner import Runner
+from liveweight.engine.slots import Slots
+from liveweight.engine.stream import Entry, RankFailed, Ready, Setup, Step
+from liveweight.errors import ChannelClosed, LiveWeightError, MessageInvalid
+from liveweight.wire.values import fault_of
+
+INITIAL = "initial"
+"""What the weights are called that a rank has loaded at its start."""
+
+
+def main(descriptor: int, *, parent: int | None) -> None:
+    """What a rank's process does. `descriptor` is its end of the stream, inherited from the engine's process, which is `parent`."""
+    # A terminal sends it to every process; what it means is for the engine's to decide.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    if parent is not None:
+        _end_with(parent)
+    with socket.socket(fileno=descriptor) as end:
+        pipe: Pipe[Entry] = Pipe(end, Entry, peer="the scheduler")
+        rank, step = -1, "start"
+        try:
+            setup = pipe.receive()
+            if not isinstance(setup, Setup):
+                raise MessageInvalid(f"a stream begins with Setup, not with {type(setup).__name__}")  # noqa: TRY301
+            rank = setup.rank
+            runner, attention = _prepare(setup)
+            pipe.send(Ready(rank, runner.weights, attention))
+            step = "step"
+            _follow(pipe, runner)
+        except Exception as error:  # whatever it is, the scheduler must hear it
+            _last_word(pipe, error, rank=rank, step=step)
+
+
+def _prepare(setup: Setup) -> tuple[Runner, str]:
+    """Everything before the first step: threads, the other ranks, weights, cache."""
+    import torch
+
+    from liveweight.engine.loading import load
+    from liveweight.engine.models.model import build
+    from liveweight.engine.models.spec import ModelSpec
+
+    config = setup.config
+    torch.set_num_threads(config.threads or max(1, (os.cpu_count() or 1) // config.tp))
+    group = meet(
+        rank=setup.rank,
+        size=config.tp,
+        meeting=Path(setup.meeting),
+        device=config.device,
+        timeout_s=config.step_timeout_s,
+    )
+    spec = ModelSpec.read(Path(config.model))
+    dtype = getattr(torch, spec.dtype if config.dtype == "auto" else config.dtype)
+    model = build(spec, group, dtype=dtype, device=config.device, draft=config.draft)
+    load(model, Path(config.model))
+    attention = PagedAttention(
+        layers=model.cached_layers,
+        kv_heads=model.kv_heads,
+        heads=model.heads,
+        head_dim=model.head_dim,
+        blocks=setup.blocks,
+        block_tokens=config.block_tokens,
+        dtype=dtype,
+        device=config.device,
+    )
+    slots = Slots(config.max_running, context=setup.context, block_tokens=config.block_tokens)
+    return Runner(model, attention, slots, weights=INITIAL, speaks=setup.rank == 0), attention.name
+
+
+def _follow(pipe: Pipe[Entry], runner: Runner) -> None:
+    """Carry out entries until the stream ends."""
+    while True:
+        try:
+            entry = pipe.receive()
+        except ChannelClosed:
+            return
+        match entry:
+            case Step():
+                runner.run(entry, pipe.send)
+            case Setup():
+                raise MessageInvalid("a second Setup")
+
+
+def _last_word(pipe: Pipe[Entry], error: Exception, *, rank: int, step: str) -> None:
+    if not isinstance(error, LiveWeightError):
+        logging.getLogger("liveweight").error("rank %d failed in %s", rank, step, exc_info=error)
+        error = LiveWeightError(f"{type(error).__name__}: {error}")
+    try:
+        pipe.send(RankFailed(fault_of(error, step=step, rank=rank)))
+    except LiveWeightError:
+        return  # nobody listens any more
+
+
+def _end_with(parent: int) -> None:
+    """Let the process die with its parent, even while it waits for a peer inside a collective."""
+    descriptor = os.pidfd_open(parent)
+
+    def watch() -> None:
+        select.select([descriptor], [], [])
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    threading.Thread(target=watch, name="parent", daemon=True).start()

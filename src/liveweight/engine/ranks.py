@@ -1,0 +1,196 @@
+"""The engine's side of its ranks: starting their processes, the stream to each, and noticing at once when one is gone.
+
+Owns the processes: every one of them has ended when `close` returns. What the entries say is the scheduler's.
+"""
+
+from __future__ import annotations
+
+import os
+import selectors
+import socket
+import subprocess
+import sys
+import tempfile
+from collections import deque
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Protocol, TypeAlias
+
+from liveweight.engine.config import EngineConfig
+from liveweight.engine.pipe import Pipe
+from liveweight.engine.stream import Answer, RankFailed, Ready, Setup, Step, StepDone
+from liveweight.errors import LiveWeightError, RankLost
+from liveweight.spec.deadline import Deadline
+from liveweight.wire.waker import Waker
+
+END_S = 5.0
+SEND_S = 30.0
+
+
+class Process(Protocol):
+    """A rank's process, as `subprocess` has it."""
+
+    @property
+    def pid(self) -> int:
+        """Its id."""
+
+    def poll(self) -> int | None:
+        """Its exit code, once it has ended."""
+
+    def kill(self) -> None:
+        """End it."""
+
+    def wait(self, timeout: float | None = None) -> int:
+        """Its exit code, when it has ended; subprocess.TimeoutExpired."""
+
+
+Launch: TypeAlias = Callable[[int, socket.socket], Process]
+"""(rank, its end of the stream) -> its process, which inherits that end."""
+
+
+def launch(rank: int, end: socket.socket) -> Process:
+    """Start a rank as a program of its own."""
+    code = (
+        f"from liveweight.engine.rank import main; main({end.fileno()}, parent={os.getpid()})  # rank {rank}"
+    )
+    return subprocess.Popen([sys.executable, "-c", code], pass_fds=[end.fileno()], stdin=subprocess.DEVNULL)
+
+
+class Ranks:
+    """All ranks of a replica. For one thread; `wake` is for any."""
+
+    def __init__(self, config: EngineConfig, *, blocks: int, context: int, launch: Launch = launch) -> None:
+        self._config = config
+        self._waker = Waker()
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(self._waker, selectors.EVENT_READ)
+        self._pipes: list[Pipe[Answer]] = []
+        self._processes: list[Process] = []
+        self._sent: deque[tuple[int, Deadline]] = deque()
+        self._answers: dict[int, dict[int, StepDone]] = {}
+        self._meeting = tempfile.TemporaryDirectory(prefix="liveweight-ranks-")
+        try:
+            for rank in range(config.tp):
+                self._start(rank, launch)
+            meeting = str(Path(self._meeting.name) / "meeting")
+            for rank, pipe in enumerate(self._pipes):
+                pipe.send(Setup(config, rank, blocks, context, meeting))
+            self.ready = self._await_ready(Deadline.after(config.start_timeout_s))
+        except BaseException:
+            self.close()
+            raise
+
+    @property
+    def pids(self) -> tuple[int, ...]:
+        """The process ids, by rank."""
+        return tuple(process.pid for process in self._processes)
+
+    def send(self, step: Step) -> None:
+        """Put a step on every rank's stream."""
+        for rank, pipe in enumerate(self._pipes):
+            try:
+                pipe.send(step)
+            except LiveWeightError as error:
+                raise self._lost(rank, error) from error
+        self._sent.append((step.number, Deadline.after(self._config.step_timeout_s)))
+
+    def wake(self) -> None:
+        """End the present wait, or the next one. Any thread."""
+        self._waker.wake()
+
+    def wait(self) -> list[tuple[StepDone, ...]]:
+        """Wait for answers or a wake-up; the steps that all ranks have answered, oldest first, one answer per rank.
+
+        RankLost names the rank that died, failed or did not answer in time.
+        """
+        timeout = self._sent[0][1].remaining_s() if self._sent else None
+        ready = self._selector.select(timeout)
+        if not ready and self._sent:
+            raise self._late()
+        for key, _ in ready:
+            if key.data is None:
+                self._waker.take()
+                continue
+            for answer in self._arrived(key.data):
+                self._note(key.data, answer)
+        return self._complete()
+
+    def close(self) -> None:
+        """End the streams and with them the processes; those that do not end in time are killed."""
+        for pipe in self._pipes:
+            pipe.close()
+        deadline = Deadline.after(END_S)
+        for process in self._processes:
+            try:
+                process.wait(deadline.remaining_s())
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+        self._selector.close()
+        self._waker.close()
+        self._meeting.cleanup()
+
+    def _start(self, rank: int, launch: Launch) -> None:
+        ours, theirs = socket.socketpair()
+        with theirs:
+            self._processes.append(launch(rank, theirs))
+        ours.settimeout(SEND_S)
+        pipe: Pipe[Answer] = Pipe(ours, Answer, peer=f"rank {rank}")
+        self._pipes.append(pipe)
+        self._selector.register(pipe, selectors.EVENT_READ, rank)
+
+    def _await_ready(self, deadline: Deadline) -> tuple[Ready, ...]:
+        ready: dict[int, Ready] = {}
+        while len(ready) < self._config.tp:
+            arrived = self._selector.select(deadline.remaining_s())
+            if not arrived:
+                missing = next(r for r in range(self._config.tp) if r not in ready)
+                raise deadline.exceeded(f"rank {missing} to load its weights")
+            for key, _ in arrived:
+                for answer in self._arrived(key.data):
+                    if isinstance(answer, RankFailed):
+                        raise answer.fault.to_error()
+                    if isinstance(answer, Ready):
+                        ready[key.data] = answer
+        return tuple(ready[rank] for rank in range(self._config.tp))
+
+    def _arrived(self, rank: int) -> Sequence[Answer]:
+        try:
+            return self._pipes[rank].arrived()
+        except LiveWeightError as error:
+            raise self._lost(rank, error) from error
+
+    def _note(self, rank: int, answer: Answer) -> None:
+        match answer:
+            case StepDone(number=number):
+                self._answers.setdefault(number, {})[rank] = answer
+            case RankFailed(fault=fault):
+                raise RankLost(f"rank {rank} failed: {fault.message}")
+            case Ready():
+                raise RankLost(f"rank {rank} started twice")
+
+    def _complete(self) -> list[tuple[StepDone, ...]]:
+        complete = []
+        while self._sent and len(self._answers.get(self._sent[0][0], ())) == self._config.tp:
+            number, _ = self._sent.popleft()
+            by_rank = self._answers.pop(number)
+            complete.append(tuple(by_rank[rank] for rank in range(self._config.tp)))
+        return complete
+
+    def _late(self) -> RankLost:
+        number, deadline = self._sent[0]
+        missing = next(r for r in range(self._config.tp) if r not in self._answers.get(number, {}))
+        return RankLost(f"rank {missing} did not answer step {number} for {deadline.waited_s():.0f} s")
+
+    def _lost(self, rank: int, error: LiveWeightError) -> RankLost:
+        """What is known about a rank whose stream broke: its last word, or how it ended."""
+        word = self._pipes[rank].last_word(RankFailed)
+        if word is not None:
+            return RankLost(f"rank {rank} failed: {word.fault.message}")
+        process = self._processes[rank]
+        try:
+            code = process.wait(END_S)
+        except subprocess.TimeoutExpired:
+            return RankLost(f"rank {rank} (process {process.pid}): {error}")
+        how = f"was killed by signal {-code}" if code < 0 else f"ended with code {code}"
+        return RankLost(f"rank {rank} (process {process.pid}) {how}")

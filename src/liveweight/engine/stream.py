@@ -1,0 +1,111 @@
+"""The step stream: what the scheduler sends to every rank, in one order for all, and what each rank answers.
+
+A closed set of messages. An entry is carried out whole before the next one is read, so whatever an entry says holds for all that
+follow it and for nothing before. A rank remembers its sequences by slot: the scheduler may send the next step without having seen the
+tokens of the one before.
+"""
+
+from __future__ import annotations
+
+from typing import TypeAlias
+
+import msgspec
+
+from liveweight.engine.config import EngineConfig
+from liveweight.wire.values import Fault
+
+
+class _Message(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, tag=True):
+    """Base of all messages; the tag is the class's name."""
+
+
+class Draw(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """How a sequence's tokens are drawn, as far as a rank must know."""
+
+    temperature: float
+    top_p: float
+    top_k: int
+    seed: int
+    logprobs: int | None
+    routing: bool
+
+
+class Fill(_Message, frozen=True):
+    """Compute these tokens of a sequence, from position `start` on. `draw` comes with the first of them, and makes the slot new.
+
+    `following` is the token after them; None: there is none yet, so draw it.
+    """
+
+    slot: int
+    start: int
+    tokens: tuple[int, ...]
+    blocks: tuple[int, ...]
+    following: int | None
+    draw: Draw | None
+
+
+class Next(_Message, frozen=True):
+    """Go on with a slot from where the rank is: its last token, and its draft if it has one. `blocks` are added to its table."""
+
+    slot: int
+    blocks: tuple[int, ...]
+
+
+class Step(_Message, frozen=True):
+    """One run of the model over rows of many sequences."""
+
+    number: int
+    rows: tuple[Fill | Next, ...]
+
+
+class Setup(_Message, frozen=True):
+    """The first entry: who the rank is. `meeting` is the file over which the ranks find each other."""
+
+    config: EngineConfig
+    rank: int
+    blocks: int
+    context: int
+    meeting: str
+
+
+Entry: TypeAlias = Setup | Step
+"""What a scheduler sends. The end of the stream ends the rank."""
+
+
+class Drawn(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """What one row drew: its tokens, the chosen ones' logprobs, and alternatives (id, logprob) per token, where asked for.
+
+    `drafted` counts guesses that were tried. `routing` has the experts of the row's computed tokens that stay, from its first on.
+    """
+
+    tokens: tuple[int, ...] = ()
+    logprobs: tuple[float, ...] = ()
+    top: tuple[tuple[tuple[int, float], ...], ...] = ()
+    drafted: int = 0
+    routing: bytes = b""
+
+
+class Ready(_Message, frozen=True):
+    """A rank has its weights and its cache."""
+
+    rank: int
+    weights: str
+    attention: str
+
+
+class StepDone(_Message, frozen=True):
+    """A rank has carried out a step, under these weights. Rank 0 says what its rows drew, in their order; the others say nothing."""
+
+    number: int
+    weights: str
+    rows: tuple[Drawn, ...]
+
+
+class RankFailed(_Message, frozen=True):
+    """A rank's last word."""
+
+    fault: Fault
+
+
+Answer: TypeAlias = Ready | StepDone | RankFailed
+"""What a rank sends."""

@@ -1,0 +1,108 @@
+"""Sampling: the distribution that was asked for, the same token whatever else is in the batch."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+
+import pytest
+import torch
+
+from liveweight.engine.sampler import sample, uniform
+from liveweight.engine.stream import Draw
+
+LOGITS = torch.tensor([2.0, 1.0, 0.5, 0.0, -1.0, -3.0])
+
+
+def draw(
+    temperature: float = 1.0, top_p: float = 1.0, top_k: int = 0, seed: int = 0, logprobs: int | None = None
+) -> Draw:
+    return Draw(temperature, top_p, top_k, seed, logprobs, False)
+
+
+def frequencies(how: Draw, trials: int = 6_000) -> dict[int, float]:
+    rows = LOGITS.expand(trials, -1)
+    choices = sample(rows, [how] * trials, range(trials))
+    counts = Counter(choice.token for choice in choices)
+    return {token: count / trials for token, count in counts.items()}
+
+
+def expected(how: Draw) -> dict[int, float]:
+    """The definition, token by token: temperature, then the k best, then the smallest set that reaches p."""
+    weights = {token: math.exp(float(value) / how.temperature) for token, value in enumerate(LOGITS)}
+    best = sorted(weights, key=lambda token: -weights[token])[: how.top_k or None]
+    total = sum(weights[token] for token in best)
+    kept, mass = [], 0.0
+    for token in best:
+        kept.append(token)
+        mass += weights[token] / total
+        if mass >= how.top_p - 1e-12:
+            break
+    total = sum(weights[token] for token in kept)
+    return {token: weights[token] / total for token in kept}
+
+
+@pytest.mark.parametrize(
+    "how",
+    [
+        draw(),
+        draw(temperature=0.5),
+        draw(temperature=3.0),
+        draw(top_k=2),
+        draw(top_p=0.7),
+        draw(top_p=0.9, top_k=3, temperature=2.0),
+        draw(top_p=0.01),
+        draw(top_k=100),
+    ],
+    ids=str,
+)
+def test_tokens_come_with_the_frequency_that_was_asked_for(how: Draw) -> None:
+    seen, wanted = frequencies(how), expected(how)
+    assert set(seen) <= set(wanted)
+    for token, probability in wanted.items():
+        spread = 5 * math.sqrt(probability * (1 - probability) / 6_000)
+        assert seen.get(token, 0.0) == pytest.approx(probability, abs=spread + 1e-9)
+
+
+@pytest.mark.parametrize("how", [draw(temperature=0.0), draw(top_k=1)], ids=str)
+def test_greedy_takes_the_best(how: Draw) -> None:
+    assert frequencies(how, 10) == {0: 1.0}
+
+
+def test_a_row_draws_the_same_alone_and_in_company() -> None:
+    torch.manual_seed(5)
+    logits = torch.randn(40, 1000)
+    hows = [
+        draw(seed=row, temperature=1.3, top_p=0.8 if row % 3 else 1.0, top_k=row % 2 * 50)
+        for row in range(40)
+    ]
+    positions = [7 * row for row in range(40)]
+    together = [choice.token for choice in sample(logits, hows, positions)]
+    alone = [sample(logits[r : r + 1], [hows[r]], [positions[r]])[0].token for r in range(40)]
+    assert together == alone
+
+
+def test_a_short_list_that_is_too_short_is_made_longer() -> None:
+    flat = torch.zeros(1, 50_000)
+    tokens = {sample(flat, [draw(top_p=0.999)], [position])[0].token for position in range(200)}
+    assert len(tokens) > 150
+
+
+def test_logprobs_are_of_the_model_and_only_where_asked_for() -> None:
+    rows = LOGITS.expand(3, -1)
+    first, second, third = sample(
+        rows, [draw(logprobs=2, temperature=0.3), draw(), draw(logprobs=0)], [1, 2, 3]
+    )
+    logprobs = LOGITS.log_softmax(-1)
+    assert first.logprob == pytest.approx(float(logprobs[first.token]), abs=1e-6)
+    assert [token for token, _ in first.top] == [0, 1]
+    assert [value for _, value in first.top] == pytest.approx(logprobs[:2].tolist(), abs=1e-6)
+    assert (second.logprob, second.top, third.top) == (None, (), ())
+    assert third.logprob == pytest.approx(float(logprobs[third.token]), abs=1e-6)
+
+
+def test_the_deciding_numbers_are_spread_evenly_and_differ_by_seed_and_position() -> None:
+    numbers = [uniform(seed, position) for seed in (0, 1, 2**64 - 1) for position in range(3000)]
+    assert all(0.0 <= number < 1.0 for number in numbers)
+    assert len(set(numbers)) == len(numbers)
+    assert sum(numbers) / len(numbers) == pytest.approx(0.5, abs=0.02)

@@ -1,0 +1,161 @@
+"""Engines for tests: real ranks, forked quickly; checkpoint directories made once; answers collected."""
+
+from __future__ import annotations
+
+import os
+import queue
+import select
+import signal
+import socket
+import subprocess
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+import torch
+
+from liveweight.engine.engine import Engine
+from liveweight.engine.init_model.checkpoint import init_model
+from liveweight.engine.init_model.sizes import SIZES
+from liveweight.engine.ranks import Launch, Process
+from liveweight.engine.requests import Delta, Finish, Sampling, Token
+from tests.support.zygote import Zygote
+
+WITHIN_S = 90.0
+NEAR = 1e-4
+"""Two best logits that lie closer than this may change places."""
+Arch = Literal["qwen3", "qwen3_moe"]
+
+torch.set_num_threads(1)  # threads that wait for each other on a busy machine cost more than they bring here
+
+
+class Forked:
+    """A process that is the zygote's child, not ours: its end is seen, its exit code is not."""
+
+    def __init__(self, pid: int) -> None:
+        self.pid = pid
+        self._pidfd = os.pidfd_open(pid)
+
+    def poll(self) -> int | None:
+        """Zero once it has ended."""
+        return 0 if select.select([self._pidfd], [], [], 0)[0] else None
+
+    def kill(self) -> None:
+        """End it."""
+        signal.pidfd_send_signal(self._pidfd, signal.SIGKILL)
+
+    def wait(self, timeout: float | None = None) -> int:
+        """Until it has ended."""
+        if not select.select([self._pidfd], [], [], timeout)[0]:
+            raise subprocess.TimeoutExpired("rank", timeout or 0.0)
+        return 0
+
+
+def forking(zygote: Zygote) -> Launch:
+    """Start ranks by forking."""
+
+    def launch(rank: int, end: socket.socket) -> Process:
+        del rank
+        return Forked(zygote.start("tests.support.engine_rank_program", {}, end.fileno(), 1))
+
+    return launch
+
+
+class Models:
+    """Checkpoint directories, each made when first asked for."""
+
+    def __init__(self, root: Path) -> None:
+        self._root = root
+
+    def directory(
+        self,
+        arch: Arch = "qwen3",
+        *,
+        tied: bool = True,
+        mtp: bool = False,
+        seed: int = 0,
+        dtype: Literal["float32", "bfloat16"] = "float32",
+    ) -> Path:
+        """A tiny model."""
+        path = self._root / f"{arch}-{tied:d}-{mtp:d}-{seed}-{dtype}"
+        if not path.exists():
+            init_model(path, SIZES[arch]["tiny"], mtp=mtp, tied=tied, seed=seed, dtype=dtype)
+        return path
+
+
+@dataclass
+class Answer:
+    """What a request got; `wait` until it has all."""
+
+    pieces: queue.Queue[Delta] = field(default_factory=queue.Queue)
+    tokens: list[Token] = field(default_factory=list)
+    text: str = ""
+    last: Delta | None = None
+
+    def piece(self, within_s: float = WITHIN_S) -> Delta:
+        """The next piece."""
+        delta = self.pieces.get(timeout=within_s)
+        assert self.last is None, "nothing follows the last piece"
+        self.tokens += delta.tokens
+        self.text += delta.text
+        if delta.last:
+            self.last = delta
+        return delta
+
+    def wait(self) -> Answer:
+        """Until the last piece."""
+        while self.last is None:
+            self.piece()
+        return self
+
+    @property
+    def ids(self) -> list[int]:
+        """The tokens' numbers."""
+        return [token.id for token in self.tokens]
+
+    @property
+    def finish(self) -> Finish | None:
+        """Why it ended; raises what it failed with."""
+        assert self.last is not None
+        if self.last.fault is not None:
+            raise self.last.fault
+        return self.last.finish
+
+
+def ask(engine: Engine, prompt: Sequence[int], sampling: Sampling) -> Answer:
+    """Submit a request."""
+    answer = Answer()
+    engine.submit(prompt, sampling, answer.pieces.put)
+    return answer
+
+
+def greedy(count: int, **more: object) -> Sampling:
+    """Sampling that takes the best token, that many times."""
+    return Sampling(max_tokens=count, temperature=0.0, ignore_eos=True, **more)  # type: ignore[arg-type]
+
+
+def answers(engine: Engine, prompts: Iterable[Sequence[int]], sampling: Sampling) -> list[Answer]:
+    """All at once, each to its end."""
+    asked = [ask(engine, prompt, sampling) for prompt in prompts]
+    return [answer.wait() for answer in asked]
+
+
+Logits = Callable[[Sequence[int]], torch.Tensor]
+"""The logits after each of these tokens, [tokens, vocab], by somebody whose word counts."""
+
+
+def first_difference(logits: Logits, prompt: Sequence[int], tokens: Sequence[int]) -> str | None:
+    """Where a greedy answer is not what those logits say; near ties may go either way, and end the comparison."""
+    table = logits([*prompt, *tokens])
+    for index, token in enumerate(tokens):
+        row = table[len(prompt) + index - 1]
+        best = row.topk(2)
+        if int(best.indices[0]) == token:
+            continue
+        if float(best.values[0] - best.values[1]) < NEAR:
+            return None
+        return (
+            f"token {index} is {token}, not {int(best.indices[0])}, by {float(best.values[0] - row[token])}"
+        )
+    return None
