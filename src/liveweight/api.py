@@ -11,9 +11,12 @@ import secrets
 import tempfile
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias
 
+from liveweight.devices.cuda import CudaDevice
+from liveweight.devices.device import CPU, CpuDevice, Device, open_device
 from liveweight.devices.kernels import choose_kernels
 from liveweight.errors import Refused
 from liveweight.observe.bus import Bus
@@ -25,22 +28,28 @@ from liveweight.spec.manifest import Version
 from liveweight.trainer import publisher as publishing
 from liveweight.trainer.live import SharedModule
 from liveweight.trainer.live import share_module as _share_module
+from liveweight.trainer.meeting import describe_to, meet_replicas
 from liveweight.trainer.offers import Offers
+from liveweight.trainer.registry import Registry
 from liveweight.trainer.replica import Replica, WireReplica
 from liveweight.trainer.source import Source
 from liveweight.trainer.sources import ModuleSource, as_source
-from liveweight.transports.ipc.arena import SharedArena
+from liveweight.transports.ipc.source import allocate
 from liveweight.transports.registry import TRANSPORTS, mode
 from liveweight.wire.credentials import Secret, load_or_create_secret, socket_directory
 from liveweight.worker import receiver as receiving
 from liveweight.worker.agent import StagingSettings
 from liveweight.worker.committer import Hook
 from liveweight.worker.target import Target
+from liveweight.worker.torch_layout import device_of
 from liveweight.worker.torch_target import ExchangeMode, TensorTarget, module_target
 
 if TYPE_CHECKING:
     import torch
     from torch.distributed import ProcessGroup
+
+DeviceName: TypeAlias = "str | torch.device | CpuDevice | CudaDevice"
+"""A device, named with its index: `cpu`, `cuda:0`."""
 
 
 class Publisher(publishing.Publisher):
@@ -53,7 +62,8 @@ class Publisher(publishing.Publisher):
 
     `model` is a torch module, what `share_module` returned, a state dict, an HF checkpoint directory or a Source. Manifests are
     compared here, before training starts. Every method is for one thread. `offer="live"` lets ranks read the parameters where they
-    lie; where that is not possible the publisher says why and freezes.
+    lie; where that is not possible the publisher says why and freezes. `device` is where offers lie, and must be where the ranks'
+    weights are: by default a shared module's, else the host. `threads` are for host memory; on a GPU one thread queues the work.
     """
 
     def __init__(
@@ -64,6 +74,7 @@ class Publisher(publishing.Publisher):
         secret: Secret | Path | None = None,
         directory: Path | None = None,
         transfer_mode: str = "ipc",
+        device: DeviceName | None = None,
         offer: OfferKind = "frozen",
         verify: bool = True,
         timeout_s: float = 60.0,
@@ -74,31 +85,31 @@ class Publisher(publishing.Publisher):
         bus: Bus | None = None,
     ) -> None:
         bus = logging_bus() if bus is None else bus
-        kernels = choose_kernels(bus)
         held = _secret(secret)
         place = socket_directory(directory or default_directory())
         chosen = mode(transfer_mode)
         if offer not in chosen.offers:
             raise Refused(f"{transfer_mode} has no {offer} offers, but {', '.join(chosen.offers)}")
         source, shared = _source(model)
+        there = _source_device(device, shared)
         deadline = Deadline.after(timeout_s)
         with ExitStack() as stack:
             replicas = [WireReplica(e, held) if isinstance(e, str) else e for e in engines]
             for replica in replicas:
                 stack.callback(replica.close)
-            expected = publishing.meet_replicas(replicas, deadline)
-            outlet = chosen.outlet(place, held)
+            expected = meet_replicas(replicas, deadline)
+            outlet = chosen.outlet(place, held, there)
             stack.callback(outlet.close)
             offers = Offers(
                 source=source,
                 expected=expected,
                 outlet=outlet,
-                kernels=kernels,
+                kernels=choose_kernels(bus, there.choose()),
                 shared=shared,
-                threads=(os.cpu_count() or 1) if threads is None else threads,
+                threads=_threads(threads, there),
                 bus=bus,
             )
-            publishing.describe_to(replicas, offers, expected, deadline)
+            describe_to(replicas, offers, expected, deadline)
             super().__init__(
                 name=f"{os.uname().nodename}/{os.getpid()}",
                 run=run or secrets.token_hex(8),
@@ -127,7 +138,8 @@ class Receiver(receiving.Receiver):
                 receiver.at_boundary()       # a new version becomes visible here, whole, or not at all
 
     `target` is a torch module, a mapping of names to tensors (or to a tensor and the pieces of full tensors that it holds), or a
-    Target. A replica of several ranks gives every rank the same `address` and a gloo `group`.
+    Target. A replica of several ranks gives every rank the same `address` and a gloo `group`. `device` is where the weights are:
+    their tensors', which must agree with it if it is given; of a Target of one's own, the host unless it is given.
     """
 
     def __init__(
@@ -135,6 +147,7 @@ class Receiver(receiving.Receiver):
         target: torch.nn.Module | Mapping[str, torch.Tensor | tuple[torch.Tensor, Sequence[Piece]]] | Target,
         *,
         pieces: Mapping[str, Sequence[Piece]] | None = None,
+        device: DeviceName | None = None,
         address: str | None = None,
         secret: Secret | Path | None = None,
         rank: int = 0,
@@ -150,15 +163,16 @@ class Receiver(receiving.Receiver):
         timeout_s: float = 60.0,
     ) -> None:
         held, bus = _secret(secret), logging_bus() if bus is None else bus
-        kernels = choose_kernels(bus)
+        weights, there = _target(target, pieces, exchange, device)
+        kernels = choose_kernels(bus, there.choose())
         if address is None:
             address = f"ipc://{default_directory()}/receiver-{os.getpid()}-{secrets.token_hex(4)}.sock"
         super().__init__(
-            _target(target, pieces, exchange),
+            weights,
             address=address,
             secret=held,
             kernels=kernels,
-            readers={name: found.reader(held, kernels) for name, found in TRANSPORTS.items()},
+            readers={name: found.reader(held, kernels, there) for name, found in TRANSPORTS.items()},
             rank=rank,
             world=world,
             group=group,
@@ -171,12 +185,17 @@ class Receiver(receiving.Receiver):
         )
 
 
-def share_module(module: torch.nn.Module) -> SharedModule:
-    """Move a module's parameters and persistent buffers into shared memory, so that live offers are possible.
+def share_module(module: torch.nn.Module, *, device: DeviceName | None = None) -> SharedModule:
+    """Move a module's parameters and persistent buffers into memory that others can read, so that live offers are possible.
 
     The parameters stay the same objects and an optimiser goes on with them. Give the result to `Publisher`; `close()` moves them back.
+    They stay on their device, which must be one, and `device` if that is given.
     """
-    return _share_module(module, SharedArena)
+    there = _opened(device)
+    if there is None:
+        registry = Registry.of(module)
+        there = open_device(device_of(dict(zip(registry.names, registry.tensors(), strict=True))))
+    return _share_module(module, partial(allocate, device=there), str(there.torch_device))
 
 
 def logging_bus() -> Bus:
@@ -205,15 +224,44 @@ def _source(model: object) -> tuple[Source, SharedModule | None]:
     return as_source(model), None
 
 
+def _opened(device: DeviceName | None) -> Device | None:
+    if device is None or isinstance(device, CpuDevice | CudaDevice):
+        return device
+    return open_device(str(device))
+
+
+def _source_device(given: DeviceName | None, shared: SharedModule | None) -> Device:
+    """Where offers lie. Refused where a module was shared elsewhere."""
+    device = _opened(given)
+    if shared is None:
+        return CPU if device is None else device
+    home = shared.arena.device
+    if device is not None and device.identity != home.identity:
+        raise Refused(f"the module was shared on {home.name}, and the publisher's device is {device.name}")
+    return home
+
+
+def _threads(given: int | None, device: Device) -> int:
+    """On a GPU one, the caller's own: another would not queue its work behind what the caller has queued."""
+    if device.handles is not None:
+        return 1
+    return (os.cpu_count() or 1) if given is None else given
+
+
 def _target(
     target: torch.nn.Module | Mapping[str, torch.Tensor | tuple[torch.Tensor, Sequence[Piece]]] | Target,
     pieces: Mapping[str, Sequence[Piece]] | None,
     exchange: ExchangeMode,
-) -> Target:
+    device: DeviceName | None,
+) -> tuple[Target, Device]:
+    """The target, and the device that it is on."""
     import torch
 
+    given = _opened(device)
     if isinstance(target, torch.nn.Module):
-        return module_target(target, pieces, exchange=exchange)
+        built = module_target(target, pieces, exchange=exchange, device=given)
+        return built, built.device
     if isinstance(target, Mapping):
-        return TensorTarget(target, exchange=exchange)
-    return target
+        built = TensorTarget(target, exchange=exchange, device=given)
+        return built, built.device
+    return target, CPU if given is None else given

@@ -1,4 +1,7 @@
-"""What every transfer mode keeps to, whatever carries its bytes: both halves in one process, every offer it has."""
+"""What every transfer mode keeps to, whatever carries its bytes: both halves in one process, every offer and device it has.
+
+CUDA's driver is a double here. A real one refuses to open a handle in the process that made it: test_cuda has that, where a GPU is.
+"""
 
 from __future__ import annotations
 
@@ -13,9 +16,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from liveweight.devices.device import CPU, Device
 from liveweight.devices.kernels import choose_kernels
 from liveweight.devices.memory import Memory
 from liveweight.errors import (
@@ -38,10 +43,12 @@ from liveweight.spec.region import box, whole
 from liveweight.transports.port import Arena, Outlet, Reader
 from liveweight.transports.registry import TRANSPORTS, Mode, mode
 from liveweight.wire.values import Offer
+from tests.support.fake_cuda import fake_cuda
 from tests.support.layouts import Bytes, Full, filled, fulls, placed, regions, tilings, view
 from tests.support.wire import OTHER_SECRET, SECRET, leaving_nothing, soon
 
 KINDS = [(name, kind) for name, entry in sorted(TRANSPORTS.items()) for kind in entry.offers]
+DEVICES = ("cpu", "cuda:0")
 MODES = sorted(TRANSPORTS)
 KERNELS = choose_kernels()
 
@@ -59,7 +66,7 @@ class Halves:
         arenas = [self.outlet.allocate(size) for size in layout.memories_bytes]
         for arena, content in zip(arenas, contents, strict=True):
             stack.callback(arena.close)
-            arena.memory.bytes()[:] = content
+            arena.memory.tensor()[: len(content)] = torch.from_numpy(content)
         stack.callback(self.outlet.withdraw, layout)
         return self.outlet.offer(layout, arenas, self.kind), arenas
 
@@ -75,20 +82,27 @@ def memories(arrays: Sequence[Bytes]) -> list[Memory]:
     return [Memory.from_array(array) for array in arrays]
 
 
+def device(name: str, directory: Path) -> Device:
+    """The device as one process has it: each half has its own."""
+    return CPU if name == "cpu" else fake_cuda(directory, name)
+
+
 @contextmanager
-def opened(entry: Mode, kind: OfferKind) -> Iterator[Halves]:
-    with tempfile.TemporaryDirectory(prefix="lw-") as directory, ExitStack() as stack:
-        outlet = entry.outlet(Path(directory), SECRET)
+def opened(entry: Mode, kind: OfferKind, name: str = "cpu") -> Iterator[Halves]:
+    with tempfile.TemporaryDirectory(prefix="lw-") as place, ExitStack() as stack:
+        directory = Path(place)
+        outlet = entry.outlet(directory, SECRET, device(name, directory))
         stack.callback(outlet.close)
-        reader = entry.reader(SECRET, KERNELS)
+        there = device(name, directory)
+        reader = entry.reader(SECRET, there.choose().kernels, there)
         stack.callback(reader.close)
         yield Halves(outlet=outlet, reader=reader, kind=kind)
 
 
-@pytest.fixture(params=KINDS, ids="-".join, scope="module")
+@pytest.fixture(params=[(*k, d) for k in KINDS for d in DEVICES], ids="-".join, scope="module")
 def halves(request: pytest.FixtureRequest) -> Iterator[Halves]:
-    name, kind = request.param
-    with opened(TRANSPORTS[name], kind) as both:
+    mode_name, kind, device_name = request.param
+    with opened(TRANSPORTS[mode_name], kind, device_name) as both:
         yield both
 
 
@@ -470,12 +484,13 @@ def test_an_offer_that_the_mode_does_not_have_is_refused(name: str) -> None:
         arena.close()
 
 
+@pytest.mark.parametrize("where", DEVICES)
 @pytest.mark.parametrize("name", MODES)
-def test_nothing_is_left_after_close(name: str) -> None:
+def test_nothing_is_left_after_close(name: str, where: str) -> None:
     tensors, source, target = decoder()
     threads, maps = threading.active_count(), mappings()
     with leaving_nothing():
-        with opened(TRANSPORTS[name], TRANSPORTS[name].offers[0]) as both, ExitStack() as stack:
+        with opened(TRANSPORTS[name], TRANSPORTS[name].offers[0], where) as both, ExitStack() as stack:
             offer, _ = both.offer(source, filled(source, tensors), stack)
             both.read(offer, target, blank(target))
             both.outlet.close()

@@ -173,7 +173,8 @@ def rounds(directory: Path) -> None:
     size = layout().memories_bytes[0]
     with ExitStack() as stack:
         outlet = stack.enter_context(IpcOutlet(directory, SECRET))
-        arena = stack.enter_context(outlet.allocate(size))
+        arena = outlet.allocate(size)
+        stack.callback(arena.close)
         one, other = (stack.enter_context(allocate(size)) for _ in range(2))
         reader = stack.enter_context(IpcReader(SECRET, choose_kernels()))
         for seed, shadow in enumerate((one, other, one)):
@@ -317,7 +318,8 @@ def opens(link: Path, inode: int) -> bool:
 def test_ranks_in_other_processes_read_every_round_and_attach_once(directory: Path, ranks: int) -> None:
     with ExitStack() as stack:
         outlet = stack.enter_context(IpcOutlet(directory, SECRET))
-        arena = stack.enter_context(outlet.allocate(layout().memories_bytes[0]))
+        arena = outlet.allocate(layout().memories_bytes[0])
+        stack.callback(arena.close)
         children = [stack.enter_context(child("rank")) for _ in range(ranks)]
         for seed in range(4):
             arena.raise_generation()

@@ -24,42 +24,7 @@ from liveweight.wire.credentials import Secret, load_or_create_secret
 from liveweight.wire.listener import Listener
 from liveweight.wire.messages import Attached, Message, Open
 from liveweight.wire.values import Offer
-
-
-@contextmanager
-def serving(tensors: dict[str, torch.Tensor], directory: Path, bus: Bus | None = None) -> Iterator[str]:
-    """A receiver that steps in a thread of its own."""
-    stop = threading.Event()
-    with lw.Receiver(
-        tensors, address=f"ipc://{directory}/engine.sock", secret=directory / "secret", bus=bus
-    ) as receiver:
-        stepping = threading.Thread(target=lambda: step(receiver, stop))
-        stepping.start()
-        try:
-            yield receiver.address
-        finally:
-            stop.set()
-            stepping.join()
-
-
-def step(receiver: lw.Receiver, stop: threading.Event) -> None:
-    while not stop.is_set():
-        receiver.at_boundary(idle_s=0.01)
-
-
-def engine() -> dict[str, torch.Tensor]:
-    return {"w": torch.zeros(4, 3), "b": torch.zeros(3)}
-
-
-def publisher(source: object, address: str, directory: Path, **options: object) -> lw.Publisher:
-    return lw.Publisher(
-        source,
-        engines=[address],
-        secret=directory / "secret",
-        directory=directory / "trainer",
-        timeout_s=20.0,
-        **options,  # type: ignore[arg-type]
-    )
+from tests.support.stepping import engine, publisher, serving
 
 
 @pytest.mark.parametrize(

@@ -19,6 +19,7 @@ from liveweight.spec.deadline import Deadline
 from liveweight.wire.channel import Channel
 from liveweight.wire.limits import Limits
 from liveweight.wire.listener import Listener
+from liveweight.wire.waker import Waker
 from tests.support.wire import (
     CODEC,
     OTHER_SECRET,
@@ -202,6 +203,40 @@ def test_a_wake_waits_while_a_reply_is_awaited() -> None:
         asking.waker().wake()
         assert asking.request(Ping(1), soon(), "a pong") == Pong(1)
         assert asking.receive_or_wake(soon(), "work") is None
+
+
+def test_a_cancelled_request_ends_promptly_and_the_channel_stays_open(address: str) -> None:
+    cancel = Waker()
+    with (
+        leaving_nothing(),
+        process(echo_process, address, None) as (child, pipe),
+        Channel(said(pipe), SECRET, CODEC, deadline=soon(), cancel=cancel) as asking,
+    ):
+        os.kill(child.pid, signal.SIGSTOP)
+        began = time.monotonic()
+        canceller = threading.Timer(0.2, cancel.wake)
+        canceller.start()
+        for _ in range(2):  # said once, it stays said
+            with pytest.raises(ChannelClosed, match="ended from this side"):
+                asking.request(Ping(1), soon(60), "a pong")
+        canceller.join()
+        assert time.monotonic() - began < PROMPTLY_S
+        os.kill(child.pid, signal.SIGCONT)
+        assert asking.request(Ping(2), soon(), "a pong", cancellable=False) == Pong(2)
+    cancel.close()
+
+
+def test_cancelling_ends_the_wait_for_a_listener_that_is_not_there(tmp_path: Path) -> None:
+    cancel = Waker()
+    with leaving_nothing():
+        canceller = threading.Timer(0.2, cancel.wake)
+        canceller.start()
+        began = time.monotonic()
+        with pytest.raises(ChannelClosed, match="ended from this side"):
+            Channel(f"ipc://{tmp_path}/nobody", SECRET, CODEC, deadline=soon(60), cancel=cancel)
+        assert time.monotonic() - began < PROMPTLY_S
+        canceller.join()
+    cancel.close()
 
 
 def test_a_waker_outlives_its_owner_without_harm(tmp_path: Path) -> None:

@@ -63,6 +63,9 @@ class Console:
                 case "arm":
                     self.armed = command["what"]
                     self.say(id=command["id"])
+                case "limit":
+                    limit_memory(command["on"])
+                    self.say(id=command["id"])
                 case "go":
                     self._go.set()
                     self.say(id=command["id"])

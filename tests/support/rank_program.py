@@ -15,7 +15,7 @@ from liveweight.observe.bus import Bus
 from liveweight.observe.events import AnyEvent, Staged
 from liveweight.worker.torch_target import TensorTarget
 from tests.support import model
-from tests.support.program import Console, limit_memory
+from tests.support.program import Console
 
 
 def main(config: dict[str, Any]) -> None:
@@ -57,24 +57,37 @@ def damage(console: Console, target: TensorTarget, event: AnyEvent) -> None:
         ctypes.c_ubyte.from_address(target.shadow()[0].address).value ^= 1
 
 
+class ToldToFail(RuntimeError):
+    """What a hook raises that the test told to fail."""
+
+
 def fail_once(console: Console) -> None:
-    """If the test asked for it: a hook that fails."""
-    if console.armed == "hook":
-        console.armed = None
-        raise RuntimeError("this hook was told to fail")
+    """If the test asked for it: a hook that fails, once, or also on the way back."""
+    if console.armed in ("hook", "hook, and on the way back"):
+        console.armed = None if console.armed == "hook" else "hook"
+        raise ToldToFail("this hook was told to fail")
 
 
 def serve(console: Console, receiver: lw.Receiver, tensors: dict[str, torch.Tensor]) -> None:
     """Step until told to stop. In a replica of several, one rank's word to stop reaches all."""
     while True:
         try:
-            receiver.at_boundary(idle_s=0.02)
+            boundary(console, receiver)
             stop = meet(console, receiver, tensors)
         except (lw.LiveWeightError, RuntimeError) as error:  # gloo's errors are RuntimeErrors
             console.say(lost=str(error), fingerprint=model.fingerprint(tensors))
             raise
         if stop:
             return
+
+
+def boundary(console: Console, receiver: lw.Receiver) -> None:
+    """The boundary of a step. One that a hook ended is called again: it finishes, and does not meet the others another time."""
+    try:
+        receiver.at_boundary(idle_s=0.02)
+    except ToldToFail:
+        console.say(again="")
+        receiver.at_boundary()
 
 
 def meet(console: Console, receiver: lw.Receiver, tensors: dict[str, torch.Tensor]) -> bool:
@@ -104,8 +117,5 @@ def act(
                 "version": None if version is None else version.label,
                 "fingerprint": model.fingerprint(tensors),
             }
-        case "limit":
-            limit_memory(command["on"])
-            return {}
         case other:
             raise ValueError(other)

@@ -4,17 +4,24 @@ from __future__ import annotations
 
 import ctypes
 import gc
+import threading
 from pathlib import Path
 from typing import Any
 
 import torch
 
 import liveweight as lw
+from liveweight.errors import DeadlineExceeded
 from liveweight.observe.bus import Bus
 from liveweight.observe.events import AnyEvent, OfferMade
+from liveweight.spec.deadline import Deadline
+from liveweight.trainer.replica import WireReplica
 from liveweight.transports.ipc.arena import SharedArena
+from liveweight.wire.credentials import Secret, load_or_create_secret
+from liveweight.wire.messages import Committed, Phase, Progress
+from liveweight.wire.values import RoundId
 from tests.support import model
-from tests.support.program import Console, limit_memory
+from tests.support.program import Console
 
 
 def main(config: dict[str, Any]) -> None:
@@ -22,14 +29,15 @@ def main(config: dict[str, Any]) -> None:
     torch.set_num_threads(1)
     console, bus = Console(), Bus()
     weights = model.module(0, getattr(torch, config["dtype"]))
+    secret = load_or_create_secret(Path(config["secret"]))
     source: object = lw.share_module(weights) if config["offer"] == "live" else weights
     with (
         bus.subscribe(lambda event: damage(console, weights, event)),
         bus.subscribe(console.on_event),
         lw.Publisher(
             source,
-            engines=config["engines"],
-            secret=Path(config["secret"]),
+            engines=[Watched(console, secret, *engine) for engine in enumerate(config["engines"])],
+            secret=secret,
             directory=Path(config["directory"]),
             offer=config["offer"],
             verify=config["verify"],
@@ -45,6 +53,32 @@ def main(config: dict[str, Any]) -> None:
         while (command := console.commands.get())["do"] != "stop":
             console.serve(command, lambda asked: act(asked, publisher, weights))
         console.say(id=command["id"])
+
+
+class Watched(WireReplica):
+    """A replica at which the trainer can be held: before it asks for the vote, before it commits, after it waited in vain."""
+
+    def __init__(self, console: Console, secret: Secret, number: int, address: str) -> None:
+        super().__init__(address, secret)
+        self._console, self._number = console, number
+
+    def status(self, round_id: RoundId, until: Phase, deadline: Deadline) -> Progress:
+        """As it is; without an answer, that is a moment."""
+        try:
+            return super().status(round_id, until, deadline)
+        except DeadlineExceeded:
+            self._console.moment("Silence", self._number)
+            raise
+
+    def vote(self, round_id: RoundId, lease_s: float, deadline: Deadline) -> None:
+        """As it is, after a moment."""
+        self._console.moment("Voting", self._number)
+        super().vote(round_id, lease_s, deadline)
+
+    def commit(self, round_id: RoundId, deadline: Deadline) -> Committed:
+        """As it is, after a moment."""
+        self._console.moment("Committing", self._number)
+        return super().commit(round_id, deadline)
 
 
 def damage(console: Console, weights: torch.nn.Module, event: AnyEvent) -> None:
@@ -65,6 +99,13 @@ def act(command: dict[str, Any], publisher: lw.Publisher, weights: torch.nn.Modu
         case "set":
             model.load(weights, command["label"])
             return {}
+        case "offer":
+            model.load(weights, command["label"])
+            publisher.offer(command["label"])
+            return {}
+        case "close":
+            publisher.close()
+            return {"threads": [thread.name for thread in threading.enumerate()]}
         case "publish":
             model.load(weights, command["label"])
             report = publisher.publish(command.get("name", command["label"]))
@@ -75,9 +116,6 @@ def act(command: dict[str, Any], publisher: lw.Publisher, weights: torch.nn.Modu
                 "offer": report.offer,
                 "digest": report.version.digest,
             }
-        case "limit":
-            limit_memory(command["on"])
-            return {}
         case "undo":
             return {"serving": [None if v is None else v.label for v in publisher.undo()]}
         case other:

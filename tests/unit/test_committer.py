@@ -92,7 +92,7 @@ def scene(
     try:
         with Channel(listener.address, secret, codec, deadline=Deadline.after(20.0)) as channel:
             committer = Committer(
-                rank=1, boot="b", target=target, hooks=hooks, channel=channel, turnstile=turnstile
+                rank=1, seat=1, boot="b", target=target, hooks=hooks, channel=channel, turnstile=turnstile
             )
             yield Scene(committer, turnstile, heard)
     finally:

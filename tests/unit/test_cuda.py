@@ -1,10 +1,10 @@
-"""CUDA: handles and device names anywhere; without CUDA, every function says why; memory and IPC only where a GPU is."""
+"""CUDA: handles and names anywhere, lending over a double of the driver, and over the driver itself only where a GPU is."""
 
 from __future__ import annotations
 
 import subprocess
 import sys
-from collections.abc import Callable
+from pathlib import Path
 
 import msgspec
 import numpy as np
@@ -14,18 +14,21 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from liveweight.devices import cuda
-from liveweight.devices.cuda import HANDLE_BYTES, Handle, decode_handle, device_index, encode_handle
+from liveweight.devices.cuda import CudaDevice, device_index
+from liveweight.devices.cuda_handle import HANDLE_BYTES, Handle, decode_handle, encode_handle
+from liveweight.devices.device import open_device
 from liveweight.devices.memory import Memory
 from liveweight.devices.native import NativeKernels
 from liveweight.devices.torch_kernels import TorchKernels, device_memory
-from liveweight.errors import LayoutInvalid, MessageInvalid, MessageTooLarge, OutOfMemory, Unavailable
+from liveweight.errors import LayoutInvalid, MessageInvalid, MessageTooLarge, Unavailable
 from liveweight.plan.freezes import plan_freeze
 from liveweight.spec.dtype import DType
 from liveweight.spec.layout import packed
 from liveweight.spec.manifest import TensorSpec
+from tests.support.fake_cuda import GPUS, FakeDriver, fake_cuda
 
 REASON = cuda.available()
-needs_gpu = pytest.mark.skipif(REASON is not None, reason=f"needs a CUDA device: {REASON}")
+needs_gpu = pytest.mark.skipif(REASON is not None, reason="no GPU")
 needs_none = pytest.mark.skipif(REASON is None, reason="needs a machine without CUDA")
 
 HANDLE = Handle(
@@ -38,14 +41,6 @@ HANDLE = Handle(
     event=bytes(64),
     waits=True,
 )
-FUNCTIONS: dict[str, Callable[[], object]] = {
-    "allocate": lambda: cuda.allocate(16, "cuda:0"),
-    "allocate, no index": lambda: cuda.allocate(16, "cuda"),
-    "share": lambda: cuda.share(torch.zeros(4)),
-    "open_handle": lambda: cuda.open_handle(encode_handle(HANDLE), "cuda:0"),
-    "open_handle, garbage": lambda: cuda.open_handle(b"garbage", "cuda:0"),
-    "synchronise": lambda: cuda.synchronise("cuda:0"),
-}
 
 
 def raw(**fields: object) -> bytes:
@@ -153,29 +148,99 @@ def test_the_reason_is_said_in_words() -> None:
 def test_without_torch_that_is_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "torch", None)
     assert cuda.available() == "torch is not installed"
-    with pytest.raises(Unavailable, match="torch is not installed"):
-        cuda.synchronise("cuda:0")
+    with pytest.raises(Unavailable, match="cuda:0 cannot be used here: torch is not installed"):
+        open_device("cuda:0")
 
 
 @needs_none
-@pytest.mark.parametrize("function", FUNCTIONS)
-def test_without_cuda_every_function_says_why(function: str) -> None:
-    with pytest.raises(Unavailable, match=f"CUDA cannot be used here: {REASON}"):
-        FUNCTIONS[function]()
+def test_without_cuda_a_device_says_why() -> None:
+    with pytest.raises(Unavailable, match=f"cuda:0 cannot be used here: {REASON}"):
+        open_device("cuda:0")
+
+
+def test_a_device_that_is_not_there_is_refused(short_path: Path) -> None:
+    with pytest.raises(Unavailable, match="there is no cuda:2: torch finds 2 CUDA devices"):
+        fake_cuda(short_path, "cuda:2")
+
+
+# Lending, over a double of the driver.
+
+
+def lent(directory: Path, name: str = "cuda:0") -> tuple[torch.Tensor, bytes]:
+    device = fake_cuda(directory, name)
+    (part,) = device.allocate([100], "a test")
+    return part, device.lend(Memory.of_view(part))
+
+
+def test_what_is_lent_is_read_and_not_written_by_the_one_who_borrows(short_path: Path) -> None:
+    part, handle = lent(short_path)
+    borrowed = fake_cuda(short_path).borrow(handle, 100)
+    part[:] = torch.arange(100)
+    assert borrowed.bytes().tolist() == list(range(100))
+    assert not borrowed.writable
+
+
+def test_a_handle_opens_once_and_the_next_reader_needs_another(short_path: Path) -> None:
+    device = fake_cuda(short_path)
+    (part,) = device.allocate([100], "a test")
+    memory, reader = Memory.of_view(part), fake_cuda(short_path)
+    first, second = device.lend(memory), device.lend(memory)
+    reader.borrow(first, 100)
+    with pytest.raises(Unavailable, match="cannot open the handle"):
+        reader.borrow(first, 100)
+    reader.borrow(second, 100)
+
+
+def test_memory_of_another_gpu_is_refused_naming_both(short_path: Path) -> None:
+    _, handle = lent(short_path, "cuda:1")
+    with pytest.raises(LayoutInvalid, match=f"is on GPU {GPUS[1]}, but cuda:0 is GPU {GPUS[0]}"):
+        fake_cuda(short_path, "cuda:0").borrow(handle, 100)
+
+
+def test_a_gpu_is_known_by_its_uuid_and_not_by_its_index(short_path: Path) -> None:
+    _, handle = lent(short_path, "cuda:1")
+    masked = CudaDevice("cuda:0", FakeDriver(short_path, GPUS[1:]))  # as CUDA_VISIBLE_DEVICES=1 shows it
+    assert masked.identity == fake_cuda(short_path, "cuda:1").identity
+    assert masked.borrow(handle, 100).size_bytes == 100
+
+
+@pytest.mark.parametrize("size", [99, 101])
+def test_a_handle_of_another_size_is_refused_before_it_is_opened(short_path: Path, size: int) -> None:
+    _, handle = lent(short_path)
+    reader = fake_cuda(short_path)
+    with pytest.raises(MessageInvalid, match=f"a handle of 100 bytes for {size}"):
+        reader.borrow(handle, size)
+    reader.borrow(handle, 100)
+
+
+def test_what_torch_opens_is_looked_at(short_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    _, handle = lent(short_path)
+    monkeypatch.setattr(FakeDriver, "open", lambda *_: torch.zeros(7, dtype=torch.uint8).untyped_storage())
+    with pytest.raises(Unavailable, match="asked for 100 bytes on cuda:0, torch opened 7 on cpu"):
+        fake_cuda(short_path).borrow(handle, 100)
+
+
+def test_memory_that_the_driver_does_not_share_is_said_to_be_so(
+    short_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object) -> None:
+        raise RuntimeError("operation not supported")
+
+    monkeypatch.setattr(FakeDriver, "share", refuse)
+    with pytest.raises(Unavailable, match="memory of cuda:0 cannot be lent: operation not supported"):
+        lent(short_path)
+
+
+# With a GPU.
 
 
 @needs_gpu
 def test_memory_is_had_on_every_device_that_is_named() -> None:
     for index in range(torch.cuda.device_count()):
-        memory = cuda.allocate(1000, f"cuda:{index}")
-        assert isinstance(memory.owner, torch.Tensor)
-        assert memory.owner.device == torch.device("cuda", index)
-        assert (memory.size_bytes, memory.writable) == (1000, True)
-        assert not memory.owner.any()
+        (part,) = open_device(f"cuda:{index}").allocate([1000], "a test")
+        assert part.device == torch.device("cuda", index)
     with pytest.raises(Unavailable, match="there is no cuda:999"):
-        cuda.allocate(1, "cuda:999")
-    with pytest.raises(OutOfMemory, match="cuda:0"):
-        cuda.allocate(1 << 50, "cuda:0")
+        open_device("cuda:999")
 
 
 @needs_gpu
@@ -189,19 +254,20 @@ def test_a_freeze_on_the_device_gives_the_hosts_bits(dtype: DType) -> None:
     native = NativeKernels().bind_freeze(
         plan.rows, [Memory.from_array(bits)], [Memory.from_array(expected)], plan.slots
     )
-    there = cuda.allocate(len(expected), "cuda:0")
+    device = open_device("cuda:0")
+    there = Memory.of_view(device.allocate([len(expected)], "a test")[0])
     for read in (Memory.from_array(bits), device_memory(torch.from_numpy(bits).to("cuda:0"))):
-        bound = TorchKernels("cuda:0").bind_freeze(plan.rows, [read], [there], plan.slots)
-        np.testing.assert_array_equal(bound.run(0, len(plan.rows)), native.run(0, len(plan.rows)))
-        assert isinstance(there.owner, torch.Tensor)
-        np.testing.assert_array_equal(there.owner.cpu().numpy(), expected)
+        for kernels in (TorchKernels("cuda:0"), device.choose().kernels):
+            bound = kernels.bind_freeze(plan.rows, [read], [there], plan.slots)
+            np.testing.assert_array_equal(bound.run(0, len(plan.rows)), native.run(0, len(plan.rows)))
+            np.testing.assert_array_equal(there.tensor().cpu().numpy(), expected)
 
 
 READER = """
 import sys
-from liveweight.devices import cuda
-tensor = cuda.open_handle(sys.stdin.buffer.read(), "cuda:0")
-sys.stdout.buffer.write(bytes(tensor.cpu().numpy()))
+from liveweight.devices.device import open_device
+memory = open_device("cuda:0").handles.borrow(sys.stdin.buffer.read(), 400_000)
+sys.stdout.buffer.write(bytes(memory.tensor().cpu().numpy()))
 """
 
 
@@ -210,7 +276,7 @@ def test_another_process_reads_what_is_shared() -> None:
     tensor = torch.arange(100_000, dtype=torch.int32, device="cuda:0")
     run = subprocess.run(
         [sys.executable, "-c", READER],
-        input=cuda.share(tensor[7:]),
+        input=CudaDevice("cuda:0").lend(Memory.of_view(tensor)),
         check=True,
         capture_output=True,
         timeout=100,
@@ -219,13 +285,9 @@ def test_another_process_reads_what_is_shared() -> None:
 
 
 @needs_gpu
-def test_a_handle_of_another_gpu_or_of_nothing_is_refused() -> None:
-    with pytest.raises(LayoutInvalid, match=f"the memory is on GPU {HANDLE.gpu}, but cuda:0 is GPU"):
-        cuda.open_handle(encode_handle(HANDLE), "cuda:0")
-    own = str(torch.cuda.get_device_properties(0).uuid)
+def test_a_handle_of_nothing_is_refused() -> None:
+    own = msgspec.structs.replace(
+        HANDLE, gpu=str(torch.cuda.get_device_properties(0).uuid), size_bytes=1, waits=False
+    )
     with pytest.raises(Unavailable, match="cuda:0 cannot open the handle"):
-        cuda.open_handle(
-            encode_handle(msgspec.structs.replace(HANDLE, gpu=own, size_bytes=1, waits=False)), "cuda:0"
-        )
-    with pytest.raises(LayoutInvalid, match="on cpu has no CUDA memory to share"):
-        cuda.share(torch.zeros(4))
+        CudaDevice("cuda:0").borrow(encode_handle(own), 1)

@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
 import pytest
 
-from liveweight.errors import ChannelClosed, DeadlineExceeded, LiveWeightError, OutcomeUnknown, RoundFailed
+from liveweight.errors import (
+    ChannelClosed,
+    DeadlineExceeded,
+    LiveWeightError,
+    OutcomeUnknown,
+    RoundAborted,
+    RoundFailed,
+)
 from liveweight.spec.deadline import Deadline
 from liveweight.spec.dtype import DType
 from liveweight.spec.manifest import Manifest, TensorSpec, Version
@@ -94,11 +102,19 @@ class Engine:
         self._do("undo")
         return m.Committed(serving=OLD, undo=NEW, stall_s=0.0)
 
+    def interrupt(self) -> None:
+        self._do("interrupt")
+
     def close(self) -> None:
         self._do("close")
 
 
-def drive(*engines: Engine, quorum: int | None = None, lease_s: float = 5.0) -> list[Part]:
+def drive(
+    *engines: Engine,
+    quorum: int | None = None,
+    lease_s: float = 5.0,
+    meanwhile: Callable[[], None] = lambda: None,
+) -> list[Part]:
     parts = [Part(engine) for engine in engines]
     offer = Offer(mode="ipc", kind="frozen", source="s", layout="l", generation=1)
     with ThreadPoolExecutor(4) as pool:
@@ -120,6 +136,7 @@ def drive(*engines: Engine, quorum: int | None = None, lease_s: float = 5.0) -> 
             pool=pool,
             on_staged=lambda: None,
             closing=lambda: False,
+            meanwhile=meanwhile,
         ).run()
     return parts
 
@@ -168,6 +185,41 @@ def test_a_quorum_commits_without_the_one_that_refuses() -> None:
     parts = drive(good, bad, quorum=1)
     assert [part.done for part in parts] == [True, False]
     assert parts[1].report().reason == "no memory"
+
+
+def test_what_fell_out_of_a_round_that_reached_its_quorum_is_aborted_after_the_commit() -> None:
+    good, slow = Engine(), Engine(name="b", fails={"staged": DeadlineExceeded("rank 0", 1.0)})
+    never = Engine(name="c", fails={"open": refusal(0)})
+    lost = Engine(name="d", fails={"commit": GONE, "standing": GONE})
+    drive(good, slow, never, lost, quorum=1)
+    assert good.done[-1] == "commit"
+    assert slow.done[-1] == "abort"
+    assert "abort" not in never.done  # no round was opened there
+    assert "abort" not in lost.done  # it was told to commit
+
+
+def test_a_part_that_fell_out_and_cannot_be_aborted_is_noted_as_one_that_may_still_read() -> None:
+    slow = Engine(name="b", fails={"staged": DeadlineExceeded("rank 0", 1.0), "abort": GONE})
+    parts = drive(Engine(), slow, quorum=1)
+    assert parts[1].readers
+
+
+def test_what_is_found_while_ranks_stage_ends_the_round_before_any_vote() -> None:
+    engine = Engine()
+
+    def strayed() -> None:
+        assert engine.done == ["open"]
+        raise RoundAborted("moved")
+
+    with pytest.raises(RoundFailed, match="moved"):
+        drive(engine, meanwhile=strayed)
+    assert engine.done == ["open", "abort"]
+
+
+def test_an_interrupted_commit_is_not_told_as_one_that_did_not_take_place() -> None:
+    closed = RoundAborted("the publisher was closed")
+    with pytest.raises(OutcomeUnknown):
+        drive(Engine(fails={"commit": closed, "standing": closed}))
 
 
 def test_the_first_failure_in_time_is_the_one_that_is_told() -> None:

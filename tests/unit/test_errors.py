@@ -72,7 +72,13 @@ def test_a_family_shares_the_first_digit_of_its_codes() -> None:
     for _, parent, code in in_code():
         if code is not None and parent != "LiveWeightError":
             digits.setdefault(parent, set()).add(code[3])
-    assert digits == {"Refused": {"1"}, "WireError": {"2"}, "Damage": {"4"}, "Unavailable": {"5"}, "EngineError": {"7"}}
+    assert digits == {
+        "Refused": {"1"},
+        "WireError": {"2"},
+        "Damage": {"4"},
+        "Unavailable": {"5"},
+        "EngineError": {"7"},
+    }
 
 
 def test_the_tree_at_the_top_of_the_file_is_the_real_one() -> None:

@@ -78,6 +78,7 @@ class World:
     now_s: float = 0.0
     actions: list[Action] = field(default_factory=list)
     calls: int = 0
+    seats: dict[int, int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.scheduler = Scheduler(replica="engine", boot="boot", world=self.world)
@@ -85,9 +86,9 @@ class World:
             self.join(rank)
         self.ask(m.Describe(structure="s", manifest=MANIFEST), m.Described)
 
-    def join(self, rank: int, serving: Version | None = None) -> m.Message:
+    def join(self, rank: int, serving: Version | None = None, peer: bytes | None = None) -> None:
         body = m.Join(rank=rank, pid=100 + rank, layout=layout_of(rank, self.world), serving=serving)
-        return self.ask(body, m.Joined, peer=b"rank%d" % rank)
+        self.seats[rank] = self.ask(body, m.Joined, peer=peer or b"rank%d" % rank).seat
 
     def tell(self, body: m.Message, peer: bytes = PUBLISHER, call: int = 0) -> list[Action]:
         done = self.scheduler.on_message(self.now_s, peer, call, body)
@@ -136,11 +137,14 @@ class World:
         return round_id
 
     def staged(self, round_id: RoundId, rank: int) -> None:
-        self.tell(m.Staged(round=round_id, rank=rank, size_bytes=10, seconds=0.1))
+        self.tell(m.Staged(round=round_id, rank=rank, size_bytes=10, seconds=0.1), b"rank%d" % rank)
 
     def verified(self, round_id: RoundId, rank: int, label: int, *, flip: bool = False) -> None:
         lanes = held(label, rank, self.world, flip=flip)
-        self.tell(m.Verified(round=round_id, rank=rank, lanes=lanes, seconds=0.1))
+        self.tell(m.Verified(round=round_id, rank=rank, lanes=lanes, seconds=0.1), b"rank%d" % rank)
+
+    def dropped(self, round_id: RoundId, rank: int) -> None:
+        self.tell(m.Dropped(round=round_id, rank=rank), b"rank%d" % rank)
 
     def ready(self, label: int = 1) -> RoundId:
         round_id = self.opened(label)
@@ -152,8 +156,15 @@ class World:
 
     def swapped(self, round_id: RoundId, rank: int, *, fault: bool = False) -> int:
         broken = Fault(code="LW-502", message="no memory", step="commit", rank=rank) if fault else None
-        body = m.Swapped(boot=round_id.boot, epoch=round_id.epoch, rank=rank, seconds=0.01, fault=broken)
-        return self.call(body, b"rank%d" % rank)
+        body = m.Swapped(
+            boot=round_id.boot,
+            epoch=round_id.epoch,
+            rank=rank,
+            seat=self.seats[rank],
+            seconds=0.01,
+            fault=broken,
+        )
+        return self.call(body, b"another channel of rank%d" % rank)
 
     def committed(self, label: int = 1) -> RoundId:
         round_id = self.ready(label)
@@ -240,6 +251,91 @@ def test_the_same_label_with_other_content_is_refused() -> None:
         version=Version(run="another run", label=1, digest="f" * 32),
     )
     assert world.ask(restarted, m.Opened).round is not None
+
+
+def relabelled(body: m.Open, digest: str) -> m.Open:
+    """The same label, for other content."""
+    return msgspec.structs.replace(body, version=msgspec.structs.replace(body.version, digest=digest))
+
+
+def test_a_failed_round_leaves_its_label_free_for_other_content() -> None:
+    world = World()
+    round_id = world.ready(1)
+    world.pass_time(5)  # its lease is over
+    again = world.ask(relabelled(world.open(1), "f" * 32), m.Opened).round
+    assert again is not None
+    assert again != round_id
+
+
+def test_a_restarted_leader_learns_from_its_ranks_what_a_label_stands_for() -> None:
+    world = World()
+    for rank in range(2):
+        world.join(rank, Version(run="run", label=1, digest=f"{1:032x}"))
+    world.ask(m.Describe(structure="s", manifest=MANIFEST), m.Described)
+    assert world.refused(relabelled(world.open(1), "f" * 32)).code == "LW-104"
+    assert world.ask(world.open(1), m.Opened).round is None
+
+
+def test_a_round_that_stood_in_for_a_digest_binds_no_label() -> None:
+    world = World()
+    for rank in range(2):
+        world.join(rank, Version(run="run", label=1, digest="an older boot/3"))
+    world.ask(m.Describe(structure="s", manifest=MANIFEST), m.Described)
+    assert world.ask(world.open(1), m.Opened).round is not None
+
+
+def test_a_process_that_was_replaced_has_no_say_any_more() -> None:
+    world = World()
+    former = world.seats[1]
+    world.join(1, peer=b"successor")
+    world.ask(m.Describe(structure="s", manifest=MANIFEST), m.Described)
+    round_id = world.opened(1)
+    world.staged(round_id, 0)
+    world.verified(round_id, 0, 1)
+    world.staged(round_id, 1)
+    world.verified(round_id, 1, 1)
+    fault = Fault(code="LW-502", message="no memory", step="stage", rank=1)
+    world.tell(m.Failed(round=round_id, fault=fault), b"rank1")
+    asked = world.ask(m.Await(round=round_id, until="open", wait_s=1), m.Progress)
+    assert (asked.phase, asked.missing, asked.readers) == ("open", (1,), (1,))
+    world.tell(m.Staged(round=round_id, rank=1, size_bytes=10, seconds=0.1), b"successor")
+    lanes = held(1, 1, 2)
+    world.tell(m.Verified(round=round_id, rank=1, lanes=lanes, seconds=0.1), b"successor")
+    world.ask(m.Ask(round=round_id, lease_s=5), m.Voted)
+    commit = world.call(m.Commit(round=round_id, timeout_s=5))
+    world.swapped(round_id, 0)
+    mine, world.seats[1] = world.seats[1], former
+    assert isinstance(world.answer(world.swapped(round_id, 1, fault=True)), m.Refusal)
+    assert world.answer(commit) is None
+    world.seats[1] = mine
+    world.swapped(round_id, 1)
+    assert isinstance(world.answer(commit), m.Committed)
+
+
+def test_a_dropped_of_a_process_that_was_replaced_releases_nobody() -> None:
+    world = World()
+    world.join(1, peer=b"successor")
+    world.ask(m.Describe(structure="s", manifest=MANIFEST), m.Described)
+    round_id = world.opened(1)
+    abort = world.call(m.Abort(round=round_id, reason="no", wait_s=1))
+    world.dropped(round_id, 0)
+    world.dropped(round_id, 1)
+    assert world.answer(abort) is None
+    world.tell(m.Dropped(round=round_id, rank=1), b"successor")
+    assert isinstance(world.answer(abort), m.Aborted)
+
+
+def test_a_replica_that_waits_for_a_rank_says_that_a_retry_makes_sense() -> None:
+    world = World()
+    world.actions += world.scheduler.on_lost(world.now_s, 1)
+    for body in (world.open(1), m.Undo(publisher="p", timeout_s=5)):
+        error = world.refused(body)
+        assert (error.code, error.retryable, "rank 1" in str(error)) == ("LW-108", True, True)
+    asked = world.call(m.Inquire(wait_s=1))
+    world.pass_time(1)
+    answer = world.answer(asked)
+    assert isinstance(answer, m.Refusal)
+    assert answer.fault.to_error().retryable
 
 
 def test_a_flipped_bit_in_one_shadow_is_named_and_nothing_changes() -> None:
@@ -386,8 +482,8 @@ def test_an_abort_is_answered_when_nobody_reads_any_more() -> None:
     round_id = world.opened(1)
     abort = world.call(m.Abort(round=round_id, reason="no", wait_s=10))
     assert world.answer(abort) is None
-    world.tell(m.Dropped(round=round_id, rank=0))
-    world.tell(m.Dropped(round=round_id, rank=1))
+    world.dropped(round_id, 0)
+    world.dropped(round_id, 1)
     answer = world.answer(abort)
     assert isinstance(answer, m.Aborted)
     assert answer.readers == ()
@@ -397,7 +493,7 @@ def test_a_rank_that_lags_is_named_when_the_wait_for_it_is_over() -> None:
     world = World()
     round_id = world.opened(1)
     abort = world.call(m.Abort(round=round_id, reason="no", wait_s=1))
-    world.tell(m.Dropped(round=round_id, rank=0))
+    world.dropped(round_id, 0)
     world.pass_time(1)
     answer = world.answer(abort)
     assert isinstance(answer, m.Aborted)
@@ -476,7 +572,7 @@ def test_a_rank_that_dies_after_an_abort_reads_no_more() -> None:
     world = World()
     round_id = world.opened(1)
     abort = world.call(m.Abort(round=round_id, reason="no", wait_s=100))
-    world.tell(m.Dropped(round=round_id, rank=0))
+    world.dropped(round_id, 0)
     world.actions += world.scheduler.on_lost(world.now_s, 1)
     answer = world.answer(abort)
     assert isinstance(answer, m.Aborted)
@@ -536,7 +632,7 @@ def test_digests_of_the_wrong_number_are_refused(lanes: bytes) -> None:
     round_id = world.opened(1)
     for rank in range(2):
         world.staged(round_id, rank)
-    world.tell(m.Verified(round=round_id, rank=0, lanes=lanes, seconds=0.0))
+    world.tell(m.Verified(round=round_id, rank=0, lanes=lanes, seconds=0.0), b"rank0")
     assert len(world.said(events.PeerRefused)) == 1
     assert world.refused(m.Ask(round=round_id, lease_s=5)).code == "LW-107"
 

@@ -15,6 +15,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from liveweight.devices.crew import Crew
 from liveweight.devices.kernels import choose_kernels
 from liveweight.devices.memory import Memory
 from liveweight.errors import DeadlineExceeded, OfferChanged, WrongState
@@ -26,7 +27,6 @@ from liveweight.spec.dtype import DType
 from liveweight.spec.layout import Layout, packed
 from liveweight.spec.manifest import TensorSpec
 from liveweight.spec.region import whole
-from liveweight.worker.crew import Crew
 from liveweight.worker.shadow_digest import ShadowDigest
 from liveweight.worker.staging import BATCH_BYTES, Pace, StageResult, Stopped, cut, share, stage
 from tests.support.layouts import Bytes, filled, fulls, placed, tilings, view

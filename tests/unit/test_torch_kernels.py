@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import gc
 import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import numpy as np
 import pytest
@@ -187,10 +189,44 @@ def test_memory_of_another_device_is_neither_written_nor_digested() -> None:
         )
 
 
-def test_device_memory_needs_an_owner_that_is_all_of_its_bytes() -> None:
-    part = Memory(address=64, size_bytes=100, writable=True, owner=torch.empty(100, device="meta"))
-    with pytest.raises(LayoutInvalid, match="memory on meta whose owner is not all bytes"):
-        CPU.bind_digest(np.array([DIGEST]), [part], 1)
+def test_a_devices_memory_lies_in_its_owners_storage() -> None:
+    beyond = Memory(address=301, size_bytes=100, writable=True, owner=torch.empty(100, device="meta"))
+    with pytest.raises(LayoutInvalid, match="memory on meta that does not lie in its owner's storage"):
+        CPU.bind_digest(np.array([DIGEST]), [beyond], 1)
+
+
+def test_a_view_inside_a_storage_is_memory_at_its_own_address() -> None:
+    storage = torch.arange(100, dtype=torch.int16)
+    source, target = Memory.of_view(storage[10:60]), torch.zeros(100, dtype=torch.uint8)
+    rows = np.array([[0, 4, 0, 1, 1, 0, 0, 1, 0, 0, 90]])
+    CPU.bind_copy(rows, [source], [Memory.of_view(target[3:])]).run(0, 1)
+    assert target[4:94].numpy().tobytes() == storage[12:57].numpy().tobytes()
+    assert not target[:4].any() and not target[94:].any()
+
+
+def test_a_run_is_queued_aside_and_done_at_its_end() -> None:
+    done: list[str] = []
+
+    @contextmanager
+    def aside() -> Iterator[None]:
+        done.append("begun")
+        yield
+        done.append("ended")
+
+    kernels, memory = TorchKernels("cpu", aside), device_memory(torch.zeros(100, dtype=torch.uint8))
+    copy = np.array([[0, 0, 0, 50, 1, 0, 0, 1, 0, 0, 50]])
+    freeze = kernels.bind_freeze(
+        np.array([[*DIGEST, 0, 0, 10, 0]]), [memory], [device_memory(torch.zeros(99))], 1
+    )
+    runs: list[Callable[[int, int], object]] = [
+        kernels.bind_copy(copy, [memory], [device_memory(torch.zeros(99))]).run,
+        kernels.bind_digest(np.array([DIGEST]), [memory], 1).run,
+        freeze.run,
+        freeze.move,
+    ]
+    for run in runs:
+        run(0, 1)
+    assert done == ["begun", "ended"] * len(runs)
 
 
 @pytest.mark.parametrize("device", ["cuda", torch.device("cuda"), "meta"])

@@ -31,8 +31,9 @@ from liveweight.plan.tally import Tally, lanes_from_bytes
 from liveweight.spec.deadline import Deadline
 from liveweight.spec.manifest import TensorSpec
 from liveweight.trainer.live import SharedModule, live_digest, share_module
+from liveweight.trainer.meeting import describe_to, meet_replicas
 from liveweight.trainer.offers import Offers
-from liveweight.trainer.publisher import Publisher, PublisherSettings, describe_to, meet_replicas
+from liveweight.trainer.publisher import Publisher, PublisherSettings
 from liveweight.trainer.replica import WireReplica
 from liveweight.trainer.sources import ModuleSource
 from liveweight.transports.ipc.arena import SharedArena

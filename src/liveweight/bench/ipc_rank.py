@@ -12,6 +12,7 @@ import numpy.typing as npt
 
 from liveweight.bench.child import Line, reset_peak, resident_bytes
 from liveweight.bench.decoder import parameters
+from liveweight.devices.crew import Crew
 from liveweight.devices.kernels import choose_kernels
 from liveweight.plan.tally import lanes_to_bytes
 from liveweight.spec.deadline import Deadline
@@ -20,7 +21,6 @@ from liveweight.transports.ipc.reader import IpcReader
 from liveweight.wire.credentials import load_or_create_secret
 from liveweight.wire.values import Offer
 from liveweight.worker.agent import StagingSettings
-from liveweight.worker.crew import Crew
 from liveweight.worker.receiver import Receiver
 from liveweight.worker.shadow_digest import ShadowDigest
 from liveweight.worker.torch_target import TensorTarget

@@ -60,9 +60,8 @@ class Allocation:
         self.close()
 
 
-def allocate(size_bytes: int) -> Allocation:
+def allocate(size_bytes: int, what: str = "a shadow") -> Allocation:
     """That many bytes of zeros, faulted in. OutOfMemory where they cannot be had; nothing is left behind then."""
-    what = "a shadow"
     check_available(what, size_bytes)
     try:
         mapping = mmap.mmap(-1, max(size_bytes, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)

@@ -101,9 +101,9 @@ def choose() -> Chosen:
     return Chosen(kernels=native, name=f"native ({native.simd})")
 
 
-def choose_kernels(bus: Bus | None = None) -> Kernels:
-    """The kernels to use here. With a bus, it is said which."""
-    chosen = choose()
+def choose_kernels(bus: Bus | None = None, chosen: Chosen | None = None) -> Kernels:
+    """The kernels to use: the host's, or those that a device chose. With a bus, it is said which."""
+    chosen = choose() if chosen is None else chosen
     if bus is not None:
         bus.emit(KernelsChosen(name=chosen.name, reason=chosen.reason))
     return chosen.kernels

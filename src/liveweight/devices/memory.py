@@ -61,9 +61,27 @@ class Memory:
         storage = tensor.untyped_storage()
         return cls(address=storage.data_ptr(), size_bytes=storage.nbytes(), writable=True, owner=storage)
 
+    @classmethod
+    def of_view(cls, view: torch.Tensor, *, writable: bool = True) -> Self:
+        """What a tensor without gaps covers, on any device: from its first element on, as many bytes as it has elements for."""
+        size_bytes = view.numel() * view.element_size()
+        return cls(address=view.data_ptr(), size_bytes=size_bytes, writable=writable, owner=view)
+
     def bytes(self) -> npt.NDArray[np.uint8]:
-        """The bytes as an array that holds this memory; read-only where the memory is."""
+        """The bytes as an array that holds this memory; read-only where the memory is. LayoutInvalid for a device's."""
+        device = str(getattr(self.owner, "device", "cpu"))
+        if device != "cpu":
+            raise LayoutInvalid(f"memory on {device} has no bytes that the host can reach")
         return np.asarray(_Interface(self))
+
+    def tensor(self) -> torch.Tensor:
+        """The bytes of a writable memory as one tensor of uint8, without a copy, wherever they lie."""
+        import torch
+
+        owner = self.owner
+        if isinstance(owner, torch.Tensor) and owner.device.type != "cpu":
+            return owner.view(torch.uint8).view(-1)
+        return torch.from_numpy(self.bytes())
 
 
 class _Interface:

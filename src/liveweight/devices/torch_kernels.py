@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import ctypes
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import TypeAlias
 
@@ -17,6 +18,7 @@ import torch
 
 from liveweight.devices.bounds import Table, bound_copy, bound_digest, bound_freeze
 from liveweight.devices.memory import Memory
+from liveweight.devices.torch_casts import bfloat16_bits, float16_bits
 from liveweight.devices.torch_digest import digest_tensor
 from liveweight.errors import LayoutInvalid
 from liveweight.spec.digest import SEEDS, Lanes
@@ -25,7 +27,10 @@ from liveweight.spec.manifest import TensorSpec
 from liveweight.spec.region import Span
 
 Bases: TypeAlias = tuple[torch.Tensor, ...]
-"""The bytes of memories, as many as memories, in their order."""
+"""The storages' bytes in which memories lie, as many as memories, in their order."""
+
+Aside: TypeAlias = Callable[[], AbstractContextManager[None]]
+"""Where a run queues its work; at the end of the context the work is done."""
 
 _BLOCK_ITEMS = 1 << 20
 _TYPES = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -55,18 +60,18 @@ class TorchCopy:
 
     rows: Table
     keep: tuple[Memory, ...]
-    device: torch.device
+    aside: Aside
     sources: Bases
     targets: Bases
 
     def run(self, first: int, last: int) -> None:
         """Execute rows [first, last)."""
-        for row in _range(self.rows, first, last):
-            source, address, target, to, outer, out_s, out_t, inner, in_s, in_t, chunk = row
-            if outer and inner and chunk:
-                loops = [(outer, out_s, out_t), (inner, in_s, in_t)]
-                _copy(self.sources[source], address, self.targets[target], to, loops, chunk)
-        _finish(self.device)
+        with self.aside():
+            for row in _range(self.rows, first, last):
+                source, address, target, to, outer, out_s, out_t, inner, in_s, in_t, chunk = row
+                if outer and inner and chunk:
+                    loops = [(outer, out_s, out_t), (inner, in_s, in_t)]
+                    _copy(self.sources[source], address, self.targets[target], to, loops, chunk)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,15 +80,17 @@ class TorchDigest:
 
     rows: Table
     keep: tuple[Memory, ...]
+    aside: Aside
     memories: Bases
     slots: int
 
     def run(self, first: int, last: int) -> Lanes:
         """The partial digests of rows [first, last)."""
         lanes = np.zeros((self.slots, SEEDS), dtype=np.uint32)
-        for row in _range(self.rows, first, last):
-            if row[4] and row[8]:
-                lanes[row[11]] += _digest(self.memories[row[0]], row)
+        with self.aside():
+            for row in _range(self.rows, first, last):
+                if row[4] and row[8]:
+                    lanes[row[11]] += _digest(self.memories[row[0]], row)
         return lanes
 
 
@@ -93,7 +100,7 @@ class TorchFreeze:
 
     rows: Table
     keep: tuple[Memory, ...]
-    device: torch.device
+    aside: Aside
     sources: Bases
     targets: Bases
     slots: int
@@ -101,41 +108,43 @@ class TorchFreeze:
     def run(self, first: int, last: int) -> Lanes:
         """Move rows [first, last); their partial digests."""
         lanes = np.zeros((self.slots, SEEDS), dtype=np.uint32)
-        for row in _range(self.rows, first, last):
-            if row[4] and row[8]:
-                source, target = self.sources[row[0]], self.targets[row[12]]
-                _move(source, target, row)
-                item, to, stride = row[10], row[13], row[14]
-                lanes[row[11]] += _digest(target, [0, to, *row[2:5], stride, *row[6:9], item, item])
+        with self.aside():
+            for row in _range(self.rows, first, last):
+                if row[4] and row[8]:
+                    source, target = self.sources[row[0]], self.targets[row[12]]
+                    _move(source, target, row)
+                    item, to, stride = row[10], row[13], row[14]
+                    lanes[row[11]] += _digest(target, [0, to, *row[2:5], stride, *row[6:9], item, item])
         return lanes
 
     def move(self, first: int, last: int) -> None:
         """Move rows [first, last) without a digest."""
-        for row in _range(self.rows, first, last):
-            if row[4] and row[8]:
-                _move(self.sources[row[0]], self.targets[row[12]], row)
-        _finish(self.device)
+        with self.aside():
+            for row in _range(self.rows, first, last):
+                if row[4] and row[8]:
+                    _move(self.sources[row[0]], self.targets[row[12]], row)
 
 
 class TorchKernels:
     """Writes and digests memory of one device, named with its index. What is copied from may lie on the host or another device.
 
-    Work is queued on the stream that is current for the calling thread, and waited for.
+    Work is queued on the stream that is current for the calling thread, or `aside`, and waited for.
     """
 
-    def __init__(self, device: str | torch.device) -> None:
+    def __init__(self, device: str | torch.device, aside: Aside | None = None) -> None:
         self.device = torch.device(device)
         if self.device.type == "cpu":
             self.device = torch.device("cpu")
         elif self.device.index is None:
             raise ValueError(f"device {self.device} has no index: name one, as in {self.device}:0")
+        self._aside = (lambda: _here(self.device)) if aside is None else aside
 
     def bind_copy(self, rows: Table, sources: Sequence[Memory], targets: Sequence[Memory]) -> TorchCopy:
         """A copy table, checked."""
         return TorchCopy(
             rows=bound_copy(rows, sources, targets),
             keep=(*sources, *targets),
-            device=self.device,
+            aside=self._aside,
             sources=tuple(map(_base, sources)),
             targets=self._own(targets),
         )
@@ -143,7 +152,9 @@ class TorchKernels:
     def bind_digest(self, rows: Table, memories: Sequence[Memory], slots: int) -> TorchDigest:
         """A digest table, checked."""
         table = bound_digest(rows, memories, slots)
-        return TorchDigest(rows=table, keep=tuple(memories), memories=self._own(memories), slots=slots)
+        return TorchDigest(
+            rows=table, keep=tuple(memories), aside=self._aside, memories=self._own(memories), slots=slots
+        )
 
     def bind_freeze(
         self, rows: Table, sources: Sequence[Memory], targets: Sequence[Memory], slots: int
@@ -152,7 +163,7 @@ class TorchKernels:
         return TorchFreeze(
             rows=bound_freeze(rows, sources, targets, slots),
             keep=(*sources, *targets),
-            device=self.device,
+            aside=self._aside,
             sources=tuple(map(_base, sources)),
             targets=self._own(targets),
             slots=slots,
@@ -170,16 +181,18 @@ class TorchKernels:
 
 
 def _base(memory: Memory) -> torch.Tensor:
-    """A memory's bytes, from the first byte of their storage on. What no tensor owns is the host's."""
+    """All bytes of the storage that a memory lies in. What no tensor owns is the host's, and a storage of its own."""
     owner = memory.owner
-    if isinstance(owner, torch.Tensor):
-        begins = owner.storage_offset() == 0 and owner.data_ptr() == memory.address
-        if begins and owner.dtype is torch.uint8 and owner.shape == (memory.size_bytes,):
-            return owner
-        if owner.device.type != "cpu":
-            raise LayoutInvalid(f"memory on {owner.device} whose owner is not all bytes of one storage")
+    device = owner.device if isinstance(owner, torch.Tensor) else torch.device("cpu")
     if memory.size_bytes == 0:
-        return torch.empty(0, dtype=torch.uint8, device="cpu")
+        return torch.empty(0, dtype=torch.uint8, device=device)
+    if isinstance(owner, torch.Tensor):
+        base = storage_bytes(owner.untyped_storage())
+        start = memory.address - base.data_ptr()
+        if 0 <= start <= base.numel() - memory.size_bytes:
+            return base
+        if device.type != "cpu":
+            raise LayoutInvalid(f"memory on {device} that does not lie in its owner's storage")
     raw = (ctypes.c_uint8 * memory.size_bytes).from_address(memory.address)
     return torch.frombuffer(raw, dtype=torch.uint8)
 
@@ -191,10 +204,14 @@ def _range(table: Table, first: int, last: int) -> list[list[int]]:
     return rows
 
 
-def _finish(device: torch.device) -> None:
-    """Wait for what this thread has queued. (A digest has been waited for when its lanes are on the host.)"""
-    if device.type != "cpu":
-        torch.accelerator.current_stream(device).synchronize()
+@contextmanager
+def _here(device: torch.device) -> Iterator[None]:
+    """Queue on the calling thread's current stream, and wait for it; nobody touches the memory after the end."""
+    try:
+        yield
+    finally:
+        if device.type != "cpu":
+            torch.accelerator.current_stream(device).synchronize()
 
 
 def _width(item: int, addresses: Sequence[int], loops: Sequence[tuple[int, ...]]) -> int:
@@ -272,25 +289,9 @@ def _move(source: torch.Tensor, target: torch.Tensor, row: Sequence[int]) -> Non
     for top, height, left, width in _blocks(rows, columns, 1, 1):
         start = address + top * row_stride + left * stride
         bits = _matrix(source, start, (height, width), (row_stride, stride), 4).to(target.device)
-        halves = (_bfloat16(bits) if cast == _BFLOAT16 else _float16(bits)).contiguous()
+        halves = (bfloat16_bits(bits) if cast == _BFLOAT16 else float16_bits(bits)).contiguous()
         written = [(height, to_stride), (width, item)]
         place = to + top * to_stride + left * item
         unit = _width(item, (target.data_ptr(), place), written)
         into = _view(target, place, written, item, unit)
         into.copy_(halves.view(_TYPES[unit]).view(into.shape))
-
-
-def _is_nan(bits: torch.Tensor) -> torch.Tensor:
-    return (bits & 0x7FFFFFFF) > 0x7F800000
-
-
-def _bfloat16(bits: torch.Tensor) -> torch.Tensor:
-    """float32 to bfloat16, to the nearest, ties to even; every NaN becomes 0x7FC0. As integers: no device flushes what is small."""
-    whole = bits.masked_fill(_is_nan(bits), 0x7FC00000)
-    return ((whole + (((whole >> 16) & 1) + 0x7FFF)) >> 16).to(torch.int16)
-
-
-def _float16(bits: torch.Tensor) -> torch.Tensor:
-    """float32 to float16, to the nearest, ties to even; every NaN becomes 0x7E00."""
-    halves = bits.contiguous().view(torch.float32).to(torch.float16).view(torch.int16)
-    return halves.masked_fill(_is_nan(bits), 0x7E00)

@@ -8,14 +8,13 @@ from __future__ import annotations
 
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Protocol
 
 from liveweight.engine.forward import Group, Solo
 from liveweight.errors import ChannelClosed, Unavailable
 
 if TYPE_CHECKING:
     import torch
-    from torch.distributed import ProcessGroup
 
 LOOPBACK = "127.0.0.1"
 
@@ -34,22 +33,47 @@ def meet(*, rank: int, size: int, meeting: Path, device: str, timeout_s: float) 
         raise Unavailable(
             f"{size} ranks on {device} need torch.distributed with {backend}, and this torch has none"
         )
-    store, timeout = dist.FileStore(str(meeting), size), timedelta(seconds=timeout_s)
     try:
-        if backend == "nccl":
-            return Ranks(dist.ProcessGroupNCCL(store, rank, size, timeout), rank=rank, size=size)
-        options = dist.ProcessGroupGloo._Options()
-        options._timeout = timeout
-        options._devices = [dist.ProcessGroupGloo.create_device(hostname=LOOPBACK)]
-        return Ranks(dist.ProcessGroupGloo(store, rank, size, options), rank=rank, size=size)
+        return Ranks(_collectives(dist, backend, rank, size, meeting, timeout_s), rank=rank, size=size)
     except RuntimeError as error:
         raise ChannelClosed(f"the ranks did not meet: {error}") from error
+
+
+def _collectives(
+    dist: Any, backend: str, rank: int, size: int, meeting: Path, timeout_s: float
+) -> Collectives:
+    """The backend itself. (torch has no types for this part of it.)"""
+    store, timeout = dist.FileStore(str(meeting), size), timedelta(seconds=timeout_s)
+    if backend == "nccl":
+        options = dist.ProcessGroupNCCL.Options()
+        options._timeout = timeout
+        nccl: Collectives = dist.ProcessGroupNCCL(store, rank, size, options)
+        return nccl
+    options = dist.ProcessGroupGloo._Options()
+    options._timeout = timeout
+    options._devices = [dist.ProcessGroupGloo.create_device(hostname=LOOPBACK)]
+    gloo: Collectives = dist.ProcessGroupGloo(store, rank, size, options)
+    return gloo
+
+
+class _Work(Protocol):
+    def wait(self) -> object: ...
+
+
+class Collectives(Protocol):
+    """What is used of torch's process groups."""
+
+    def allreduce(self, tensors: list[torch.Tensor]) -> _Work:
+        """Sum in place."""
+
+    def allgather(self, outputs: list[list[torch.Tensor]], inputs: list[torch.Tensor]) -> _Work:
+        """Everybody's inputs, on everybody."""
 
 
 class Ranks:
     """One rank's end of a group of several."""
 
-    def __init__(self, group: ProcessGroup, *, rank: int, size: int) -> None:
+    def __init__(self, group: Collectives, *, rank: int, size: int) -> None:
         self._group, self.rank, self.size = group, rank, size
 
     def add(self, part: torch.Tensor) -> torch.Tensor:

@@ -33,6 +33,7 @@ LOOK_S = 0.5
 MARGIN_S = 5.0
 """How much longer than the publisher a replica waits: the publisher gives up first."""
 ABORT_S = 2.0
+"""How long the replicas of a failed round may take to stop reading."""
 STANDING_S = 5.0
 
 
@@ -77,7 +78,10 @@ class Part:
 
 @dataclass(slots=True)
 class Drive:
-    """A round under way. Run once, by the driver thread."""
+    """A round under way. Run once, by the driver thread.
+
+    `meanwhile` is called once the round is open, while ranks stage; what it raises ends the round before any vote is asked.
+    """
 
     parts: Sequence[Part]
     order: m.Open
@@ -88,10 +92,11 @@ class Drive:
     pool: ThreadPoolExecutor
     on_staged: Callable[[], None]
     closing: Callable[[], bool]
+    meanwhile: Callable[[], None] = lambda: None
+    step: str = "open"
     vote_s: float = 0.0
     commit_s: float = 0.0
     _began_s: float = field(default_factory=time.monotonic)
-    _step: str = "open"
 
     def run(self) -> None:
         """Take every replica of the quorum to the version, or none. RoundFailed says what failed first; OutcomeUnknown, that a replica
@@ -103,13 +108,15 @@ class Drive:
             raise
         except LiveWeightError as error:
             self._abort()
-            raise self._failed(self.parts[0], fault_of(error, step=self._step)) from error
+            raise self._failed(self.parts[0], fault_of(error, step=self.step)) from error
         except BaseException:
             self._abort()
             raise
+        self._abort_the_left()
 
     def _rounds(self) -> None:
         self._each("open", self._open)
+        self.meanwhile()
         if all(part.unchanged for part in self._in()):
             return
         self._each("stage", lambda part: self._until(part, "staged"))
@@ -185,7 +192,7 @@ class Drive:
             return
         try:
             part.committed = part.replica.commit(part.round_id, deadline)
-        except (DeadlineExceeded, WireError):
+        except (DeadlineExceeded, WireError, RoundAborted):  # the last: interrupted while it waited
             part.unheard = True
             raise
 
@@ -207,7 +214,7 @@ class Drive:
 
     def _each(self, name: str, step: Callable[[Part], None], *, keep_going: bool = False) -> None:
         """One step on every replica that is still in, all at once; below the quorum the round fails."""
-        self._step = name
+        self.step = name
         parts = self._in()
         if len(parts) == 1:
             self._try(name, step, parts[0])
@@ -233,8 +240,8 @@ class Drive:
         """What failed first."""
         out = [(part.failed_s, number) for number, part in enumerate(self.parts) if part.fault is not None]
         part = self.parts[min(out)[1]] if out else self.parts[0]
-        nothing = fault_of(RoundAborted("too few replicas committed"), step=self._step)
-        return self._failed(part, part.fault or nothing)
+        too_few = fault_of(RoundAborted("too few replicas committed"), step=self.step)
+        return self._failed(part, part.fault or too_few)
 
     def _failed(self, part: Part, fault: Fault) -> RoundFailed:
         return RoundFailed(
@@ -248,13 +255,27 @@ class Drive:
 
     def _abort(self) -> None:
         """Give the round up wherever it is open; note who may still be reading."""
-        deadline = Deadline.after(ABORT_S)
-        for part in self.parts:
-            if part.round_id is None or part.done:
-                continue
-            try:
-                part.readers = bool(part.replica.abort(part.round_id, "the round failed", deadline))
-            except ReplicaRefused:
-                continue  # it ended there by itself
-            except LiveWeightError:
-                part.readers = True  # out of reach: its lease ends the round, its readers are revoked
+        self._abort_all("the round failed", Deadline.after(ABORT_S))
+
+    def _abort_the_left(self) -> None:
+        """The quorum has committed: give the round up where it fell out, without waiting for readers. The next freeze does."""
+        self._abort_all("the others went on without it", Deadline.after(0.0))
+
+    def _abort_all(self, reason: str, deadline: Deadline) -> None:
+        """All at once: one that does not answer takes no time from the others. What was told to commit ends by itself."""
+        opened = [p for p in self.parts if p.round_id is not None and not p.done and not p.unheard]
+        if len(opened) == 1:
+            _abort_one(opened[0], reason, deadline)
+        else:
+            list(self.pool.map(lambda part: _abort_one(part, reason, deadline), opened))
+
+
+def _abort_one(part: Part, reason: str, deadline: Deadline) -> None:
+    if part.round_id is None:
+        return
+    try:
+        part.readers = bool(part.replica.abort(part.round_id, reason, deadline))
+    except ReplicaRefused:
+        return  # it ended there by itself
+    except LiveWeightError:
+        part.readers = True  # out of reach: its lease ends the round, its readers are revoked

@@ -25,7 +25,7 @@ from liveweight.trainer.registry import Registry
 from liveweight.trainer.shares import ROW_BYTES, ranges, run_shared, summed
 from liveweight.trainer.source import Source, whole_pass
 from liveweight.trainer.sources import ModuleSource
-from liveweight.trainer.views import bytes_of, extent_bytes, view
+from liveweight.trainer.views import extent_bytes, view
 from liveweight.transports.port import Arena
 
 if TYPE_CHECKING:
@@ -91,17 +91,19 @@ class SharedModule:
         self.close()
 
 
-def share_module(module: torch.nn.Module, allocate: Callable[[int], Arena]) -> SharedModule:
+def share_module(
+    module: torch.nn.Module, allocate: Callable[[int], Arena], device: str = "cpu"
+) -> SharedModule:
     """Move a module's parameters and persistent buffers into an arena: same objects, values, gradients; contiguous; tied ones once.
 
     An optimiser goes on with the parameters it has. One that keeps the parameters' memory itself (flattened buffers) must be made after.
-    Called between steps, never between forward and backward. On failure the module is as it was.
+    Called between steps, never between forward and backward. On failure the module is as it was. `device` is where the arena is.
     """
     registry = Registry.of(module)
     tensors = registry.tensors()
     census = take_census(registry.names, tensors)
     residents = _residents(census, tensors)
-    _check_movable(census.manifest, residents)
+    _check_movable(census.manifest, residents, device)
     layout = packed(census.manifest.tensors)
     arena = allocate(layout.memories_bytes[0])
     try:
@@ -148,13 +150,13 @@ def _residents(census: Census, tensors: Sequence[torch.Tensor]) -> list[list[tor
     return [group if group[0].numel() else [] for group in owned.values()]
 
 
-def _check_movable(manifest: Manifest, residents: Sequence[list[torch.Tensor]]) -> None:
+def _check_movable(manifest: Manifest, residents: Sequence[list[torch.Tensor]], device: str) -> None:
     """Refuse what cannot be moved without being changed: other devices, and tensors that share a part of their memory."""
     spans = []
     for spec, group in zip(manifest, residents, strict=True):
         for tensor in group[:1]:
-            if not tensor.is_cpu:
-                raise Refused(f"{spec.name} is on {tensor.device}: only what is in host memory can be shared")
+            if str(tensor.device) != device:
+                raise Refused(f"{spec.name} is on {tensor.device}, and the arena would be on {device}")
             spans.append((tensor.data_ptr(), tensor.data_ptr() + extent_bytes(tensor), spec.name))
     for (_, end, name), (start, _, other) in itertools.pairwise(sorted(spans)):
         if start < end:
@@ -163,7 +165,7 @@ def _check_movable(manifest: Manifest, residents: Sequence[list[torch.Tensor]]) 
 
 def _move(layout: Layout, arena: Arena, residents: Sequence[list[torch.Tensor]]) -> None:
     """Copy all values first; then exchange the memory of all objects, or of none."""
-    raw = bytes_of(arena.memory)
+    raw = arena.memory.tensor()
     views = [view(raw, p, spec) for p, spec in zip(layout.placements, layout.tensors, strict=True)]
     for place, group in zip(views, residents, strict=True):
         for tensor in group[:1]:

@@ -56,6 +56,7 @@ class Offers:
         self._source, self._outlet = source, outlet
         self._kernels, self._shared, self._threads, self._bus = kernels, shared, threads, bus
         self._never_live = why_not_live(source, expected, shared)
+        self._strayed = False
         self._freezer = Freezer(own, self.manifest, kernels)
         self.structure = self._freezer.layout.fingerprint
         """The name that rounds use for the manifest: the same only for the same tensors in the same order."""
@@ -66,20 +67,38 @@ class Offers:
     def make(self, label: str, kind: OfferKind, *, verify: bool, release: Callable[[], None]) -> Made:
         """Hold the source's current values ready. `release` waits for readers of the offer before, a while.
 
-        A frozen offer always knows its digests, which ride on the copy; a live one only where they are to be verified.
+        A frozen offer always knows its digests, which ride on the copy; a live one only where they are to be verified. A live one
+        is of the arena: whether the parameters still lie there, `strayed` says, and it must be asked before anyone commits.
         """
-        made = self._make(label, kind, verify=verify, release=release)
-        self.current = made.offer
-        return made
-
-    def _make(self, label: str, kind: OfferKind, *, verify: bool, release: Callable[[], None]) -> Made:
         if kind == "live":
-            reason = self._never_live
+            reason = self._why_not_live()
             if reason is None and self._shared is not None:
-                reason = moved_since(self._source, self._shared)
-                if reason is None:
-                    return self._live(label, self._shared, digest=verify)
-            self._bus.emit(events.LiveOfferImpossible(version=label, reason=reason or "nothing is shared"))
+                made = self._live(label, self._shared, digest=verify)
+                self.current = made.offer
+                return made
+            return self.freeze(label, reason or "nothing is shared", release=release)
+        return self._frozen(label, release=release)
+
+    def _why_not_live(self) -> str | None:
+        """What is known without looking at every tensor. They are looked at here only if they had strayed the last time."""
+        if self._never_live is not None or self._shared is None:
+            return self._never_live
+        if self._strayed or self._shared.closed:
+            return moved_since(self._source, self._shared)
+        return None
+
+    def strayed(self, offer: Offer) -> str | None:
+        """Why a live offer must not be committed: parameters that lie elsewhere by now. Asked while ranks read it, which many
+        thousand tensors are worth; the parameters must not be moved meanwhile. None: it stands."""
+        if offer.kind != "live" or self._shared is None:
+            return None
+        reason = moved_since(self._source, self._shared)
+        self._strayed = reason is not None
+        return reason
+
+    def freeze(self, label: str, reason: str, *, release: Callable[[], None]) -> Made:
+        """Hold the current values ready frozen, where a live offer was asked for and that is why it cannot be."""
+        self._bus.emit(events.LiveOfferImpossible(version=label, reason=reason))
         return self._frozen(label, release=release)
 
     def end(self, offer: Offer) -> None:
@@ -113,7 +132,7 @@ class Offers:
         frozen = self._freezer.freeze(self._source, self._arena.memory, threads=self._threads, digest=True)
         took_s = time.monotonic() - began_s
         self._bus.emit(events.Frozen(version=label, rank=0, size_bytes=self.size_bytes, took_s=took_s))
-        offer = self._outlet.offer(layout, [self._arena], "frozen")
+        self.current = offer = self._outlet.offer(layout, [self._arena], "frozen")
         self._said(label, "frozen", layout)
         return Made(offer=offer, lanes=frozen.lanes, freeze_s=took_s, digest_s=0.0)
 

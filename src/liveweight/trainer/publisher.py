@@ -6,31 +6,31 @@ serve the version, or raises; it never hangs, and a failed round leaves the engi
 
 from __future__ import annotations
 
-import functools
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from concurrent import futures
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import TimeoutError as FutureTimeout
-from dataclasses import dataclass
-from typing import Self, TypeVar
+from dataclasses import dataclass, field
+from typing import Self
 
 from liveweight.errors import (
     DeadlineExceeded,
     LiveWeightError,
-    ManifestMismatch,
     OutcomeUnknown,
     Refused,
+    RoundAborted,
     RoundFailed,
-    VersionConflict,
     WireError,
     WrongState,
 )
 from liveweight.observe.events import OfferKind
 from liveweight.plan.tally import lanes_to_bytes
 from liveweight.spec.deadline import Deadline
-from liveweight.spec.manifest import Manifest, Version, compare
+from liveweight.spec.manifest import Version
 from liveweight.trainer.drive import MARGIN_S, Drive, Part
+from liveweight.trainer.labels import Labels
 from liveweight.trainer.offers import Made, Offers
 from liveweight.trainer.replica import Replica, ReplicaRefused
 from liveweight.trainer.report import Report
@@ -38,9 +38,8 @@ from liveweight.wire import messages as m
 from liveweight.wire.values import RoundId
 
 GRACE_S = 30.0
-LABELS = 65536
-
-Answer = TypeVar("Answer")
+LAST_COMMIT_S = 5.0
+"""How long closing waits for a commit that engines were told of already."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,13 +56,17 @@ class PublisherSettings:
 
 @dataclass(slots=True)
 class _Round:
+    """`strayed`: why its live offer must not be committed. Known before `staged` is set."""
+
     version: Version
     made: Made
     parts: list[Part]
     deadline: Deadline
     began_s: float
-    outcome: Future[Report]
-    staged: threading.Event
+    drive: Drive | None = None
+    outcome: Future[Report] = field(default_factory=Future)
+    staged: threading.Event = field(default_factory=threading.Event)
+    strayed: str | None = None
 
 
 class Publisher:
@@ -82,8 +85,8 @@ class Publisher:
         self._replicas, self._offers = list(replicas), offers
         if settings.quorum is not None and not 1 <= settings.quorum <= len(self._replicas):
             raise Refused(f"a quorum of {settings.quorum} of {len(self._replicas)} replicas")
-        self._labels: dict[str | int, str] = {}
-        self._last: list[Part] = []
+        self._labels = Labels()
+        self._last: _Round | None = None
         self._round: _Round | None = None
         self._missed = 0
         self._closing = threading.Event()
@@ -109,30 +112,40 @@ class Publisher:
         made = self._offers.make(
             str(label), self.settings.offer, verify=self.settings.verify, release=self._release
         )
-        # The round's; the freeze before it waits for nobody but slow readers, and for them `release_s`.
-        deadline = Deadline.after(self.settings.timeout_s)
         try:
-            version = self._version(label, made)
-        except LiveWeightError:
+            current = self._begin(label, made, began_s)
+            if made.offer.kind == "live":
+                current.staged.wait(current.deadline.remaining_s() + GRACE_S)
+        finally:  # also if we are interrupted: the parameters of a live offer may change from here on
             self._offers.end(made.offer)
-            raise
+        if current.strayed is not None:
+            self._freeze_instead(label, current, current.strayed)
+
+    def _begin(self, label: str | int, made: Made, began_s: float) -> _Round:
+        digest = None if made.lanes is None else self._offers.content.of(made.lanes)
+        version = Version(run=self.run, label=label, digest=digest)
+        self._labels.check(version)
         parts = [Part(replica) for replica in self._replicas]
-        current = _Round(version, made, parts, deadline, began_s, Future(), threading.Event())
-        self._round = current
-        current.outcome = self._driver.submit(self._drive, current)
+        # The round's time; the freeze before it waits for nobody but slow readers, and for them `release_s`.
+        current = _Round(version, made, parts, Deadline.after(self.settings.timeout_s), began_s)
+        current.drive = drive = self._drive(current)
+        current.outcome = self._driver.submit(self._run, current, drive)
         current.outcome.add_done_callback(lambda _: current.staged.set())
-        if made.offer.kind == "live":
-            try:
-                current.staged.wait(deadline.remaining_s() + GRACE_S)
-            finally:  # also if we are interrupted: the parameters may change from here on
-                self._offers.end(made.offer)
+        self._round = self._last = current
+        return current
+
+    def _freeze_instead(self, label: str | int, live: _Round, reason: str) -> None:
+        """Parameters lie elsewhere: the round of the live offer is given up, and one of a frozen offer takes its place."""
+        self._round = None
+        futures.wait([live.outcome], GRACE_S)
+        made = self._offers.freeze(str(label), reason, release=self._release)
+        self._begin(label, made, live.began_s)
 
     def wait(self) -> Report:
         """The outcome of the round that `offer` began."""
         current, self._round = self._round, None
         if current is None:
             raise WrongState("without a round", "wait")
-        self._last = current.parts
         try:
             return current.outcome.result(current.deadline.remaining_s() + self._last_steps_s())
         except FutureTimeout:
@@ -153,8 +166,13 @@ class Publisher:
         return tuple(self._undone(replica, deadline) for replica in self._replicas)
 
     def close(self) -> None:
-        """Abort a round that is not committed yet, and let go of everything."""
+        """Abort a round that is not committed yet, and let go of everything. Waits for no engine that does not answer."""
         self._closing.set()
+        last = self._last
+        if last is not None and last.drive is not None and last.drive.step == "commit":
+            futures.wait([last.outcome], LAST_COMMIT_S)
+        for replica in self._replicas:
+            replica.interrupt()
         self._driver.shutdown(wait=True)
         self._pool.shutdown(wait=True)
         self._offers.close()
@@ -167,18 +185,7 @@ class Publisher:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _version(self, label: str | int, made: Made) -> Version:
-        digest = None if made.lanes is None else self._offers.content.of(made.lanes)
-        known = self._labels.get(label)
-        if digest is not None:
-            if known is not None and known != digest:
-                raise VersionConflict(f"{label} was published before in this run, with other content")
-            self._labels[label] = digest
-            while len(self._labels) > LABELS:
-                del self._labels[next(iter(self._labels))]
-        return Version(run=self.run, label=label, digest=digest)
-
-    def _drive(self, current: _Round) -> Report:
+    def _drive(self, current: _Round) -> Drive:
         made, settings = current.made, self.settings
         order = m.Open(
             publisher=self.name,
@@ -189,7 +196,7 @@ class Publisher:
             verify=settings.verify,
             timeout_s=current.deadline.remaining_s() + settings.lease_s + MARGIN_S,
         )
-        drive = Drive(
+        return Drive(
             parts=current.parts,
             order=order,
             manifest=self._offers.manifest,
@@ -199,9 +206,25 @@ class Publisher:
             pool=self._pool,
             on_staged=current.staged.set,
             closing=self._closing.is_set,
+            meanwhile=lambda: self._look_for_strays(current),
         )
+
+    def _look_for_strays(self, current: _Round) -> None:
+        """End the round of a live offer whose parameters lie elsewhere by now. In the driver's thread, while ranks stage and the
+        training loop waits for them."""
+        current.strayed = self._offers.strayed(current.made.offer)
+        if current.strayed is not None:
+            raise RoundAborted(f"a frozen offer takes the place of the live one: {current.strayed}")
+
+    def _run(self, current: _Round, drive: Drive) -> Report:
         missed, self._missed = self._missed, self._missed + 1
-        drive.run()
+        try:
+            drive.run()
+        finally:
+            if current.strayed is not None:
+                self._missed = missed  # it was no round of its own: a frozen one follows
+            if any(part.done for part in current.parts):
+                self._labels.bind(current.version)
         self._missed = 0
         return self._report(current, drive, missed)
 
@@ -227,7 +250,7 @@ class Publisher:
     def _release(self) -> None:
         """Wait a while for ranks that still read the offer before; after that they are revoked."""
         deadline = Deadline.after(self.settings.release_s)
-        for part in self._last:
+        for part in [] if self._last is None else self._last.parts:
             if part.readers and part.round_id is not None:
                 part.readers = _still_read(part.replica, part.round_id, deadline)
 
@@ -246,34 +269,6 @@ class Publisher:
             waited_s=fault.waited_s,
             serving=None if serving is None else str(serving),
         )
-
-
-def meet_replicas(replicas: Sequence[Replica], deadline: Deadline) -> Manifest:
-    """What all replicas expect, once their ranks have joined; they must expect the same."""
-    expected: Manifest | None = None
-    for replica in replicas:
-        standing = _asked(functools.partial(replica.standing, deadline))
-        if expected is None:
-            expected = standing.expected
-        elif expected.names_digest() != standing.expected.names_digest():
-            raise ManifestMismatch([f"{replicas[0].name} and {replica.name} expect different tensors"])
-    if expected is None:
-        raise WrongState("without engines", "publish")
-    return expected
-
-
-def describe_to(replicas: Sequence[Replica], offers: Offers, expected: Manifest, deadline: Deadline) -> None:
-    """Compare manifests before training starts: here for the names, and at every replica so that rounds can refer to it."""
-    compare(expected, offers.manifest)
-    for replica in replicas:
-        _asked(functools.partial(replica.describe, offers.structure, offers.manifest, deadline))
-
-
-def _asked(question: Callable[[], Answer]) -> Answer:
-    try:
-        return question()
-    except ReplicaRefused as refused:
-        raise refused.to_error() from None
 
 
 def _still_read(replica: Replica, round_id: RoundId, deadline: Deadline) -> bool:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Protocol, TypeVar
 
-from liveweight.errors import ChannelClosed, LiveWeightError, MessageInvalid
+from liveweight.errors import ChannelClosed, LiveWeightError, MessageInvalid, RoundAborted
 from liveweight.spec.deadline import Deadline
 from liveweight.spec.manifest import Manifest, Version
 from liveweight.wire import messages as m
@@ -15,6 +15,7 @@ from liveweight.wire.channel import Channel
 from liveweight.wire.codec import Codec
 from liveweight.wire.credentials import Secret
 from liveweight.wire.values import Fault, RoundId
+from liveweight.wire.waker import Waker
 
 Answer = TypeVar("Answer", bound=m.Message)
 
@@ -32,7 +33,8 @@ class ReplicaRefused(Exception):
 
 
 class Replica(Protocol):
-    """One engine. Called by one thread at a time; raises ReplicaRefused, or a LiveWeightError where it cannot be reached."""
+    """One engine. Called by one thread at a time (`interrupt`: by any); raises ReplicaRefused, or a LiveWeightError where it cannot
+    be reached."""
 
     @property
     def name(self) -> str:
@@ -62,6 +64,9 @@ class Replica(Protocol):
     def undo(self, publisher: str, deadline: Deadline) -> m.Committed:
         """Go back to the version before."""
 
+    def interrupt(self) -> None:
+        """The publisher is being closed: the present call and every later one but `abort` end at once, with RoundAborted."""
+
     def close(self) -> None:
         """Let go of the connection."""
 
@@ -71,6 +76,7 @@ class WireReplica:
 
     def __init__(self, address: str, secret: Secret) -> None:
         self._address, self._secret = address, secret
+        self._interrupt = Waker()
         self._channel: Channel[m.Message] | None = None
 
     @property
@@ -111,27 +117,43 @@ class WireReplica:
         return self._ask(body, m.Committed, _with_grace(deadline), "commit")
 
     def abort(self, round_id: RoundId, reason: str, deadline: Deadline) -> tuple[int, ...]:
-        """See Replica."""
+        """See Replica. A leader whose connection is gone knows nothing of the round any more, and its successor never did."""
+        if self._channel is None:
+            raise ChannelClosed(f"{self._address}, where the round was open, is gone")
         body = m.Abort(round=round_id, reason=reason, wait_s=deadline.remaining_s())
-        return self._ask(body, m.Aborted, _with_grace(deadline), "abort").readers
+        return self._ask(body, m.Aborted, _with_grace(deadline), "abort", interruptible=False).readers
 
     def undo(self, publisher: str, deadline: Deadline) -> m.Committed:
         """See Replica."""
         body = m.Undo(publisher=publisher, timeout_s=deadline.remaining_s())
         return self._ask(body, m.Committed, _with_grace(deadline), "undo")
 
+    def interrupt(self) -> None:
+        """See Replica."""
+        self._interrupt.wake()
+
     def close(self) -> None:
         """See Replica."""
-        if self._channel is not None:
-            self._channel.close()
-            self._channel = None
+        self._disconnect()
+        self._interrupt.close()
 
-    def _ask(self, body: m.Message, kind: type[Answer], deadline: Deadline, step: str) -> Answer:
-        channel = self._connected(deadline)
+    def _ask(
+        self,
+        body: m.Message,
+        kind: type[Answer],
+        deadline: Deadline,
+        step: str,
+        *,
+        interruptible: bool = True,
+    ) -> Answer:
         try:
-            answer = channel.request(body, deadline, f"{self._address} to {step}")
-        except ChannelClosed:
-            self.close()
+            answer = self._connected(deadline).request(
+                body, deadline, f"{self._address} to {step}", cancellable=interruptible
+            )
+        except ChannelClosed as error:
+            if interruptible and self._interrupt.woken:
+                raise RoundAborted(f"the publisher was closed: {error}") from error
+            self._disconnect()
             raise
         if isinstance(answer, m.Refusal):
             raise ReplicaRefused(answer.fault, answer.serving)
@@ -148,12 +170,19 @@ class WireReplica:
         try:
             self._channel.receive_now()
         except ChannelClosed:
-            self.close()
+            self._disconnect()
 
     def _connected(self, deadline: Deadline) -> Channel[m.Message]:
         if self._channel is None:
-            self._channel = Channel(self._address, self._secret, Codec(m.Message), deadline=deadline)
+            self._channel = Channel(
+                self._address, self._secret, Codec(m.Message), deadline=deadline, cancel=self._interrupt
+            )
         return self._channel
+
+    def _disconnect(self) -> None:
+        if self._channel is not None:
+            self._channel.close()
+            self._channel = None
 
 
 def _with_grace(deadline: Deadline) -> Deadline:

@@ -1,17 +1,17 @@
 """Work shared over threads: ranges of rows of about equal bytes, run by kernels that release the GIL.
 
-The threads live as long as one call. What the rows mean is the caller's.
+The threads live as long as one call; the caller's is one of them. What the rows mean is the caller's.
 """
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from typing import TypeAlias, TypeVar
 
 import numpy as np
 
+from liveweight.devices.crew import Turns, run_once
 from liveweight.plan.loops import Table
 from liveweight.spec.digest import SEEDS, Lanes
 
@@ -46,8 +46,14 @@ def run_shared(run: Callable[[int, int], Result], shares: Sequence[Range], threa
     """Every range once, by that many threads. Returns, or raises the first failure, when no thread runs any more."""
     if threads <= 1 or len(shares) <= 1:
         return [run(first, last) for first, last in shares]
-    with ThreadPoolExecutor(min(threads, len(shares)), thread_name_prefix="liveweight-share") as pool:
-        return list(pool.map(lambda share: run(*share), shares))
+    turns, done = Turns(len(shares)), dict[int, Result]()
+
+    def work(_: int, number: int) -> None:
+        done[number] = run(*shares[number])
+
+    lanes = min(threads, len(shares))
+    run_once(lanes, lambda lane: turns.work_through(lane, work), name="liveweight-share")
+    return [done[number] for number in range(len(shares))]
 
 
 def summed(parts: list[Lanes], slots: int) -> Lanes:

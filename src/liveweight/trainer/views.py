@@ -17,10 +17,8 @@ if TYPE_CHECKING:
 
 
 def bytes_of(memory: Memory) -> torch.Tensor:
-    """All bytes of a writable memory as one tensor of uint8, without a copy."""
-    import torch
-
-    return torch.from_numpy(memory.bytes())
+    """All bytes of a writable memory as one tensor of uint8, without a copy, wherever they lie."""
+    return memory.tensor()
 
 
 def view(raw: torch.Tensor, placement: Placement, spec: TensorSpec) -> torch.Tensor:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
+from liveweight.devices.device import Device
 from liveweight.devices.memory import Memory
 from liveweight.observe.events import OfferKind
 from liveweight.plan.loops import Table
@@ -19,6 +20,10 @@ from liveweight.wire.values import Offer
 
 class Arena(Protocol):
     """Source memory that ranks can read: allocated and faulted in once, kept across rounds. Owned by the publisher's process."""
+
+    @property
+    def device(self) -> Device:
+        """Where the bytes are."""
 
     @property
     def memory(self) -> Memory:
@@ -43,10 +48,10 @@ class Outlet(Protocol):
         """Where ranks attach."""
 
     def allocate(self, size_bytes: int) -> Arena:
-        """An arena of that size; OutOfMemory where it cannot be had."""
+        """An arena of that size, on the outlet's device; OutOfMemory where it cannot be had."""
 
     def offer(self, layout: Layout, arenas: Sequence[Arena], kind: OfferKind) -> Offer:
-        """Let ranks read these arenas (one per memory of the layout), as they are now."""
+        """Let ranks read these arenas (one per memory of the layout), as they are now: what was queued to write them is waited for."""
 
     def withdraw(self, layout: Layout) -> None:
         """Hand that layout out no more."""
@@ -73,7 +78,10 @@ class Reader(Protocol):
     """The rank half; lives across rounds and keeps what can be kept. Called from the rank's staging thread."""
 
     def bind(self, offer: Offer, target: Layout, shadow: Sequence[Memory], deadline: Deadline) -> Reading:
-        """Attach to the offer's source if need be, plan if need be, and bind to this shadow."""
+        """Attach to the offer's source if need be, plan if need be, and bind to this shadow.
+
+        Refused, naming both, where the source's memory is on a device that this rank cannot read.
+        """
 
     def forget(self, source: str) -> None:
         """Drop what is kept about a source, after a failure: the next bind begins anew."""

@@ -5,21 +5,34 @@ Owns what a mode is called, how far it reaches and which offers it has. How it w
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Literal, TypeAlias
+from typing import TYPE_CHECKING, Literal, Protocol, TypeAlias
 
 from liveweight.errors import Refused
 from liveweight.observe.events import OfferKind
 
 if TYPE_CHECKING:
+    from liveweight.devices.device import Device
     from liveweight.devices.kernels import Kernels
     from liveweight.transports.port import Outlet, Reader
     from liveweight.wire.credentials import Secret
 
 Reach: TypeAlias = Literal["one host", "any host", "files"]
+
+
+class MakeOutlet(Protocol):
+    """Makes the source half, with sockets in that directory and arenas on that device (None: the host)."""
+
+    def __call__(self, directory: Path, secret: Secret, device: Device | None = None) -> Outlet: ...
+
+
+class MakeReader(Protocol):
+    """Makes the rank half, for shadows on that device (None: the host), which these kernels write."""
+
+    def __call__(self, secret: Secret, kernels: Kernels, device: Device | None = None) -> Reader: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,8 +44,8 @@ class Mode:
     offers: tuple[OfferKind, ...]
     summary: str
     extra: str | None
-    outlet: Callable[[Path, Secret], Outlet]
-    reader: Callable[[Secret, Kernels], Reader]
+    outlet: MakeOutlet
+    reader: MakeReader
 
 
 def mode(name: str) -> Mode:
@@ -43,16 +56,16 @@ def mode(name: str) -> Mode:
     return found
 
 
-def _ipc_outlet(directory: Path, secret: Secret) -> Outlet:
+def _ipc_outlet(directory: Path, secret: Secret, device: Device | None = None) -> Outlet:
     from liveweight.transports.ipc.source import IpcOutlet
 
-    return IpcOutlet(directory, secret)
+    return IpcOutlet(directory, secret, device=device)
 
 
-def _ipc_reader(secret: Secret, kernels: Kernels) -> Reader:
+def _ipc_reader(secret: Secret, kernels: Kernels, device: Device | None = None) -> Reader:
     from liveweight.transports.ipc.reader import IpcReader
 
-    return IpcReader(secret, kernels)
+    return IpcReader(secret, kernels, device=device)
 
 
 _MODES = (
@@ -60,7 +73,7 @@ _MODES = (
         name="ipc",
         reach="one host",
         offers=("frozen", "live"),
-        summary="shared memory that ranks map read-only",
+        summary="shared memory that ranks map read-only; on CUDA devices, IPC handles",
         extra=None,
         outlet=_ipc_outlet,
         reader=_ipc_reader,

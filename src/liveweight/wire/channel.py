@@ -39,16 +39,19 @@ class Channel(Generic[Message]):
         limits: Limits | None = None,
         *,
         deadline: Deadline,
+        cancel: Waker | None = None,
     ) -> None:
         """Connect, prove the secret both ways and compare protocol versions, or raise and leave nothing open.
 
         WrongSecret, ProtocolMismatch and ChannelClosed come as soon as they are known. Where nobody listens yet, or
-        the listener's owner does not receive, the wait lasts until the deadline.
+        the listener's owner does not receive, the wait lasts until the deadline. `cancel`, once woken by another
+        thread, ends this wait and every later request that does not ask otherwise with ChannelClosed.
         """
         unix_path(address)
         self.address = address
         self._codec = codec
         self._limits = limits or Limits()
+        self._cancel = cancel
         self._closed = False
         self._calls = itertools.count(NOTIFICATION + 1)
         self._kept: deque[Message] = deque()
@@ -57,7 +60,7 @@ class Channel(Generic[Message]):
             acquired.callback(self._waker.close)
             context: Context = zmq.Context()
             acquired.callback(terminate, context)
-            self._link = establish(context, address, secret, self._limits, deadline)
+            self._link = establish(context, address, secret, self._limits, deadline, cancel)
             acquired.callback(self._link.close)
             self._greet(deadline)
             self._acquired = acquired.pop_all()
@@ -66,12 +69,19 @@ class Channel(Generic[Message]):
         """Queue a message that expects no reply."""
         self._send_frame(self._codec.encode(body, call=NOTIFICATION, limits=self._limits), deadline)
 
-    def request(self, body: Message, deadline: Deadline, waiting_for: str) -> Message:
-        """Send a message and wait for its reply. Notifications that come first are kept for `receive`."""
+    def request(
+        self, body: Message, deadline: Deadline, waiting_for: str, *, cancellable: bool = True
+    ) -> Message:
+        """Send a message and wait for its reply. Notifications that come first are kept for `receive`.
+
+        Cancelled, it is not sent or its reply not awaited; the channel stays open.
+        """
         call = next(self._calls)
-        self._send_frame(self._codec.encode(body, call=call, limits=self._limits), deadline)
+        cancel = self._cancel if cancellable else None
+        _must_go_on(cancel, waiting_for)
+        self._send_frame(self._codec.encode(body, call=call, limits=self._limits), deadline, cancel)
         while True:
-            envelope = self._wait(deadline, waiting_for)
+            envelope = self._wait(deadline, waiting_for, cancel)
             if envelope.call == call:
                 return envelope.body
             self._keep(envelope)
@@ -92,7 +102,7 @@ class Channel(Generic[Message]):
             if body is not None:
                 return body
             deadline.check(waiting_for)
-            self._poll(zmq.POLLIN, deadline, wakeable=True)
+            self._poll(zmq.POLLIN, deadline, self._waker)
 
     def receive_now(self) -> Message | None:
         """The next notification if one is there. Passes over at most one queue's worth of late replies."""
@@ -124,7 +134,7 @@ class Channel(Generic[Message]):
 
     def _greet(self, deadline: Deadline) -> None:
         """Say which protocol we speak; the peer says the same, or refuses."""
-        self._send_frame(self._codec.greeting, deadline)
+        self._send_frame(self._codec.greeting, deadline, self._cancel)
         waiting_for = f"{self.address} to greet"
         while True:
             frame = self._frame_now()
@@ -134,15 +144,17 @@ class Channel(Generic[Message]):
                 self._codec.decode(frame, limits=self._limits)
                 raise MessageInvalid(f"{self.address} sent a message before its greeting")
             deadline.check(waiting_for)
-            self._poll(zmq.POLLIN, deadline)
+            _must_go_on(self._cancel, waiting_for)
+            self._poll(zmq.POLLIN, deadline, self._cancel)
 
-    def _wait(self, deadline: Deadline, waiting_for: str) -> Envelope[Message]:
+    def _wait(self, deadline: Deadline, waiting_for: str, cancel: Waker | None = None) -> Envelope[Message]:
         while True:
             envelope = self._envelope_now()
             if envelope is not None:
                 return envelope
             deadline.check(waiting_for)
-            self._poll(zmq.POLLIN, deadline)
+            _must_go_on(cancel, waiting_for)
+            self._poll(zmq.POLLIN, deadline, cancel)
 
     def _keep(self, envelope: Envelope[Message]) -> None:
         """Keep a notification; drop a reply, for the call that it answers was given up."""
@@ -169,14 +181,15 @@ class Channel(Generic[Message]):
             raise MessageInvalid("a frame comes alone, not in parts")
         return parts[0]
 
-    def _send_frame(self, frame: bytes, deadline: Deadline) -> None:
+    def _send_frame(self, frame: bytes, deadline: Deadline, cancel: Waker | None = None) -> None:
         while True:
             if self._hear() is State.GONE:
                 raise ChannelClosed(f"{self.address} is gone")
             if put(self._link.socket, frame):
                 return
             deadline.check(f"{self.address} to take a message")
-            self._poll(zmq.POLLOUT, deadline)
+            _must_go_on(cancel, f"{self.address} to take a message")
+            self._poll(zmq.POLLOUT, deadline, cancel)
 
     def _must_be_open(self) -> None:
         if self._closed:
@@ -186,7 +199,12 @@ class Channel(Generic[Message]):
         self._must_be_open()
         return self._link.hear()
 
-    def _poll(self, event: int, deadline: Deadline, *, wakeable: bool = False) -> None:
-        """Wait for that event, news of the link or, if asked for, a wake; at most until the deadline."""
-        wakers = (self._waker.fileno(),) if wakeable else ()
+    def _poll(self, event: int, deadline: Deadline, waker: Waker | None = None) -> None:
+        """Wait for that event, news of the link or, if one is given, a waker; at most until the deadline."""
+        wakers = () if waker is None else (waker.fileno(),)
         wait(deadline, {self._link.socket: event, self._link.monitor: zmq.POLLIN}, *wakers)
+
+
+def _must_go_on(cancel: Waker | None, waiting_for: str) -> None:
+    if cancel is not None and cancel.woken:
+        raise ChannelClosed(f"the wait for {waiting_for} was ended from this side")

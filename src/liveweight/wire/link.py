@@ -14,11 +14,12 @@ from contextlib import ExitStack
 import zmq
 from zmq.utils.monitor import parse_monitor_message
 
-from liveweight.errors import Unavailable, WrongSecret
+from liveweight.errors import ChannelClosed, Unavailable, WrongSecret
 from liveweight.spec.deadline import Deadline
 from liveweight.wire.credentials import Secret, client_keys, server_keys
 from liveweight.wire.limits import Limits
 from liveweight.wire.sockets import Context, configure, make, milliseconds, signals_held, wait
+from liveweight.wire.waker import Waker
 
 _NEVER_AGAIN_MS = 24 * 3600 * 1000
 """ZMQ's pause before it connects again. Not -1: that drops what the peer sent before it ended."""
@@ -104,10 +105,15 @@ class Link:
                 return self.state
             self.state = after(self.state, news["event"])
 
-    def settle(self, deadline: Deadline) -> State:
-        """Wait until the hand-shake has ended, or the deadline."""
+    def settle(self, deadline: Deadline, cancel: Waker | None = None) -> State:
+        """Wait until the hand-shake has ended, or the deadline; or until it is cancelled."""
         while self.hear() is State.CONNECTING and not deadline.over:
-            wait(deadline, {self.monitor: zmq.POLLIN})
+            if cancel is None:
+                wait(deadline, {self.monitor: zmq.POLLIN})
+            elif cancel.woken:
+                break
+            else:
+                wait(deadline, {self.monitor: zmq.POLLIN}, cancel.fileno())
         return self.state
 
     def close(self) -> None:
@@ -116,8 +122,15 @@ class Link:
             self._acquired.close()
 
 
-def establish(context: Context, address: str, secret: Secret, limits: Limits, deadline: Deadline) -> Link:
-    """A link whose hand-shake succeeded. Tries until the deadline where nobody listens yet.
+def establish(
+    context: Context,
+    address: str,
+    secret: Secret,
+    limits: Limits,
+    deadline: Deadline,
+    cancel: Waker | None = None,
+) -> Link:
+    """A link whose hand-shake succeeded. Tries until the deadline, or until it is cancelled, where nobody listens yet.
 
     Raises WrongSecret, without waiting longer, when somebody does listen but does not hold the secret.
     """
@@ -126,7 +139,7 @@ def establish(context: Context, address: str, secret: Secret, limits: Limits, de
     while True:
         link = Link(context, address, secret, limits)
         try:
-            state = link.settle(deadline)
+            state = link.settle(deadline, cancel)
         except BaseException:
             link.close()
             raise
@@ -136,6 +149,8 @@ def establish(context: Context, address: str, secret: Secret, limits: Limits, de
         drops += state is State.DROPPED
         if state is State.REFUSED or drops > _DROPS_TOLERATED:
             raise WrongSecret(f"{address}: {state.value}; the peer does not hold our secret, or we not its")
+        if cancel is not None and cancel.woken:
+            raise ChannelClosed(f"the wait for {address}, where {_missing(state)}, was ended from this side")
         deadline.check(f"{address}, where {_missing(state)}")
         select.poll().poll(milliseconds(deadline.within(pause_s)))
         pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)

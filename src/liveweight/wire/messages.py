@@ -170,10 +170,11 @@ class Join(_Message, frozen=True):
 
 
 class Joined(_Message, frozen=True):
-    """The rank belongs to this incarnation of the replica."""
+    """The rank belongs to this incarnation of the replica. `seat` is a number that no other process was or will be given."""
 
     replica: str
     boot: str
+    seat: int
 
 
 class Stage(_Message, frozen=True):
@@ -227,12 +228,13 @@ class Dropped(_Message, frozen=True):
 class Swapped(_Message, frozen=True):
     """A rank has exchanged shadow and live weights, or failed to. It serves nothing until it is told the outcome. -> Settled.
 
-    Ranks learn a decision by its epoch alone, so that is how they name the round here.
+    Ranks learn a decision by its epoch alone, so that is how they name the round here. `seat` is the one that Joined gave.
     """
 
     boot: str
     epoch: int
     rank: int
+    seat: int
     seconds: float
     fault: Fault | None
 

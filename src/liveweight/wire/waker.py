@@ -16,12 +16,19 @@ class Waker:
         self._lock = Lock()
         self._descriptor = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._closed = False
+        self._woken = False
 
     def wake(self) -> None:
         """End the owner's present wait, or its next one. Waking twice before it looks wakes it once."""
         with self._lock:
+            self._woken = True
             if not self._closed:
                 os.eventfd_write(self._descriptor, 1)
+
+    @property
+    def woken(self) -> bool:
+        """Whether `wake` was ever called. For one that is never taken: it is then a word that stays said."""
+        return self._woken
 
     def fileno(self) -> int:
         """The descriptor to poll; for the owner."""

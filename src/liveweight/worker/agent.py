@@ -14,6 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
+from liveweight.devices.crew import Crew
 from liveweight.devices.memory import Memory
 from liveweight.errors import ChannelClosed, DeadlineExceeded, LiveWeightError, Unavailable, WrongState
 from liveweight.observe import events
@@ -36,7 +37,6 @@ from liveweight.wire.messages import (
     Verified,
 )
 from liveweight.wire.values import RoundId, fault_of
-from liveweight.worker.crew import Crew
 from liveweight.worker.shadow_digest import ShadowDigest
 from liveweight.worker.staging import Stopped, stage
 from liveweight.worker.target import Target
@@ -109,7 +109,7 @@ class Agent:
         self._pending: deque[Message] = deque()
         self._closing = False
         self._waker = channel.waker()
-        self.failure: Exception | None = None
+        self.failure: BaseException | None = None
         """Why the agent has ended, if it did not by `close`; the next boundary says so."""
         self._crew = Crew(settings.threads)
         self._thread = threading.Thread(target=self._run, name=f"liveweight-agent-{rank}", daemon=True)
@@ -126,7 +126,7 @@ class Agent:
             try:
                 while not self._closing:
                     self._serve()
-            except Exception as error:  # nobody else would hear it: the leader is gone, or this is a bug
+            except BaseException as error:  # nobody else would hear it: the leader is gone, or this is a bug
                 self.failure = error
             finally:
                 for reader in self._readers.values():

@@ -63,13 +63,15 @@ class Committer:
         self,
         *,
         rank: int,
+        seat: int,
         boot: str,
         target: Target,
         hooks: Sequence[Hook],
         channel: Channel[Message],
         turnstile: Turnstile,
     ) -> None:
-        self._rank, self._boot, self._target, self._hooks = rank, boot, target, hooks
+        self._rank, self._seat, self._boot = rank, seat, boot
+        self._target, self._hooks = target, hooks
         self._channel, self._turnstile = channel, turnstile
         self._current: _Exchange | None = None
         self.grace_s = GRACE_S
@@ -149,6 +151,7 @@ class Committer:
             boot=self._boot,
             epoch=current.decision.epoch,
             rank=self._rank,
+            seat=self._seat,
             seconds=seconds,
             fault=current.fault,
         )

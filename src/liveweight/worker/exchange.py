@@ -12,12 +12,13 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from liveweight.devices.crew import Crew
+from liveweight.devices.device import CPU, Device
 from liveweight.devices.kernels import Kernels
 from liveweight.devices.memory import Memory
 from liveweight.errors import Torn
 from liveweight.plan.copies import COLUMNS
 from liveweight.plan.loops import Table
-from liveweight.worker.crew import Crew
 from liveweight.worker.staging import cut
 
 if TYPE_CHECKING:
@@ -68,15 +69,21 @@ class ContentExchange:
     """
 
     def __init__(
-        self, live: Sequence[Memory], shadow: Sequence[Memory], *, kernels: Kernels, threads: int
+        self,
+        live: Sequence[Memory],
+        shadow: Sequence[Memory],
+        *,
+        kernels: Kernels,
+        threads: int,
+        device: Device = CPU,
     ) -> None:
         sizes = np.array([memory.size_bytes for memory in live], dtype=np.int64)
         pieces = _chunks(sizes)
         self._ends = cut(pieces[:, 2], CHUNK_BYTES)
         self._lanes = max(1, min(threads, len(self._ends)))
         # 2 * CHUNK_BYTES hold any batch: `cut` ends one with the row that reaches CHUNK_BYTES.
-        buffers = np.zeros((self._lanes, 2 * CHUNK_BYTES), dtype=np.uint8)
-        bounce = [Memory.from_array(buffer) for buffer in buffers]
+        buffers = device.allocate([2 * CHUNK_BYTES] * self._lanes, "bounce buffers")
+        bounce = list(map(Memory.of_view, buffers))
         here, there = pieces[:, :2], self._bounce_places(pieces[:, 2])
         sizes = pieces[:, 2]
         self._save = kernels.bind_copy(_rows(here, there, sizes), live, bounce)

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import numpy.typing as npt
 
-from liveweight.errors import LayoutInvalid, ManifestInvalid, VersionConflict, WrongState
+from liveweight.errors import LayoutInvalid, ManifestInvalid, ReplicaIncomplete, VersionConflict
 from liveweight.plan.tally import Tally, lanes_from_bytes
 from liveweight.spec.digest import Lanes
 from liveweight.spec.layout import Layout
@@ -24,9 +24,10 @@ LABELS = 4096
 
 @dataclass(frozen=True, slots=True)
 class Member:
-    """A rank that has joined."""
+    """A rank that has joined: the peer that it speaks as, and the seat that it was given. A predecessor had others."""
 
     peer: bytes
+    seat: int
     pid: int
     layout: Layout
     serving: Version | None
@@ -37,6 +38,7 @@ class Membership:
 
     def __init__(self, world: int) -> None:
         self.world = world
+        self._seats = 0
         self.members: dict[int, Member] = {}
         self.tally: Tally | None = None
 
@@ -44,13 +46,15 @@ class Membership:
         """The replica with this rank in it; refused if its ranks' regions then overlap in part or leave elements to nobody."""
         if not 0 <= body.rank < self.world:
             raise LayoutInvalid(f"rank {body.rank} joins a replica of {self.world}")
-        members = self.members | {body.rank: Member(peer, body.pid, body.layout, body.serving)}
+        member = Member(peer, self._seats + 1, body.pid, body.layout, body.serving)
+        members = self.members | {body.rank: member}
         complete = len(members) == self.world
         return members, Tally([members[rank].layout for rank in range(self.world)]) if complete else None
 
     def adopt(self, candidate: tuple[dict[int, Member], Tally | None]) -> None:
         """Let the rank in."""
         self.members, self.tally = candidate
+        self._seats += 1
 
     def leave(self, rank: int) -> Member | None:
         """A rank is gone; the replica is incomplete until another joins in its place."""
@@ -64,15 +68,15 @@ class Membership:
         self.members = {rank: replace(member, serving=version) for rank, member in self.members.items()}
 
     def whole(self) -> Tally:
-        """The complete replica's tally; WrongState while ranks are missing."""
+        """The complete replica's tally; ReplicaIncomplete while ranks are missing."""
         if self.tally is None:
             raise self.incomplete()
         return self.tally
 
-    def incomplete(self) -> WrongState:
+    def incomplete(self) -> ReplicaIncomplete:
         """The error that names who is missing."""
         absent = ", ".join(str(rank) for rank in range(self.world) if rank not in self.members)
-        return WrongState(f"waiting for rank {absent} to join", "a round")
+        return ReplicaIncomplete(f"a round is not possible while waiting for rank {absent} to join")
 
     def common_version(self) -> Version | None:
         """What all ranks serve, if it is one version."""
@@ -118,9 +122,9 @@ class Ledger:
             raise VersionConflict(f"{body.version} of this run was published before with other content")
 
     def published(self, version: Version | None) -> None:
-        """Note what a label stands for, once it serves."""
-        if version is None or version.digest is None:
+        """Note what a label stands for, once it serves: here, or, as a rank that joins says, before. What is known already stays."""
+        if version is None or version.digest is None or not version.content_known:
             return
-        self._labels[version.run, version.label] = version.digest
+        self._labels.setdefault((version.run, version.label), version.digest)
         while len(self._labels) > LABELS:
             self._labels.popitem(last=False)

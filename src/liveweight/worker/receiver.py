@@ -83,7 +83,13 @@ class Receiver:
             orders = stack.enter_context(self._connect(secret, deadline))
             joined = join(orders, rank=rank, target=target, serving=serving, deadline=deadline)
             self._committer = Committer(
-                rank=rank, boot=joined.boot, target=target, hooks=hooks, channel=calls, turnstile=turnstile
+                rank=rank,
+                seat=joined.seat,
+                boot=joined.boot,
+                target=target,
+                hooks=hooks,
+                channel=calls,
+                turnstile=turnstile,
             )
             self._agent = Agent(
                 rank=rank,

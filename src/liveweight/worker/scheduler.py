@@ -81,7 +81,7 @@ class Scheduler:
             case m.Join():
                 return self._join(now_s, peer, call, body)
             case m.Staged() | m.Verified() | m.Failed() | m.Dropped():
-                return self._from_rank(now_s, body)
+                return self._from_rank(now_s, peer, body)
             case m.Swapped():
                 return self._swapped(now_s, peer, call, body)
             case m.Inquire(wait_s=wait_s):
@@ -137,10 +137,12 @@ class Scheduler:
         candidate = self.membership.candidate(peer, body)  # refused here, nothing has changed
         actions = self.on_lost(now_s, body.rank) if body.rank in self.membership.members else []
         self.membership.adopt(candidate)
+        self._ledger.published(body.serving)
         if self.membership.tally is not None:
             self.state = states.Serving(self.membership.common_version())
             self._ledger.forget_manifests()
-        return [*actions, Reply(peer, call, m.Joined(replica=self.replica, boot=self.boot))]
+        seat = self.membership.members[body.rank].seat
+        return [*actions, Reply(peer, call, m.Joined(replica=self.replica, boot=self.boot, seat=seat))]
 
     # Before a round.
 
@@ -198,11 +200,14 @@ class Scheduler:
 
     # What ranks report.
 
-    def _from_rank(self, now_s: float, body: m.Staged | m.Verified | m.Failed | m.Dropped) -> list[Action]:
+    def _from_rank(
+        self, now_s: float, peer: bytes, body: m.Staged | m.Verified | m.Failed | m.Dropped
+    ) -> list[Action]:
         current = self._round if self._round is not None and self._round.id == body.round else None
         rank = body.fault.rank if isinstance(body, m.Failed) else body.rank
-        if rank not in self.membership.members:
-            return []
+        member = None if rank is None else self.membership.members.get(rank)
+        if member is None or member.peer != peer:
+            return []  # a process that was replaced has no say any more
         match body:
             case m.Dropped(rank=rank):
                 ended = self._ended.get(body.round)
@@ -303,6 +308,9 @@ class Scheduler:
                 raise WrongState("without a record of that round", "an outcome")
             settled = m.Settled(keep=ended.phase == "done", serving=states.serving_version(self.state))
             return [Reply(peer, call, settled)]
+        member = self.membership.members.get(body.rank)
+        if member is None or member.seat != body.seat:
+            raise WrongState(f"rank {body.rank} is another process by now", "an exchange of weights")
         current.acks[body.rank] = Ack(peer, call, body.seconds)
         if body.fault is not None:
             return self._fail(now_s, current, body.fault)
@@ -315,8 +323,7 @@ class Scheduler:
         serving = states.serving_version(self.state)
         undo = self.state.undo if isinstance(self.state, states.Serving) else None
         self.membership.serve(serving)
-        if current.asked is not None and current.asked.version.digest is not None:
-            self._ledger.published(serving)
+        self._ledger.published(serving)
         stall_s = max(ack.seconds for ack in current.acks.values())
         actions: list[Action] = self._settle(current, keep=True)
         if current.committer is not None:

@@ -11,13 +11,13 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from liveweight.devices.crew import Crew
 from liveweight.devices.kernels import BoundDigest, Kernels
 from liveweight.devices.memory import Memory
 from liveweight.plan.digests import plan_digests, row_bytes, split
 from liveweight.spec.deadline import Deadline
 from liveweight.spec.digest import SEEDS, Lanes
 from liveweight.spec.layout import Layout
-from liveweight.worker.crew import Crew
 from liveweight.worker.staging import SMALLEST_BATCH_BYTES, Stop, Stopped, share
 
 ROW_BYTES = 2 << 20

@@ -15,11 +15,11 @@ from typing import TypeAlias
 import numpy as np
 import numpy.typing as npt
 
+from liveweight.devices.crew import Crew, Turns
 from liveweight.plan.copies import row_bytes
 from liveweight.plan.loops import Table
 from liveweight.spec.deadline import Deadline
 from liveweight.transports.port import Reading
-from liveweight.worker.crew import Crew
 
 BATCH_BYTES = 8 << 20
 """What a thread takes at a time: a millisecond of copying, so that Python's part does not show and a stop is prompt."""
@@ -134,6 +134,7 @@ def share(
         deadline=deadline,
         what=what,
         pace=pace,
+        turns=Turns(len(ends)),
     )
     crew.run(job.work_through)
     return Stopped(done_bytes=job.done_bytes, size_bytes=size) if job.stopped else job.done_bytes
@@ -166,39 +167,32 @@ class _Job:
     deadline: Deadline
     what: str
     pace: Pace | None
+    turns: Turns
     done_bytes: int = 0
     stopped: bool = False
-    _taken: int = field(default=0, init=False)
     _lock: threading.Lock = field(default_factory=threading.Lock, init=False)
-    _halt: threading.Event = field(default_factory=threading.Event, init=False)
 
     def work_through(self, lane: int) -> None:
         """One lane's part: batch after batch until none is left, or until some lane ends the job."""
-        try:
-            while (batch := self._take()) is not None and self._goes_on(lane):
-                size = int(self.bytes_before[batch + 1] - self.bytes_before[batch])
-                if self.pace is not None and not self._wait(lane, self.pace, size):
-                    return
-                self.work(lane, int(self.ends[batch - 1]) if batch else 0, int(self.ends[batch]))
-                with self._lock:
-                    self.done_bytes += size
-        except BaseException:
-            self._halt.set()
-            raise
+        self.turns.work_through(lane, self._batch)
 
-    def _take(self) -> int | None:
+    def _batch(self, lane: int, batch: int) -> None:
+        if not self._goes_on(lane):
+            return
+        size = int(self.bytes_before[batch + 1] - self.bytes_before[batch])
+        if self.pace is not None and not self._wait(lane, self.pace, size):
+            return
+        self.work(lane, int(self.ends[batch - 1]) if batch else 0, int(self.ends[batch]))
         with self._lock:
-            batch = self._taken
-            self._taken += 1
-        return batch if batch < len(self.ends) else None
+            self.done_bytes += size
 
     def _goes_on(self, lane: int) -> bool:
         """Whether the batch that was taken is to be done: not after an error, a stop or the deadline."""
-        if self._halt.is_set():
+        if self.turns.ended():
             return False
         if lane == 0 and self.stop():
             self.stopped = True
-            self._halt.set()
+            self.turns.end()
             return False
         if self.deadline.over:
             size = int(self.bytes_before[-1])
@@ -209,6 +203,7 @@ class _Job:
         """Wait until the pace allows these bytes, looking up now and then; False where the job ended meanwhile."""
         moment_s = pace.reserve(size_bytes)
         while (left_s := moment_s - pace.clock()) > 0:
-            if self._halt.wait(min(left_s, LOOK_S, self.deadline.remaining_s())) or not self._goes_on(lane):
+            look_s = min(left_s, LOOK_S, self.deadline.remaining_s())
+            if self.turns.ended(look_s) or not self._goes_on(lane):
                 return False
         return True

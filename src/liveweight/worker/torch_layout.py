@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, TypeAlias
 
 import msgspec
 
+from liveweight.devices.device import CPU, Device
 from liveweight.errors import LayoutInvalid
 from liveweight.spec.dtype import DType
 from liveweight.spec.layout import Layout, Piece, Placement, contiguous_strides, place
@@ -47,13 +48,28 @@ class Parameter:
         return self.pieces is not None and sum(count(p.region) for p in self.pieces) != self.tensor.numel()
 
 
-def gather(parameters: Parameters) -> tuple[Parameter, ...]:
-    """The tensors that take part, tied ones as one parameter. LayoutInvalid for what cannot be a target, with its name."""
+def device_of(parameters: Parameters) -> str:
+    """The one device that the tensors which take part are on; the host where there are none. LayoutInvalid, with names, for several."""
+    homes: dict[torch.device, str] = {}
+    for name, tensor, _ in _taking_part(parameters):
+        homes.setdefault(tensor.device, name)
+    if len(homes) > 1:
+        where = ", ".join(f"{name} on {device}" for device, name in homes.items())
+        raise LayoutInvalid(f"tensors on several devices: {where}")
+    for device, name in homes.items():
+        if device.type not in ("cpu", "cuda"):
+            raise LayoutInvalid(f"{name}: on {device}, which is neither host memory nor a CUDA device")
+        return str(device)
+    return "cpu"
+
+
+def gather(parameters: Parameters, device: Device = CPU) -> tuple[Parameter, ...]:
+    """The tensors that take part, tied ones as one parameter. LayoutInvalid for what cannot be a target there, with its name."""
     groups: dict[object, list[tuple[str, torch.Tensor, tuple[Piece, ...] | None]]] = {}
-    for name, given in parameters.items():
-        tensor, pieces = (given[0], tuple(given[1])) if isinstance(given, tuple) else (given, None)
-        if pieces == ():
-            continue
+    home = device.torch_device
+    for name, tensor, pieces in _taking_part(parameters):
+        if tensor.device != home:
+            raise LayoutInvalid(f"{name}: on {tensor.device}, but the target's device is {device.name}")
         _check_tensor(name, tensor)
         groups.setdefault(_identity(tensor), []).append((name, tensor, pieces))
     gathered = tuple(map(_tied, groups.values()))
@@ -87,13 +103,20 @@ def layout_of(parameters: Sequence[Parameter]) -> Layout:
     )
 
 
+def _taking_part(
+    parameters: Parameters,
+) -> Iterator[tuple[str, torch.Tensor, tuple[Piece, ...] | None]]:
+    for name, given in parameters.items():
+        tensor, pieces = (given[0], tuple(given[1])) if isinstance(given, tuple) else (given, None)
+        if pieces != ():
+            yield name, tensor, pieces
+
+
 def _check_tensor(name: str, tensor: torch.Tensor) -> None:
     import torch
 
-    if tensor.layout != torch.strided or tensor.device.type != "cpu":
-        raise LayoutInvalid(
-            f"{name}: {tensor.layout} on {tensor.device}, not a strided tensor in host memory"
-        )
+    if tensor.layout != torch.strided:
+        raise LayoutInvalid(f"{name}: {tensor.layout}, not a strided tensor")
     dtype = _dtype(name, tensor)
     if tensor.numel() == 0:
         return

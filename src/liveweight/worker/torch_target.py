@@ -1,4 +1,4 @@
-"""A target of torch tensors in host memory: live weights, their shadow, and the exchange between them.
+"""A target of torch tensors on one device: live weights, their shadow, and the exchange between them.
 
 Owns the shadow's memory and where the tensors point. What the tensors declare is torch_layout's, how they are exchanged is
 exchange's, when is the round's.
@@ -6,18 +6,17 @@ exchange's, when is the round's.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, TypeAlias, get_args
 
-from liveweight.devices.cpu import allocate
-from liveweight.devices.kernels import Kernels, choose_kernels
+from liveweight.devices.device import Device, open_device
+from liveweight.devices.kernels import Kernels
 from liveweight.devices.memory import Memory
 from liveweight.errors import LayoutInvalid, WrongState
-from liveweight.spec.layout import ALIGNMENT_BYTES, Layout, Piece, align
+from liveweight.spec.layout import Layout, Piece
 from liveweight.worker.exchange import ContentExchange, point
-from liveweight.worker.torch_layout import Parameter, Parameters, gather, layout_of
+from liveweight.worker.torch_layout import Parameter, Parameters, device_of, gather, layout_of
 
 if TYPE_CHECKING:
     import torch
@@ -44,7 +43,7 @@ class TensorTarget:
     """Tensors as a rank's weights; implements worker/target's port. The tensor objects stay the same, also across exchanges.
 
     Tensors may be strided in any order, but have no gaps; tied ones (same memory, shape and strides) are one, and stay tied.
-    `threads` and `kernels` are used by `copy` only.
+    All lie on one device: theirs, unless it is given, and then they must agree. `threads` and `kernels` are used by `copy` only.
     """
 
     def __init__(
@@ -54,13 +53,15 @@ class TensorTarget:
         exchange: ExchangeMode = "swap",
         threads: int = 1,
         kernels: Kernels | None = None,
+        device: Device | None = None,
     ) -> None:
         if exchange not in get_args(ExchangeMode):
             raise ValueError(f"exchange {exchange!r} is none of {', '.join(get_args(ExchangeMode))}")
-        self._parameters = gather(parameters)
+        self.device = open_device(device_of(parameters)) if device is None else device
+        self._parameters = gather(parameters, self.device)
         self._layout = layout_of(self._parameters)
         self._mode, self._threads = exchange, threads
-        self._kernels = choose_kernels() if kernels is None else kernels
+        self._kernels = self.device.choose().kernels if kernels is None else kernels
         self._holders = [tensor for parameter in self._parameters for tensor in parameter.tensors]
         self._sides: tuple[_Side, _Side | None] = (
             _side(self._parameters, _live_views(self._parameters)),
@@ -86,19 +87,26 @@ class TensorTarget:
         live, shadow = self._sides
         self._check_unmoved(live)
         if shadow is None:
-            shadow = _side(self._parameters, _new_views(self._parameters, live.views))
+            shadow = _side(self._parameters, _new_views(self._parameters, live.views, self.device))
             if self._mode == "copy":
                 self._contents = ContentExchange(
-                    live.memories, shadow.memories, kernels=self._kernels, threads=self._threads
+                    *(live.memories, shadow.memories),
+                    kernels=self._kernels,
+                    threads=self._threads,
+                    device=self.device,
                 )
             self._sides = (live, shadow)
         return shadow.memories
 
     def swap(self) -> None:
-        """Exchange live and shadow, all or nothing; its own inverse. Torn only if the way back from a failure fails too."""
+        """Exchange live and shadow, all or nothing; its own inverse. Torn only if the way back from a failure fails too.
+
+        What the device still computes with the live weights is waited for: the next round writes where they lie.
+        """
         live, shadow = before = self._sides
         if shadow is None:
             raise WrongState("without a shadow", "an exchange")
+        self.device.synchronise()
         if self._contents is not None:
             self._contents.run()
             return
@@ -138,6 +146,7 @@ def module_target(
     exchange: ExchangeMode = "swap",
     threads: int = 1,
     kernels: Kernels | None = None,
+    device: Device | None = None,
 ) -> TensorTarget:
     """A module's parameters and persistent buffers as a target. `pieces` says what a parameter holds, if not itself, whole.
 
@@ -153,7 +162,7 @@ def module_target(
         name: (tensor, pieces[name]) if pieces and name in pieces else tensor
         for name, tensor in named.items()
     }
-    return TensorTarget(given, exchange=exchange, threads=threads, kernels=kernels)
+    return TensorTarget(given, exchange=exchange, threads=threads, kernels=kernels, device=device)
 
 
 def _live_views(parameters: Sequence[Parameter]) -> list[torch.Tensor]:
@@ -161,34 +170,30 @@ def _live_views(parameters: Sequence[Parameter]) -> list[torch.Tensor]:
     return [parameter.tensor.data for parameter in parameters]
 
 
-def _new_views(parameters: Sequence[Parameter], live: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """New memory of the same shapes and strides, in one allocation, aligned, with the padding that no round writes."""
+def _new_views(
+    parameters: Sequence[Parameter], live: Sequence[torch.Tensor], device: Device
+) -> list[torch.Tensor]:
+    """New memory of the same shapes and strides, aligned, with the padding that no round writes."""
     import torch
 
-    sizes = (align(parameter.size_bytes, ALIGNMENT_BYTES) for parameter in parameters)
-    *offsets, size = itertools.accumulate(sizes, initial=0)
+    parts = device.allocate([parameter.size_bytes for parameter in parameters], "a shadow")
+    views = []
     # An inference tensor would make the parameters it is given to inference tensors, too.
-    with torch.inference_mode(False), torch.no_grad(), allocate(size) as allocation:
-        pages = allocation.memory.bytes()  # slices of it, and tensors of those, keep the pages after `close`
-        views = []
-        for parameter, old, offset in zip(parameters, live, offsets, strict=True):
-            part = torch.from_numpy(pages[offset : offset + parameter.size_bytes])
+    with torch.inference_mode(False), torch.no_grad():
+        for parameter, old, part in zip(parameters, live, parts, strict=True):
             view = part.view(old.dtype).as_strided(old.shape, old.stride())
             if parameter.padded:
                 view.copy_(old)
             views.append(view)
+    device.synchronise()
     return views
 
 
 def _side(parameters: Sequence[Parameter], views: Sequence[torch.Tensor]) -> _Side:
     held = [view for parameter, view in zip(parameters, views, strict=True) for _ in parameter.tensors]
     return _Side(
-        memories=tuple(map(_memory, parameters, views)),
+        memories=tuple(map(Memory.of_view, views)),
         views=tuple(views),
         held=tuple(held),
         addresses=[view.data_ptr() for view in held],
     )
-
-
-def _memory(parameter: Parameter, view: torch.Tensor) -> Memory:
-    return Memory(address=view.data_ptr(), size_bytes=parameter.size_bytes, writable=True, owner=view)

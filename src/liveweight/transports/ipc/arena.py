@@ -27,6 +27,7 @@ import numpy as np
 import numpy.typing as npt
 
 from liveweight.devices.cpu import address_of, check_available, mapped, out_of_memory, populate
+from liveweight.devices.device import CPU, Device
 from liveweight.devices.memory import Memory
 from liveweight.errors import MessageInvalid, Unavailable, WrongState
 
@@ -51,6 +52,8 @@ class SharedArena:
 
     The first generation is random: an offer of a source that died does not fit the arenas of its successor.
     """
+
+    device: Device = CPU
 
     def __init__(self, size_bytes: int) -> None:
         """Allocate it, faulted in and sealed. OutOfMemory where it cannot be had; nothing is left behind then."""
@@ -90,6 +93,10 @@ class SharedArena:
             words[_GENERATION] = raised = _load(words) + 1
         with self._lock:
             return raised
+
+    def handle(self) -> bytes:
+        """None: the descriptor says it all."""
+        return b""
 
     def close(self) -> None:
         """Let go: of the descriptor now, of the mapping with its last view. Readers are revoked, and drop it at their next round."""

@@ -14,6 +14,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self, TypeAlias, TypeVar
 
+from liveweight.devices.device import CPU, Device
 from liveweight.devices.kernels import Bound, Kernels
 from liveweight.devices.memory import Memory
 from liveweight.errors import ChannelClosed, MessageInvalid, OfferChanged
@@ -23,6 +24,7 @@ from liveweight.plan.loops import Table
 from liveweight.spec.deadline import Deadline
 from liveweight.spec.layout import Layout
 from liveweight.transports.ipc.arena import CLOSED, MappedArena, combined
+from liveweight.transports.ipc.device_arena import TOKEN_BYTES, BorrowedArena, RankArena, ask_for
 from liveweight.wire.channel import Channel
 from liveweight.wire.codec import Codec
 from liveweight.wire.credentials import Secret
@@ -54,7 +56,7 @@ class _Binding:
 class _Attachment:
     """One layout of one source, mapped, and what was bound to it."""
 
-    def __init__(self, layout: Layout, arenas: Sequence[MappedArena]) -> None:
+    def __init__(self, layout: Layout, arenas: Sequence[RankArena]) -> None:
         self.layout, self.arenas = layout, tuple(arenas)
         self.bindings: dict[_Seats, _Binding] = {}
 
@@ -88,10 +90,21 @@ class IpcReading:
 
 
 class IpcReader:
-    """Reads offers of sources on this host. One per rank, used by its staging thread."""
+    """Reads offers of sources on this host, from one device (None: the host's memory) to shadows on the same one.
 
-    def __init__(self, secret: Secret, kernels: Kernels, *, limits: Limits | None = None) -> None:
+    One per rank, used by its staging thread.
+    """
+
+    def __init__(
+        self,
+        secret: Secret,
+        kernels: Kernels,
+        *,
+        device: Device | None = None,
+        limits: Limits | None = None,
+    ) -> None:
         self._secret, self._kernels = secret, kernels
+        self._device = CPU if device is None else device
         self._limits = limits or Limits()
         self._codec: Codec[Message] = Codec(Message)
         self._plans = CopyPlans()
@@ -102,16 +115,7 @@ class IpcReader:
     def bind(self, offer: Offer, target: Layout, shadow: Sequence[Memory], deadline: Deadline) -> IpcReading:
         """Attach to the offer's source if need be, plan if need be, and bind to this shadow."""
         attachment = self._attachment(offer, deadline)
-        seats = (
-            target.fingerprint,
-            tuple([m.address for m in shadow]),
-            tuple([m.size_bytes for m in shadow]),
-        )
-        binding = attachment.bindings.pop(seats, None)
-        if binding is None:
-            binding = self._bind(attachment, target, shadow)
-        attachment.bindings[seats] = binding
-        _shorten(attachment.bindings, _BINDINGS_KEPT)
+        binding = self._binding(attachment, target, shadow)
         return IpcReading(
             offer=offer,
             rows=binding.rows,
@@ -119,6 +123,23 @@ class IpcReader:
             attachment=attachment,
             shadow=tuple(shadow),
         )
+
+    def _binding(self, attachment: _Attachment, target: Layout, shadow: Sequence[Memory]) -> _Binding:
+        """Kept for the host's memory, whose addresses are enough. A device's is bound anew: its kernels need the tensors."""
+        if self._device.handles is not None:
+            return self._bind(attachment, target, shadow)
+        seats = (
+            target.fingerprint,
+            tuple([m.address for m in shadow]),
+            tuple([m.size_bytes for m in shadow]),
+        )
+        binding = attachment.bindings.pop(seats, None)
+        if binding is None:
+            unheld = [dataclasses.replace(memory, owner=None) for memory in shadow]
+            binding = self._bind(attachment, target, unheld)
+        attachment.bindings[seats] = binding
+        _shorten(attachment.bindings, _BINDINGS_KEPT)
+        return binding
 
     def forget(self, source: str) -> None:
         """Drop what is kept about a source. Its memory is unmapped once no Reading holds it."""
@@ -172,8 +193,8 @@ class IpcReader:
             raise MessageInvalid(f"{offer.source} answered with another layout than {offer.layout}")
         path = Path(attached.descriptors)
         arenas = [
-            self._map(path, token, size, deadline)
-            for token, size in zip(attached.memories, sizes, strict=True)
+            self._map(path, entry, size, deadline)
+            for entry, size in zip(attached.memories, sizes, strict=True)
         ]
         return _Attachment(attached.layout, arenas)
 
@@ -183,7 +204,7 @@ class IpcReader:
         self.requests += 1
         with Channel(offer.source, self._secret, self._codec, self._limits, deadline=deadline) as channel:
             reply = channel.request(
-                Attach(layout=offer.layout, kind=offer.kind),
+                Attach(layout=ask_for(offer.layout, self._device), kind=offer.kind),
                 deadline,
                 f"{offer.source} to say where its memory lies",
             )
@@ -195,20 +216,22 @@ class IpcReader:
             case _:
                 raise MessageInvalid(f"{offer.source} answered with {type(reply).__name__}")
 
-    def _map(self, path: Path, token: bytes, size_bytes: int, deadline: Deadline) -> MappedArena:
+    def _map(self, path: Path, entry: bytes, size_bytes: int, deadline: Deadline) -> RankArena:
+        token, handle = entry[:TOKEN_BYTES], entry[TOKEN_BYTES:]
         descriptors = fetch(path, self._secret, token, deadline, self._limits)
         try:
             if len(descriptors) != 1:
                 raise MessageInvalid(f"{path} handed out {len(descriptors)} descriptors for one memory")
-            return MappedArena(descriptors[0], size_bytes)
+            if self._device.handles is None:
+                return MappedArena(descriptors[0], size_bytes)
+            return BorrowedArena(descriptors[0], handle, size_bytes, self._device)
         finally:
             close_all(descriptors)
 
     def _bind(self, attachment: _Attachment, target: Layout, shadow: Sequence[Memory]) -> _Binding:
         rows = split(self._plans.get(attachment.layout, target).rows, ROW_BYTES)
         sources = [arena.memory for arena in attachment.arenas]
-        seats = [dataclasses.replace(memory, owner=None) for memory in shadow]
-        return _Binding(rows=rows, bound=self._kernels.bind_copy(rows, sources, seats))
+        return _Binding(rows=rows, bound=self._kernels.bind_copy(rows, sources, shadow))
 
 
 def _gone(address: str) -> bool:

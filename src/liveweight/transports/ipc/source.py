@@ -15,10 +15,14 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
+import msgspec
+
+from liveweight.devices.device import CPU, Device
 from liveweight.errors import (
     ChannelClosed,
     DeadlineExceeded,
     LayoutInvalid,
+    LiveWeightError,
     MessageInvalid,
     Refused,
     VersionNotOffered,
@@ -27,6 +31,7 @@ from liveweight.observe.events import OfferKind
 from liveweight.spec.deadline import Deadline
 from liveweight.spec.layout import Layout
 from liveweight.transports.ipc.arena import SharedArena, combined
+from liveweight.transports.ipc.device_arena import TOKEN_BYTES, DeviceArena, SourceArena, asked_for, home_of
 from liveweight.transports.port import Arena
 from liveweight.transports.registry import mode
 from liveweight.wire.codec import Codec
@@ -38,7 +43,6 @@ from liveweight.wire.messages import Attach, Attached, Message, Refusal
 from liveweight.wire.values import Offer, fault_of
 
 MODE = "ipc"
-_TOKEN_BYTES = 16
 _IDLE_S = 3600.0
 
 
@@ -47,7 +51,16 @@ class _Registration:
     """What ranks are told about a layout, and whose memory it is."""
 
     attached: Attached
-    arenas: tuple[SharedArena, ...]
+    arenas: tuple[SourceArena, ...]
+    device: Device
+
+    def lent(self) -> Attached:
+        """What one more rank is told: with a handle of its own for each memory that needs one."""
+        if self.device.handles is None:
+            return self.attached
+        entries = zip(self.attached.memories, self.arenas, strict=True)
+        memories = tuple(token + arena.handle() for token, arena in entries)
+        return msgspec.structs.replace(self.attached, memories=memories)
 
 
 class IpcOutlet:
@@ -57,9 +70,19 @@ class IpcOutlet:
     """
 
     def __init__(
-        self, directory: Path, secret: Secret, *, name: str | None = None, limits: Limits | None = None
+        self,
+        directory: Path,
+        secret: Secret,
+        *,
+        device: Device | None = None,
+        name: str | None = None,
+        limits: Limits | None = None,
     ) -> None:
-        """Listen in that directory, which must be ours alone; under a fixed name only where ranks are configured with it."""
+        """Listen in that directory, which must be ours alone; under a fixed name only where ranks are configured with it.
+
+        Arenas are allocated on `device`; None: in host memory.
+        """
+        self._device = CPU if device is None else device
         name = secrets.token_hex(8) if name is None else name
         self._limits = limits or Limits()
         self._codec: Codec[Message] = Codec(Message)
@@ -80,18 +103,20 @@ class IpcOutlet:
         """Where ranks attach."""
         return self._listener.address
 
-    def allocate(self, size_bytes: int) -> SharedArena:
+    def allocate(self, size_bytes: int) -> SourceArena:
         """An arena of that size, the caller's to close; OutOfMemory where it cannot be had."""
-        return SharedArena(size_bytes)
+        return allocate(size_bytes, self._device)
 
     def offer(self, layout: Layout, arenas: Sequence[Arena], kind: OfferKind) -> Offer:
         """Let ranks read these arenas (one per memory of the layout), as they are now. Other arenas replace those of before."""
         _check_kind(kind)
         shared = _fitting(layout, arenas)
+        device = home_of(shared, self._device)
+        device.synchronise()
         with self._lock:
             known = self._registrations.get((kind, layout.fingerprint))
         if known is None or known.arenas != shared:
-            self._register(layout, shared, kind)
+            self._register(layout, shared, kind, device)
         generation = combined(arena.generation for arena in shared)
         return Offer(
             mode=MODE, kind=kind, source=self.address, layout=layout.fingerprint, generation=generation
@@ -125,8 +150,10 @@ class IpcOutlet:
     ) -> None:
         self.close()
 
-    def _register(self, layout: Layout, arenas: tuple[SharedArena, ...], kind: OfferKind) -> None:
-        tokens = tuple(secrets.token_bytes(_TOKEN_BYTES) for _ in arenas)
+    def _register(
+        self, layout: Layout, arenas: tuple[SourceArena, ...], kind: OfferKind, device: Device
+    ) -> None:
+        tokens = tuple(secrets.token_bytes(TOKEN_BYTES) for _ in arenas)
         attached = Attached(layout=layout, memories=tokens, descriptors=str(self._descriptors.path))
         self._codec.encode(
             attached, call=1, limits=self._limits
@@ -139,7 +166,9 @@ class IpcOutlet:
             self._drop(tokens)
             raise
         with self._lock:
-            self._registrations[kind, layout.fingerprint] = _Registration(attached=attached, arenas=arenas)
+            self._registrations[kind, layout.fingerprint] = _Registration(
+                attached=attached, arenas=arenas, device=device
+            )
 
     def _drop(self, tokens: Sequence[bytes]) -> None:
         for token in tokens:
@@ -166,13 +195,22 @@ class IpcOutlet:
         if not isinstance(body, Attach):
             error = MessageInvalid(f"a source is asked to attach, not {type(body).__name__}")
             return Refusal(fault=fault_of(error, step="attach"))
+        layout, where = asked_for(body.layout)
         with self._lock:
-            known = self._registrations.get((body.kind, body.layout))
+            known = self._registrations.get((body.kind, layout))
             offered = [f"{kind} layout {fingerprint}" for kind, fingerprint in self._registrations]
         if known is None:
-            refused = VersionNotOffered(f"{body.kind} layout {body.layout}", offered)
+            refused = VersionNotOffered(f"{body.kind} layout {layout}", offered)
             return Refusal(fault=fault_of(refused, step="attach"))
-        return known.attached
+        if where != known.device.identity:
+            elsewhere = LayoutInvalid(
+                f"the source's memory is on {known.device.identity}, and this rank reads on {where}"
+            )
+            return Refusal(fault=fault_of(elsewhere, step="attach"))
+        try:
+            return known.lent()
+        except LiveWeightError as error:  # closed meanwhile, or a device that does not lend
+            return Refusal(fault=fault_of(error, step="attach"))
 
 
 def _check_kind(kind: OfferKind) -> None:
@@ -181,9 +219,14 @@ def _check_kind(kind: OfferKind) -> None:
         raise Refused(f"{MODE} has no {kind} offers, only {', '.join(offers)}")
 
 
-def _fitting(layout: Layout, arenas: Sequence[Arena]) -> tuple[SharedArena, ...]:
+def allocate(size_bytes: int, device: Device) -> SourceArena:
+    """An arena that ranks on that device of this host can read. OutOfMemory where it cannot be had."""
+    return SharedArena(size_bytes) if device.handles is None else DeviceArena(size_bytes, device)
+
+
+def _fitting(layout: Layout, arenas: Sequence[Arena]) -> tuple[SourceArena, ...]:
     """The arenas, if they are the layout's memories and ranks can map them."""
-    shared = tuple(arena for arena in arenas if isinstance(arena, SharedArena))
+    shared = tuple(arena for arena in arenas if isinstance(arena, SourceArena))
     if len(shared) != len(arenas):
         raise LayoutInvalid("ipc offers only memory that it allocated itself")
     sizes = tuple(arena.size_bytes for arena in shared)

@@ -1,6 +1,7 @@
-"""Crews: a few threads that do one job together, then wait for the next.
+"""Crews: a few threads that do one job together, then wait for the next; and turns, by which they share a job out.
 
-Owns threads: their start, their idleness, their end. What the job is, how it is shared out and when it stops is the job's matter.
+Owns threads: their start, their idleness, their end. What the job is, and when it stops, is the job's matter. Both the rank's
+staging and the trainer's freeze work this way, with kernels that release the GIL.
 """
 
 from __future__ import annotations
@@ -111,6 +112,58 @@ class Crew:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+
+def run_once(threads: int, work: Work, *, name: str) -> None:
+    """What a crew of so many does with one job, without one: the helpers begin with it at once, and end with it."""
+    job, helpers = _Job(work), list[threading.Thread]()
+    try:
+        for lane in range(1, threads):
+            jobs: _Jobs = queue.SimpleQueue()
+            jobs.put(job)
+            jobs.put(None)
+            helper = threading.Thread(target=_help, args=(jobs, lane), name=f"{name}-{lane}", daemon=True)
+            helper.start()
+            helpers.append(helper)
+        job.attempt(0)
+    finally:
+        job.wait(len(helpers))
+        for helper in helpers:
+            helper.join()
+    if job.errors:
+        raise job.errors[0]
+
+
+class Turns:
+    """Numbers from 0 on, each handed out once, in order, to whichever lane of a crew is free; until some lane ends it."""
+
+    def __init__(self, count: int) -> None:
+        self._count, self._taken = count, 0
+        self._lock = threading.Lock()
+        self._ended = threading.Event()
+
+    def work_through(self, lane: int, work: Callable[[int, int], None]) -> None:
+        """One lane's part: `work(lane, number)` for number after number. An error of any lane ends all of them."""
+        try:
+            while (number := self._take()) is not None:
+                work(lane, number)
+        except BaseException:
+            self.end()
+            raise
+
+    def end(self) -> None:
+        """Hand out no more."""
+        self._ended.set()
+
+    def ended(self, within_s: float = 0.0) -> bool:
+        """Whether somebody has ended it, or does so in that time."""
+        return self._ended.wait(within_s) if within_s > 0 else self._ended.is_set()
+
+    def _take(self) -> int | None:
+        with self._lock:
+            number = self._taken
+            self._taken += 1
+        return number if number < self._count and not self._ended.is_set() else None
 
 
 def _help(jobs: _Jobs, lane: int) -> None:

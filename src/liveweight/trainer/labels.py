@@ -1,0 +1,35 @@
+"""Labels: what each label of one run stands for, as far as its publisher knows.
+
+A label is bound when an engine serves the version, never by a round that failed: that one changed nothing that can be seen, and
+its label may be used again, for the same content or for other. Replicas keep the same record by the same rule (worker/membership).
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+
+from liveweight.errors import VersionConflict
+from liveweight.spec.manifest import Version
+
+REMEMBERED = 65536
+
+
+class Labels:
+    """The labels of one run. Checked before a round, bound after it."""
+
+    def __init__(self) -> None:
+        self._digests: OrderedDict[str | int, str] = OrderedDict()
+
+    def check(self, version: Version) -> None:
+        """Refuse a label that stands for other content. Content that is not known yet is never refused."""
+        known = self._digests.get(version.label)
+        if known is not None and version.digest not in (None, known):
+            raise VersionConflict(f"{version} was published before in this run, with other content")
+
+    def bind(self, version: Version) -> None:
+        """An engine serves it: from now on the label stands for that content."""
+        if version.digest is None:
+            return
+        self._digests[version.label] = version.digest
+        while len(self._digests) > REMEMBERED:
+            self._digests.popitem(last=False)

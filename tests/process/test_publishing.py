@@ -1,0 +1,207 @@
+"""What a publisher does between offers and outcomes: live offers that cannot stand, labels after failures, interrupts, and its end."""
+
+from __future__ import annotations
+
+import signal
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import liveweight as lw
+from liveweight.errors import RoundFailed, VersionConflict
+from liveweight.observe.bus import Bus, Recorder
+from liveweight.observe.events import AnyEvent, LiveOfferImpossible, RoundEnded, RoundOpened, StagingBegan
+from tests.support.stepping import engine, publisher, serving
+
+
+class Net(nn.Module):
+    """What the engine holds, as a trainer has it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.w = nn.Parameter(torch.ones(4, 3), requires_grad=False)
+        self.b = nn.Parameter(torch.ones(3), requires_grad=False)
+
+
+def new_weight(value: float) -> nn.Parameter:
+    return nn.Parameter(torch.full((4, 3), value), requires_grad=False)
+
+
+# Live offers of memory that the parameters no longer use.
+
+
+@pytest.mark.parametrize("verify", [True, False])
+def test_parameters_that_were_replaced_are_frozen_and_what_lay_in_the_arena_is_never_served(
+    short_path: Path, verify: bool
+) -> None:
+    live, net, trainer_bus, engine_bus = engine(), Net(), Bus(), Bus()
+    said, rounds = Recorder(), Recorder()
+    with (
+        trainer_bus.subscribe(said),
+        engine_bus.subscribe(rounds),
+        serving(live, short_path, engine_bus) as address,
+        lw.share_module(net) as shared,
+        publisher(shared, address, short_path, offer="live", verify=verify, bus=trainer_bus) as sender,
+    ):
+        assert sender.publish(1).offer == "live"
+        in_arena, net.w = net.w, new_weight(5.0)
+        report = sender.publish(2)
+        assert (report.offer, report.verified, report.staleness) == ("frozen", verify, 0)
+        assert torch.equal(live["w"], torch.full((4, 3), 5.0))
+        assert "w is no longer where share_module put it" in said.of(LiveOfferImpossible)[0].reason
+
+        net.w.fill_(6.0)
+        assert sender.publish(3).offer == "frozen"
+        assert len(rounds.of(RoundOpened)) == 4  # what strayed once is looked at before a round is opened
+        assert torch.equal(live["w"], torch.full((4, 3), 6.0))
+
+        net.w = in_arena
+        net.w.fill_(7.0)
+        assert sender.publish(4).offer == "live"
+        assert torch.equal(live["w"], torch.full((4, 3), 7.0))
+    outcomes = [ended.outcome.value for ended in rounds.of(RoundEnded)]
+    assert outcomes == ["committed", "aborted", "committed", "committed", "committed"]
+
+
+def test_what_lies_in_the_arena_is_not_taken_for_what_is_installed_already(short_path: Path) -> None:
+    live, net = engine(), Net()
+    with (
+        serving(live, short_path) as address,
+        lw.share_module(net) as shared,
+        publisher(shared, address, short_path, offer="live") as sender,
+    ):
+        sender.publish(1)
+        net.w = new_weight(5.0)
+        with pytest.raises(VersionConflict):
+            sender.publish(1)
+        assert torch.equal(live["w"], torch.ones(4, 3))
+        assert sender.publish(2).offer == "frozen"
+
+
+def test_a_module_that_was_moved_back_to_private_memory_is_frozen(short_path: Path) -> None:
+    live, net = engine(), Net()
+    with (
+        serving(live, short_path) as address,
+        lw.share_module(net) as shared,
+        publisher(shared, address, short_path, offer="live") as sender,
+    ):
+        sender.publish(1)
+        shared.close()
+        net.w.fill_(5.0)
+        assert sender.publish(2).offer == "frozen"
+        assert torch.equal(live["w"], net.w)
+
+
+# Moments, by hand-shake.
+
+
+class Hold:
+    """A reader of events that holds whoever emits one of that kind, once, until it is told to go on."""
+
+    def __init__(self, kind: type[AnyEvent]) -> None:
+        self._kind = kind
+        self._armed = True
+        self.reached, self.go = threading.Event(), threading.Event()
+
+    def __call__(self, event: AnyEvent) -> None:
+        if self._armed and isinstance(event, self._kind):
+            self._armed = False
+            self.reached.set()
+            self.go.wait(60.0)
+
+
+@contextmanager
+def when(moment: threading.Event, act: Callable[[], None]) -> Iterator[None]:
+    """Do that, in a thread of its own, once the moment has come."""
+
+    def wait() -> None:
+        if moment.wait(60.0):
+            act()
+
+    thread = threading.Thread(target=wait)
+    thread.start()
+    try:
+        yield
+    finally:
+        thread.join()
+
+
+@pytest.mark.parametrize("verify", [True, False])
+def test_an_interrupted_live_offer_is_ended_and_what_is_read_after_it_is_nothing(
+    short_path: Path, verify: bool
+) -> None:
+    live, net, bus, hold = engine(), Net(), Bus(), Hold(StagingBegan)
+    main = threading.main_thread().ident
+    assert main is not None
+    with (
+        bus.subscribe(hold),
+        serving(live, short_path, bus) as address,
+        lw.share_module(net) as shared,
+        publisher(shared, address, short_path, offer="live", verify=verify) as sender,
+    ):
+        with (
+            when(hold.reached, lambda: signal.pthread_kill(main, signal.SIGINT)),
+            pytest.raises(KeyboardInterrupt),
+        ):
+            sender.publish(1)
+        net.w.fill_(9.0)  # the parameters may change now; the rank has read nothing yet
+        hold.go.set()
+        with pytest.raises(RoundFailed) as failed:
+            sender.publish(2)
+        assert failed.value.code == "LW-403"
+        assert not live["w"].any()
+        assert sender.publish(2).offer == "live"
+        assert torch.equal(live["w"], net.w)
+
+
+def test_the_label_of_a_failed_round_may_be_used_again_for_other_content(short_path: Path) -> None:
+    live, source, bus, hold = engine(), {"w": torch.ones(4, 3), "b": torch.ones(3)}, Bus(), Hold(StagingBegan)
+    with (
+        bus.subscribe(hold),
+        serving(live, short_path, bus) as address,
+        publisher(source, address, short_path, timeout_s=1.0) as sender,
+    ):
+        with pytest.raises(RoundFailed) as failed:
+            sender.publish(1)
+        assert failed.value.retryable
+        hold.go.set()
+        source["w"].fill_(2.0)
+        assert not sender.publish(1).unchanged
+        assert torch.equal(live["w"], source["w"])
+        assert sender.publish(1).unchanged
+        source["w"].fill_(3.0)
+        with pytest.raises(VersionConflict):
+            sender.publish(1)
+
+
+# The end.
+
+
+def descriptors() -> int:
+    return len(list(Path("/proc/self/fd").iterdir()))
+
+
+def test_closing_does_not_wait_for_an_engine_that_never_answers(short_path: Path) -> None:
+    threads, held = set(threading.enumerate()), descriptors()
+    source = {"w": torch.ones(4, 3), "b": torch.ones(3)}
+    with socket.socket(socket.AF_UNIX) as mute:
+        with serving(engine(), short_path) as address:
+            sender = publisher(source, address, short_path, timeout_s=300.0)
+            sender.publish(1)
+        mute.bind(address.removeprefix("ipc://"))
+        mute.listen()
+        sender.offer(2)
+        with mute.accept()[0]:  # the publisher has come to its successor
+            began_s = time.monotonic()
+            sender.close()
+            assert time.monotonic() - began_s < 8.0
+    sender.close()
+    assert set(threading.enumerate()) <= threads
+    assert descriptors() <= held
