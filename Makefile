@@ -13,7 +13,7 @@ $(VENV)/.ready: pyproject.toml setup.py $(wildcard native/*.c native/*.h)
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --upgrade "pip>=25.1"
 	$(BIN)/python -m pip install --quiet "torch==$(TORCH)"
-	$(BIN)/python -m pip install --quiet --editable ".[torch]" --group dev
+	$(BIN)/python -m pip install --quiet --editable ".[engine]" --group dev
 	touch $@
 
 test: venv

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from liveweight.cli import bench
+from liveweight.cli import bench, init_model, serve
 from liveweight.errors import LiveWeightError
 
 app = typer.Typer(
@@ -18,6 +18,8 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 app.add_typer(bench.app, name="bench")
+app.command("init-model")(init_model.init_model)
+app.command("serve")(serve.serve)
 
 
 def _version(wanted: bool) -> None:

@@ -1,0 +1,153 @@
+"""What the routes answer, as types: for the OpenAPI schema. Answers are written by choices.py and replies.py."""
+
+from __future__ import annotations
+
+from typing import Any, Literal, NotRequired
+
+from typing_extensions import TypedDict  # pydantic needs this one before Python 3.12
+
+
+class Problem(TypedDict):
+    """What went wrong. `param` is the field at fault, `code` a word or an LW code that stays the same."""
+
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+
+
+class Error(TypedDict):
+    """Every answer that is no success."""
+
+    error: Problem
+
+
+class CachedTokens(TypedDict):
+    """Tokens of prompts that the prefix cache had."""
+
+    cached_tokens: int
+
+
+class UsageAnswer(TypedDict):
+    """Tokens that were used."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    prompt_tokens_details: CachedTokens
+
+
+WeightSpan = TypedDict("WeightSpan", {"from": int, "weights": str})
+WeightSpan.__doc__ = "From this token of the choice on, its tokens came from these weights."
+
+
+class RoutedExperts(TypedDict):
+    """The experts of every token that went through the model: little-endian, row-major, base64."""
+
+    data: str
+    shape: list[int]
+    dtype: Literal["uint16"]
+
+
+class ChoiceAnswer(TypedDict):
+    """What choices of both routes have."""
+
+    index: int
+    finish_reason: Literal["stop", "length", "abort"] | None
+    weight_version: str | None
+    weight_spans: NotRequired[list[WeightSpan]]
+    token_ids: NotRequired[list[int]]
+    routed_experts: NotRequired[RoutedExperts | None]
+
+
+class CompletionLogprobsAnswer(TypedDict):
+    """Lists side by side, an entry per token."""
+
+    tokens: list[str]
+    token_logprobs: list[float | None]
+    top_logprobs: list[dict[str, float | None]]
+    text_offset: list[int]
+
+
+class CompletionChoiceAnswer(ChoiceAnswer):
+    """A choice of `/v1/completions`."""
+
+    text: str
+    logprobs: CompletionLogprobsAnswer | None
+    prompt_token_ids: NotRequired[list[int]]
+
+
+class Envelope(TypedDict):
+    """What answers of both routes have."""
+
+    id: str
+    created: int
+    model: str
+    usage: UsageAnswer
+
+
+class CompletionAnswer(Envelope):
+    """`/v1/completions`."""
+
+    object: Literal["text_completion"]
+    choices: list[CompletionChoiceAnswer]
+
+
+class ChatMessageAnswer(TypedDict):
+    """What the model said."""
+
+    role: Literal["assistant"]
+    content: str
+
+
+class ChatLogprobsAnswer(TypedDict):
+    """An object per token: token, logprob, bytes, top_logprobs."""
+
+    content: list[dict[str, Any]]
+    refusal: None
+
+
+class ChatChoiceAnswer(ChoiceAnswer):
+    """A choice of `/v1/chat/completions`."""
+
+    message: ChatMessageAnswer
+    logprobs: ChatLogprobsAnswer | None
+
+
+class ChatAnswer(Envelope):
+    """`/v1/chat/completions`."""
+
+    object: Literal["chat.completion"]
+    choices: list[ChatChoiceAnswer]
+    prompt_token_ids: NotRequired[list[int]]
+
+
+class ModelAnswer(TypedDict):
+    """A model that is served here."""
+
+    id: str
+    object: Literal["model"]
+    created: int
+    owned_by: str
+    max_model_len: int
+
+
+class ModelsAnswer(TypedDict):
+    """`/v1/models`."""
+
+    object: Literal["list"]
+    data: list[ModelAnswer]
+
+
+class HealthAnswer(TypedDict):
+    """`/health`. `error` says why it is failed, and names the rank."""
+
+    status: Literal["ok", "stopping", "failed"]
+    model: str
+    tp: int
+    running: int
+    waiting: int
+    kv_blocks_total: int
+    kv_blocks_free: int
+    weight_version: str
+    error: NotRequired[Problem]

@@ -1,0 +1,66 @@
+"""The app: routes, guard and the telling of errors, put together around one engine."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+from fastapi import FastAPI
+from fastapi.exceptions import RequestValidationError
+from prometheus_client import CollectorRegistry
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import Response
+
+from liveweight.control import health, openai_routes
+from liveweight.control.errors import ApiError, error_response, http_response
+from liveweight.control.exchange import Post
+from liveweight.control.guard import Access, Guard
+from liveweight.control.invalid import refusal
+from liveweight.control.metrics import register
+from liveweight.control.port import Engine
+from liveweight.control.service import Service
+from liveweight.control.unexpected import Unexpected
+from liveweight.errors import LiveWeightError
+
+
+def build_app(engine: Engine, *, registry: CollectorRegistry, access: Access) -> FastAPI:
+    """An app that serves the engine. Its lifespan must run; the engine is its caller's to stop."""
+
+    @asynccontextmanager
+    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+        post = Post(asyncio.get_running_loop())
+        app.state.service = Service(engine=engine, post=post, registry=registry, created=int(time.time()))
+        yield
+
+    app = FastAPI(
+        title="liveweight", docs_url=None, redoc_url=None, redirect_slashes=False, lifespan=lifespan
+    )
+    app.include_router(openai_routes.router)
+    app.include_router(health.router)
+    app.add_middleware(Guard, access=access)
+    app.add_middleware(Unexpected)  # added last, so it stands first
+    app.add_exception_handler(RequestValidationError, _told_invalid)
+    app.add_exception_handler(HTTPException, _told_http)
+    for told in (ApiError, LiveWeightError):
+        app.add_exception_handler(told, _told)
+    register(engine, registry)
+    return app
+
+
+async def _told(request: Request, error: Exception) -> Response:
+    del request
+    return error_response(error)
+
+
+async def _told_invalid(request: Request, error: Exception) -> Response:
+    del request
+    return error_response(refusal(error) if isinstance(error, RequestValidationError) else error)
+
+
+async def _told_http(request: Request, error: Exception) -> Response:
+    if not isinstance(error, HTTPException):
+        return error_response(error)
+    return http_response(error, f"{request.method} {request.url.path}")

@@ -1,0 +1,118 @@
+"""From a request's body to what the engine is asked: token ids and sampling, one ask per choice.
+
+Owns defaults and the limits that depend on the model. Ranges of single fields are schema.py's.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from liveweight.control.errors import BadRequest, UnknownModel
+from liveweight.control.port import Engine
+from liveweight.control.schema import ChatRequest, CompletionRequest, GenerateRequest
+from liveweight.engine.requests import Sampling
+
+COMPLETION_TOKENS = 16
+_LONG_TEXT = 2_000  # characters from which on tokenising leaves the event loop: about a millisecond
+_SEEDS = 1 << 64
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ask:
+    """One request to the engine."""
+
+    prompt: Sequence[int]
+    sampling: Sampling
+
+
+async def completion_asks(body: CompletionRequest, engine: Engine) -> list[Ask]:
+    """The asks of `/v1/completions`, those of one prompt together. BadRequest or UnknownModel if it cannot be answered."""
+    _check_model(body, engine)
+    prompts = [await _ids(prompt, engine) for prompt in body.prompt]
+    if body.max_tokens is None:
+        wanted = [min(COMPLETION_TOKENS, max(1, engine.context - len(prompt))) for prompt in prompts]
+    else:
+        wanted = [body.max_tokens for _ in prompts]
+    return _asks(body, engine, "prompt", prompts, wanted, body.logprobs)
+
+
+async def chat_asks(body: ChatRequest, engine: Engine) -> list[Ask]:
+    """The asks of `/v1/chat/completions`. BadRequest, RequestInvalid or UnknownModel if it cannot be answered."""
+    _check_model(body, engine)
+    messages = [message.plain() for message in body.messages]
+    size = sum(len(message["content"]) for message in messages)
+    prompt = await _perhaps_elsewhere(
+        size, lambda: engine.tokenizer.encode_chat(messages, body.chat_template_kwargs)
+    )
+    given = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
+    wanted = max(1, engine.context - len(prompt)) if given is None else given
+    logprobs = (body.top_logprobs or 0) if body.logprobs else None
+    return _asks(body, engine, "messages", [prompt], [wanted], logprobs)
+
+
+def _check_model(body: GenerateRequest, engine: Engine) -> None:
+    if body.model is not None and body.model != engine.name:
+        raise UnknownModel(f"no model {body.model!r} here, only {engine.name!r}", param="model")
+    if body.return_routed_experts and engine.spec.sparse_layers == 0:
+        raise BadRequest("this model has no experts to route to", param="return_routed_experts")
+
+
+async def _ids(prompt: str | list[int], engine: Engine) -> list[int]:
+    if isinstance(prompt, str):
+        return await _perhaps_elsewhere(len(prompt), lambda: engine.tokenizer.encode(prompt))
+    outside = next((token for token in prompt if token >= engine.vocab), None)
+    if outside is not None:
+        raise BadRequest(f"token id {outside} is not below the vocabulary's {engine.vocab}", param="prompt")
+    return prompt
+
+
+async def _perhaps_elsewhere(size: int, work: Callable[[], list[int]]) -> list[int]:
+    return work() if size < _LONG_TEXT else await asyncio.to_thread(work)
+
+
+def _asks(
+    body: GenerateRequest,
+    engine: Engine,
+    param: str,
+    prompts: Sequence[list[int]],
+    wanted: Sequence[int],
+    logprobs: int | None,
+) -> list[Ask]:
+    """Every prompt as often as there are choices; a choice's seed does not depend on the prompts beside it."""
+    for prompt, tokens in zip(prompts, wanted, strict=True):
+        _check_length(len(prompt), tokens, engine.context, param)
+    seed = secrets.randbits(64) if body.seed is None else body.seed
+    return [
+        Ask(prompt=prompt, sampling=_sampling(body, tokens, (seed + choice) % _SEEDS, logprobs))
+        for prompt, tokens in zip(prompts, wanted, strict=True)
+        for choice in range(body.choices)
+    ]
+
+
+def _check_length(prompt: int, wanted: int, context: int, param: str) -> None:
+    if prompt == 0:
+        raise BadRequest("the prompt has no tokens", param=param)
+    if prompt + wanted > context:
+        raise BadRequest(
+            f"{prompt} tokens of prompt and {wanted} of answer are more than the context of {context}",
+            param=param if prompt >= context else "max_tokens",
+            code="context_length_exceeded",
+        )
+
+
+def _sampling(body: GenerateRequest, max_tokens: int, seed: int, logprobs: int | None) -> Sampling:
+    return Sampling(
+        max_tokens=max_tokens,
+        temperature=1.0 if body.temperature is None else body.temperature,
+        top_p=1.0 if body.top_p is None else body.top_p,
+        top_k=max(0, body.top_k or 0),
+        seed=seed,
+        stop=tuple(body.stop or ()),
+        stop_token_ids=tuple(body.stop_token_ids or ()),
+        ignore_eos=bool(body.ignore_eos),
+        logprobs=logprobs,
+        routing=bool(body.return_routed_experts),
+    )

@@ -1,0 +1,136 @@
+"""Errors as HTTP tells them: one table from class to status and type, one shape for all of them.
+
+Owns `{"error": {"message", "type", "param", "code"}}`. What went wrong is said by who raised it.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from starlette.exceptions import HTTPException
+from starlette.responses import Response
+
+from liveweight.errors import (
+    DeadlineExceeded,
+    EngineStopping,
+    LiveWeightError,
+    QueueFull,
+    RankLost,
+    RequestInvalid,
+)
+
+RETRY_AFTER_S = 1
+
+
+class ApiError(Exception):
+    """A request that HTTP itself refuses. `param` is the field that is wrong, `code` a word that programs can compare."""
+
+    code: str | None = None
+
+    def __init__(self, message: str, *, param: str | None = None, code: str | None = None) -> None:
+        super().__init__(message)
+        self.param = param
+        self.code = self.code if code is None else code
+
+
+class BadRequest(ApiError):
+    """A body that is not what the route takes."""
+
+
+class WrongKey(ApiError):
+    """No key, or another one."""
+
+    code = "invalid_api_key"
+
+
+class UnknownModel(ApiError):
+    """A model that is not served here."""
+
+    code = "model_not_found"
+
+
+class BodyTooLarge(ApiError):
+    """A body beyond the limit."""
+
+    code = "body_too_large"
+
+
+class BodyTooSlow(ApiError):
+    """A body that did not arrive in time."""
+
+    code = "body_too_slow"
+
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """How a class of errors is told."""
+
+    status: int
+    type: str
+
+
+INTERNAL = Kind(500, "server_error")
+TABLE: Mapping[type[Exception], Kind] = {
+    BadRequest: Kind(400, "invalid_request_error"),
+    RequestInvalid: Kind(400, "invalid_request_error"),
+    WrongKey: Kind(401, "authentication_error"),
+    UnknownModel: Kind(404, "not_found_error"),
+    BodyTooSlow: Kind(408, "invalid_request_error"),
+    BodyTooLarge: Kind(413, "invalid_request_error"),
+    QueueFull: Kind(429, "rate_limit_error"),
+    EngineStopping: Kind(503, "service_unavailable_error"),
+    RankLost: Kind(503, "service_unavailable_error"),
+    DeadlineExceeded: Kind(504, "timeout_error"),
+    LiveWeightError: INTERNAL,
+}
+"""Every class that a route may raise; the nearest ancestor counts. What is not here is a 500 that says nothing of itself."""
+
+_OF_STATUS = {404: "not_found_error", 405: "invalid_request_error"}
+
+
+def kind_of(error: BaseException) -> Kind:
+    """The row of the nearest ancestor."""
+    return next((TABLE[cls] for cls in type(error).__mro__ if cls in TABLE), INTERNAL)
+
+
+def error_body(error: BaseException, *, param: str | None = None) -> dict[str, object]:
+    """The error in OpenAI's shape. Only errors that were made to be told are told."""
+    kind = kind_of(error)
+    match error:
+        case ApiError():
+            return _shape(str(error), kind.type, error.param or param, error.code)
+        case LiveWeightError():
+            return _shape(f"{error}; {error.remedy}", kind.type, param, error.code)
+        case _:
+            return _shape("internal error; the server's log has it", kind.type, None, "internal_error")
+
+
+def error_response(error: BaseException, *, param: str | None = None) -> Response:
+    """The answer to a request that failed with it."""
+    kind = kind_of(error)
+    headers = {}
+    if kind.status in (429, 503):
+        headers["Retry-After"] = str(RETRY_AFTER_S)
+    if kind.status == 401:
+        headers["WWW-Authenticate"] = "Bearer"
+    if kind.status in (408, 413):
+        headers["Connection"] = "close"  # the rest of the body is not read
+    return _json(error_body(error, param=param), kind.status, headers)
+
+
+def http_response(error: HTTPException, route: str) -> Response:
+    """The answer where the framework itself refused: no such route, no such method, a body that cannot be parsed."""
+    message = f"{route}: {error.detail}"
+    kind = _OF_STATUS.get(error.status_code, "invalid_request_error")
+    return _json(_shape(message, kind, None, None), error.status_code, dict(error.headers or {}))
+
+
+def _shape(message: str, kind: str, param: str | None, code: str | None) -> dict[str, object]:
+    return {"error": {"message": message, "type": kind, "param": param, "code": code}}
+
+
+def _json(body: Mapping[str, object], status: int, headers: Mapping[str, str]) -> Response:
+    text = json.dumps(body)  # ASCII: whatever a request holds can be told back
+    return Response(text, status, dict(headers), media_type="application/json")

@@ -1,0 +1,95 @@
+"""The way between the event loop and the engine's thread: requests go in, pieces of answers come out, what is left is cancelled.
+
+Owns the hand-over. No lock is held while anything is called; the engine's thread never waits for the loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import threading
+from collections.abc import AsyncIterator, Callable, Sequence
+from functools import partial
+from types import TracebackType
+from typing import Self
+
+from liveweight.control.asks import Ask
+from liveweight.control.port import Engine
+from liveweight.engine.requests import Delta, Sink
+
+
+class Post:
+    """Carries deltas to one event loop, and wakes it once for all that came since it last looked."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._loop = loop
+        self._lock = threading.Lock()
+        self._letters: list[tuple[Callable[[Delta], None], Delta]] = []
+
+    def sink(self, take: Callable[[Delta], None]) -> Sink:
+        """A sink for any thread; `take` is called on the loop."""
+
+        def put(delta: Delta) -> None:
+            with self._lock:
+                self._letters.append((take, delta))
+                first = len(self._letters) == 1
+            if first:
+                with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits any more
+                    self._loop.call_soon_threadsafe(self._deliver)
+
+        return put
+
+    def _deliver(self) -> None:
+        with self._lock:
+            letters, self._letters = self._letters, []
+        for take, delta in letters:
+            take(delta)
+
+
+class Exchange:
+    """The engine's requests behind one HTTP request. Leaving the `with` cancels those that have not ended."""
+
+    def __init__(self, engine: Engine, post: Post, asks: Sequence[Ask]) -> None:
+        self._engine, self._post, self._asks = engine, post, asks
+        self._open: dict[int, int] = {}
+        self._came: asyncio.Queue[tuple[int, Delta]] = asyncio.Queue()
+
+    def __enter__(self) -> Self:
+        try:
+            for index, ask in enumerate(self._asks):
+                sink = self._post.sink(partial(self._take, index))
+                self._open[index] = self._engine.submit(ask.prompt, ask.sampling, sink)
+        except BaseException:
+            self._cancel()
+            raise
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._cancel()
+
+    async def deltas(self) -> AsyncIterator[list[tuple[int, Delta]]]:
+        """The pieces of all answers, each with its ask's index: all that came since the last time, until all have ended.
+
+        Raises an answer's fault, after the pieces before it.
+        """
+        while self._open:
+            came = [await self._came.get()]
+            while not self._came.empty():
+                came.append(self._came.get_nowait())
+            for index, delta in came:
+                if delta.last:
+                    del self._open[index]
+            fault = next((delta.fault for _, delta in came if delta.fault is not None), None)
+            yield [(index, delta) for index, delta in came if delta.fault is None]
+            if fault is not None:
+                raise fault.with_traceback(None)  # one error, told to many requests
+
+    def _take(self, index: int, delta: Delta) -> None:
+        self._came.put_nowait((index, delta))
+
+    def _cancel(self) -> None:
+        while self._open:
+            _, request = self._open.popitem()
+            self._engine.cancel(request)

@@ -1,0 +1,115 @@
+"""The guard before all routes: who may ask, and how much they may send.
+
+Owns keys and the size and time of bodies. It answers by itself, in the shape of every error, before a route is looked up.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hmac
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from liveweight.control.errors import ApiError, BodyTooLarge, BodyTooSlow, WrongKey, error_response
+
+DISCARDED_BYTES = 64 << 20
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Access:
+    """What the guard lets through. Paths in `open_paths` need no key; without a key nothing does."""
+
+    api_key: str | None = None
+    open_paths: frozenset[str] = frozenset({"/health"})
+    max_body_bytes: int = 8 << 20
+    body_timeout_s: float = 60.0
+
+
+class ClientGone(Exception):
+    """The client left before its body was complete."""
+
+
+class Guard:
+    """Middleware: checks the key, then reads the body within its limits, then lets the request in."""
+
+    def __init__(self, app: ASGIApp, access: Access) -> None:
+        self._app, self._access = app, access
+        self._key = None if access.api_key is None else access.api_key.encode()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        try:
+            self._check_key(scope)
+            body = await self._body(scope, receive)
+        except BodyTooLarge as error:
+            await self._discard(receive)
+            await error_response(error)(scope, receive, send)
+        except ApiError as error:
+            await error_response(error)(scope, receive, send)
+        except ClientGone:
+            return
+        else:
+            await self._app(scope, _replayed(body, receive), send)
+
+    def _check_key(self, scope: Scope) -> None:
+        if self._key is None or scope["path"] in self._access.open_paths:
+            return
+        given = b"".join(value for name, value in scope["headers"] if name == b"authorization")
+        kind, _, key = given.partition(b" ")
+        if kind.lower() != b"bearer" or not hmac.compare_digest(key.strip(), self._key):
+            raise WrongKey("this server needs a key: Authorization: Bearer KEY")
+
+    async def _body(self, scope: Scope, receive: Receive) -> bytes:
+        limit = self._access.max_body_bytes
+        announced = next((value for name, value in scope["headers"] if name == b"content-length"), b"0")
+        if not announced.isdigit() or int(announced) > limit:
+            raise BodyTooLarge(f"the body is larger than {limit} bytes")
+        parts, size = [], 0
+        try:
+            async with asyncio.timeout(self._access.body_timeout_s):
+                async for part in _parts(receive):
+                    size += len(part)
+                    if size > limit:
+                        raise BodyTooLarge(f"the body is larger than {limit} bytes")
+                    parts.append(part)
+        except TimeoutError:
+            waited_s = self._access.body_timeout_s
+            raise BodyTooSlow(f"the body was not complete after {waited_s:.0f} s") from None
+        return b"".join(parts)
+
+    async def _discard(self, receive: Receive) -> None:
+        """Read on for a while: a client that still sends would not see the answer."""
+        left = DISCARDED_BYTES
+        with contextlib.suppress(TimeoutError, ClientGone):
+            async with asyncio.timeout(self._access.body_timeout_s):
+                async for part in _parts(receive):
+                    left -= len(part)
+                    if left < 0:
+                        return
+
+
+async def _parts(receive: Receive) -> AsyncIterator[bytes]:
+    more = True
+    while more:
+        message = await receive()
+        if message["type"] == "http.disconnect":
+            raise ClientGone
+        yield message.get("body", b"")
+        more = message.get("more_body", False)
+
+
+def _replayed(body: bytes, receive: Receive) -> Receive:
+    """The body as one message, then whatever comes from the client: that it leaves."""
+    waiting = [body]
+
+    async def replay() -> Message:
+        if waiting:
+            return {"type": "http.request", "body": waiting.pop(), "more_body": False}
+        return await receive()
+
+    return replay

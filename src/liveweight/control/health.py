@@ -1,0 +1,59 @@
+"""`/health` and `/metrics`: how the engine is, for machines that decide and for those that count."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+from fastapi import APIRouter, Request
+from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
+from starlette.responses import Response
+
+from liveweight.control.answers import HealthAnswer
+from liveweight.control.errors import error_body
+from liveweight.control.service import service_of
+
+router = APIRouter(tags=["operations"])
+
+
+@router.get(
+    "/health",
+    response_model=None,
+    responses={
+        200: {"model": HealthAnswer, "description": "It takes requests."},
+        503: {"model": HealthAnswer, "description": "It is stopping or has lost a rank."},
+    },
+)
+async def health(request: Request) -> Response:
+    """Whether requests are taken, and how many there are."""
+    engine = service_of(request).engine
+    status = engine.status()
+    words: dict[str, Literal["ok", "stopping", "failed"]] = {"running": "ok", "failed": "failed"}
+    body: dict[str, object] = {
+        "status": words.get(status.state, "stopping"),
+        "model": engine.name,
+        "tp": engine.config.tp,
+        "running": status.running,
+        "waiting": status.waiting,
+        "kv_blocks_total": status.blocks_total,
+        "kv_blocks_free": status.blocks_free,
+        "weight_version": status.weights,
+    }
+    if status.fault is not None:
+        body |= error_body(status.fault)
+    code = 200 if status.state == "running" else 503
+    return Response(msgspec.json.encode(body), code, media_type="application/json")
+
+
+@router.get(
+    "/metrics",
+    response_model=None,
+    responses={
+        200: {"content": {"text/plain": {"schema": {"type": "string"}}}, "description": "Prometheus."}
+    },
+    response_class=Response,
+)
+async def metrics(request: Request) -> Response:
+    """The registry in Prometheus' text form."""
+    text = generate_latest(service_of(request).registry)
+    return Response(text, headers={"content-type": CONTENT_TYPE_LATEST})

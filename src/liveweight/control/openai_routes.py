@@ -1,0 +1,98 @@
+"""The routes of OpenAI's interface: parse, call, render."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fastapi import APIRouter, Request
+from starlette.responses import Response
+
+from liveweight.control.answers import (
+    ChatAnswer,
+    CompletionAnswer,
+    Error,
+    ModelAnswer,
+    ModelsAnswer,
+)
+from liveweight.control.asks import Ask, chat_asks, completion_asks
+from liveweight.control.errors import UnknownModel
+from liveweight.control.replies import CHAT, COMPLETION, Form, Order, Reply
+from liveweight.control.schema import ChatRequest, CompletionRequest, GenerateRequest
+from liveweight.control.service import Service, service_of
+
+TAG = "openai"
+ERRORS: dict[int | str, dict[str, Any]] = {
+    400: {"model": Error, "description": "The request is wrong; `param` says where."},
+    404: {"model": Error, "description": "The model is not served here."},
+    429: {"model": Error, "description": "As many requests wait as may wait."},
+    503: {"model": Error, "description": "The engine is stopping, or has lost a rank."},
+    "default": {"model": Error, "description": "Any other error."},
+}
+_EVENT = {
+    "type": "object",
+    "properties": {"data": {"type": "string", "description": "A chunk as JSON, an error, or [DONE]."}},
+    "required": ["data"],
+}
+_STREAM = {"text/event-stream": {"itemSchema": _EVENT}}
+
+router = APIRouter(tags=[TAG])
+
+
+@router.post(
+    "/v1/completions",
+    response_model=None,
+    responses={**ERRORS, 200: {"model": CompletionAnswer, "content": _STREAM, "description": "The answer."}},
+)
+async def completions(body: CompletionRequest, request: Request) -> Response:
+    """Continue one or several prompts."""
+    service = service_of(request)
+    asks = await completion_asks(body, service.engine)
+    return Reply(_order(COMPLETION, asks, body), service.engine, service.post)
+
+
+@router.post(
+    "/v1/chat/completions",
+    response_model=None,
+    responses={**ERRORS, 200: {"model": ChatAnswer, "content": _STREAM, "description": "The answer."}},
+)
+async def chat_completions(body: ChatRequest, request: Request) -> Response:
+    """Answer a conversation."""
+    service = service_of(request)
+    asks = await chat_asks(body, service.engine)
+    return Reply(_order(CHAT, asks, body), service.engine, service.post)
+
+
+@router.get("/v1/models", response_model=ModelsAnswer)
+async def models(request: Request) -> ModelsAnswer:
+    """The model that is served."""
+    return {"object": "list", "data": [_model(service_of(request))]}
+
+
+@router.get("/v1/models/{model:path}", response_model=ModelAnswer, responses={404: ERRORS[404]})
+async def model(model: str, request: Request) -> ModelAnswer:
+    """One model, by its name."""
+    service = service_of(request)
+    if model != service.engine.name:
+        raise UnknownModel(f"no model {model!r} here, only {service.engine.name!r}", param="model")
+    return _model(service)
+
+
+def _order(form: Form, asks: list[Ask], body: GenerateRequest) -> Order:
+    return Order(
+        form=form,
+        asks=asks,
+        per_prompt=body.choices,
+        token_ids=bool(body.return_token_ids),
+        stream=bool(body.stream),
+        usage=body.wants_usage,
+    )
+
+
+def _model(service: Service) -> ModelAnswer:
+    return {
+        "id": service.engine.name,
+        "object": "model",
+        "created": service.created,
+        "owned_by": "liveweight",
+        "max_model_len": service.engine.context,
+    }

@@ -1,0 +1,154 @@
+"""The server: an app behind a socket, from the first request to the last, whatever ends it.
+
+Owns the order of ending. Told to stop: the engine takes no more, what runs is answered within the grace, then the sockets close.
+A rank lost: every open request has its error at once; `/health` tells it for a moment longer; then the same end.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+from collections.abc import Callable, Coroutine, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import uvicorn
+from starlette.types import ASGIApp
+
+from liveweight.control.port import Engine
+from liveweight.errors import EngineConfigInvalid, LiveWeightError
+
+FLUSH_S = 5.0
+KEEP_ALIVE_S = 75  # longer than clients keep idle connections, so that none is reused while it closes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Serving:
+    """How long things may take at the end: running requests, and telling that a rank was lost."""
+
+    grace_s: float = 30.0
+    tell_fault_s: float = 1.0
+    access_log: bool = False
+
+
+class Ending:
+    """How a program tells the server to end: `soon` lets running requests finish, `now` does not. For the loop's thread."""
+
+    def __init__(self) -> None:
+        self.soon, self.now = asyncio.Event(), asyncio.Event()
+
+    def ask(self) -> None:
+        """Soon; asked again, now."""
+        (self.now if self.soon.is_set() else self.soon).set()
+
+
+def bind(host: str, port: int) -> socket.socket:
+    """A socket that holds the address and does not listen yet; port 0 takes a free one. EngineConfigInvalid if it is taken."""
+    try:
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+        family, kind, protocol, _, address = found[0]
+        bound = socket.socket(family, kind, protocol)
+    except OSError as error:
+        raise EngineConfigInvalid(f"cannot serve on {host}: {error.strerror or error}") from error
+    try:
+        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        bound.bind(address)
+    except OSError as error:
+        bound.close()
+        raise EngineConfigInvalid(f"cannot serve on {host} port {port}: {error.strerror or error}") from error
+    return bound
+
+
+def url_of(bound: socket.socket) -> str:
+    """Where clients find it."""
+    host, port = bound.getsockname()[:2]
+    return f"http://[{host}]:{port}" if bound.family == socket.AF_INET6 else f"http://{host}:{port}"
+
+
+class _Server(uvicorn.Server):
+    """uvicorn's server, which leaves signals to the program and says when it listens."""
+
+    def __init__(self, config: uvicorn.Config, ready: Callable[[], None]) -> None:
+        super().__init__(config)
+        self._ready = ready
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Listen, then say so."""
+        await super().startup(sockets)
+        self._ready()
+
+    async def cut_off(self) -> None:
+        """End connections whose clients do not read what is left for them."""
+        for connection in list(self.server_state.connections):
+            if connection.transport is not None:
+                connection.transport.abort()
+        await asyncio.sleep(0)
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """None: who runs the program decides what a signal means."""
+        yield
+
+
+async def serve(
+    engine: Engine,
+    app: ASGIApp,
+    bound: socket.socket,
+    serving: Serving,
+    *,
+    ready: Callable[[], None],
+    ending: Ending,
+) -> LiveWeightError | None:
+    """Serve until it is to end, or a rank is lost: then its error. The engine is stopped and every socket closed on return."""
+    loop, fault = asyncio.get_running_loop(), asyncio.Queue[LiveWeightError]()
+    engine.on_failure(lambda error: _tell(loop, fault, error))
+    config = uvicorn.Config(
+        app,
+        log_config=None,
+        access_log=serving.access_log,
+        ws="none",
+        timeout_keep_alive=KEEP_ALIVE_S,
+        lifespan="on",
+        timeout_graceful_shutdown=int(FLUSH_S),
+    )
+    server = _Server(config, ready)
+    running = asyncio.create_task(server.serve(sockets=[bound]))
+    failed = asyncio.create_task(fault.get())
+    try:
+        await _first(running, failed, ending.soon.wait())
+        if failed.done():
+            await _first(asyncio.sleep(serving.tell_fault_s), ending.soon.wait())
+        await _stop(engine, 0.0 if failed.done() else serving.grace_s, ending)
+    finally:
+        server.should_exit = True
+        failed.cancel()
+        await running
+        await server.cut_off()
+    return None if failed.cancelled() or not failed.done() else failed.result()
+
+
+async def _stop(engine: Engine, grace_s: float, ending: Ending) -> None:
+    stopping = asyncio.create_task(asyncio.to_thread(engine.stop, grace_s))
+    await _first(stopping, ending.now.wait())
+    if not stopping.done():
+        await asyncio.to_thread(engine.stop, 0.0)
+    await stopping
+
+
+async def _first(*waits: asyncio.Task[Any] | Coroutine[Any, Any, Any]) -> None:
+    """Wait for the first of them. Tasks go on; coroutines end here."""
+    tasks = [wait if isinstance(wait, asyncio.Task) else asyncio.create_task(wait) for wait in waits]
+    try:
+        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        for task, wait in zip(tasks, waits, strict=True):
+            if task is not wait:
+                task.cancel()
+
+
+def _tell(
+    loop: asyncio.AbstractEventLoop, fault: asyncio.Queue[LiveWeightError], error: LiveWeightError
+) -> None:
+    with contextlib.suppress(RuntimeError):  # the loop is closed: the server has ended
+        loop.call_soon_threadsafe(fault.put_nowait, error)

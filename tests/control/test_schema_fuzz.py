@@ -1,0 +1,95 @@
+"""The OpenAPI schema, taken at its word: requests made from it, and answers compared with it."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.support.echo_engine import EchoEngine
+from tests.support.http_server import Served
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")
+    import schemathesis
+    from schemathesis.checks import not_a_server_error
+    from schemathesis.specs.openapi.checks import (
+        content_type_conformance,
+        negative_data_rejection,
+        response_schema_conformance,
+        status_code_conformance,
+        unsupported_method,
+    )
+
+from hypothesis import HealthCheck, given, settings
+from schemathesis.generation import GenerationMode
+
+CHECKS = [
+    not_a_server_error,
+    content_type_conformance,
+    response_schema_conformance,
+    status_code_conformance,
+    negative_data_rejection,
+    unsupported_method,
+]
+
+
+OPERATIONS = [
+    ("POST", "/v1/completions"),
+    ("POST", "/v1/chat/completions"),
+    ("GET", "/v1/models"),
+    ("GET", "/v1/models/{model}"),
+    ("GET", "/health"),
+    ("GET", "/metrics"),
+]
+
+
+@pytest.fixture(scope="module")
+def api(served: Served[EchoEngine]) -> Any:
+    return schemathesis.openapi.from_url(f"{served.url}/openapi.json")
+
+
+def test_the_list_of_operations_is_complete(api: Any) -> None:
+    found = [result.ok() for result in api.get_all_operations()]
+    assert sorted((operation.method.upper(), operation.path) for operation in found) == sorted(OPERATIONS)
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "mode"),
+    [
+        *((method, path, GenerationMode.POSITIVE) for method, path in OPERATIONS),
+        *((method, path, GenerationMode.NEGATIVE) for method, path in OPERATIONS if method == "POST"),
+    ],
+)
+def test_answers_are_what_the_schema_says(api: Any, method: str, path: str, mode: GenerationMode) -> None:
+    operation = api[path][method]
+
+    @given(case=operation.as_strategy(generation_mode=mode))
+    @settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck), database=None)
+    def run(case: Any) -> None:
+        case.call_and_validate(checks=CHECKS, timeout=20)
+
+    run()
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+def test_streams_are_what_the_schema_says(api: Any, path: str) -> None:
+    streamed: list[bool] = []
+
+    @given(case=api[path]["POST"].as_strategy(generation_mode=GenerationMode.POSITIVE))
+    @settings(max_examples=30, deadline=None, suppress_health_check=list(HealthCheck), database=None)
+    def run(case: Any) -> None:
+        case.body = {**case.body, "stream": True, "model": None, "n": 1, "return_routed_experts": False}
+        answer = case.call_and_validate(checks=CHECKS, timeout=20)
+        streamed.append(answer.headers["content-type"][0].startswith("text/event-stream"))
+
+    run()
+    assert any(streamed)
+
+
+def test_the_schema_promises_no_422(http: httpx.Client) -> None:
+    paths = http.get("/openapi.json").json()["paths"]
+    for route in ("/v1/completions", "/v1/chat/completions"):
+        assert set(paths[route]["post"]["responses"]) == {"200", "400", "404", "429", "503", "default"}

@@ -1,0 +1,178 @@
+"""`liveweight serve` as a program: its one line, its signals, its exit codes."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import httpx
+import pytest
+
+from tests.arch.source_tree import ROOT
+
+LONG = {"prompt": "the quick brown fox", "max_tokens": 50_000, "ignore_eos": True, "stream": True}
+
+
+@contextmanager
+def program(*arguments: str, **environment: str) -> Iterator[subprocess.Popen[str]]:
+    """The program, ended with the block if it has not ended before."""
+    command = [sys.executable, "-m", "tests.support.serve_program", "serve", *arguments]
+    pipe = subprocess.PIPE
+    with subprocess.Popen(
+        command, cwd=ROOT, stdout=pipe, stderr=pipe, text=True, env={**os.environ, **environment}
+    ) as started:
+        try:
+            yield started
+        finally:
+            started.kill()
+
+
+def url_of(started: subprocess.Popen[str]) -> str:
+    """Where it serves, from the line that it prints when it does."""
+    assert started.stdout is not None
+    line = started.stdout.readline()
+    assert line.startswith("serving echo on http://127.0.0.1:"), (
+        line,
+        started.stderr and started.stderr.read(),
+    )
+    assert line.endswith(", tp 2\n")
+    return line.split()[3].rstrip(",")
+
+
+def ended(started: subprocess.Popen[str]) -> tuple[int, str]:
+    """Its exit code, and what it said last."""
+    _, errors = started.communicate(timeout=30)
+    return started.returncode, errors
+
+
+def streaming(url: str, lines: list[str], began: threading.Event, **changes: object) -> threading.Thread:
+    """A client in a thread, which keeps what it gets."""
+
+    def ask() -> None:
+        with httpx.stream("POST", f"{url}/v1/completions", json={**LONG, **changes}, timeout=30) as answer:
+            for line in answer.iter_lines():
+                if line:
+                    lines.append(line)
+                    began.set()
+
+    thread = threading.Thread(target=ask)
+    thread.start()
+    return thread
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_answers_what_runs_and_ends_with_0(model_dir: Path, number: signal.Signals) -> None:
+    lines: list[str] = []
+    began = threading.Event()
+    with program(str(model_dir), "--tp", "2", "--port", "0", "--grace", "0.3") as started:
+        client = streaming(url_of(started), lines, began)
+        assert began.wait(20)
+        started.send_signal(number)
+        assert ended(started) == (0, "")
+        client.join(10)
+    assert '"finish_reason":"abort"' in lines[-2]
+    assert lines[-1] == "data: [DONE]"
+
+
+def test_a_short_request_finishes_within_the_grace(model_dir: Path) -> None:
+    lines: list[str] = []
+    began = threading.Event()
+    with program(str(model_dir), "--tp", "2", "--port", "0", "--grace", "60") as started:
+        client = streaming(url_of(started), lines, began, max_tokens=100)
+        assert began.wait(20)
+        started.terminate()
+        assert ended(started) == (0, "")
+        client.join(10)
+    assert '"finish_reason":"length"' in lines[-2]
+
+
+def test_a_lost_rank_ends_open_requests_and_the_program_with_3(model_dir: Path) -> None:
+    lines: list[str] = []
+    began = threading.Event()
+    with program(str(model_dir), "--tp", "2", "--port", "0") as started:
+        url = url_of(started)
+        client = streaming(url, lines, began)
+        assert began.wait(20)
+        started.send_signal(signal.SIGUSR1)
+        client.join(10)
+        health = httpx.get(f"{url}/health")
+        code, errors = ended(started)
+    assert "LW-706" in lines[-1]
+    assert (health.status_code, "rank 1" in health.text) == (503, True)
+    assert code == 3
+    assert errors.startswith("LW-706 rank 1 ended with signal 9\n")
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_while_it_starts_ends_it_too(tmp_path: Path, number: signal.Signals) -> None:
+    with program(str(tmp_path / "slow"), "--port", "0") as started:
+        assert started.stdout is not None
+        assert started.stdout.readline() == "starting\n"
+        started.send_signal(number)
+        assert ended(started) == (0, "")
+
+
+def test_what_keeps_it_from_starting_is_one_line_and_a_remedy(tmp_path: Path, model_dir: Path) -> None:
+    (tmp_path / "empty").write_text("\n", encoding="utf-8")
+    cases = {
+        "LW-701 fault: model.safetensors is cut off": [str(tmp_path / "fault")],
+        "LW-702 batch_tokens (5)": [str(model_dir), "--batch-tokens", "5"],
+        "LW-702 the key is empty": [str(model_dir), "--api-key-file", str(tmp_path / "empty")],
+        "LW-702 the key's file": [str(model_dir), "--api-key-file", str(tmp_path / "none")],
+        "LW-702 the key is given twice": [str(model_dir), "--api-key", "a", "--api-key-file", "b"],
+        "LW-702 cannot serve on host.invalid": [str(model_dir), "--host", "host.invalid"],
+    }
+    for line, arguments in cases.items():
+        with program(*arguments, "--port", "0") as started:
+            code, errors = ended(started)
+        assert (code, errors.startswith(line), errors.count("\n")) == (1, True, 2), errors
+
+
+@pytest.mark.parametrize("way", ["argument", "file", "environment"])
+def test_the_key_comes_from_an_argument_a_file_or_the_environment(
+    tmp_path: Path, model_dir: Path, way: str
+) -> None:
+    (tmp_path / "key").write_text("sk-1\n", encoding="utf-8")
+    arguments = {"argument": ["--api-key", "sk-1"], "file": ["--api-key-file", str(tmp_path / "key")]}
+    environment = {"LIVEWEIGHT_API_KEY": "sk-1"} if way == "environment" else {}
+    given = [*arguments.get(way, []), "--tp", "2", "--port", "0"]
+    with program(str(model_dir), *given, **environment) as started:
+        url = url_of(started)
+        statuses = [
+            httpx.get(f"{url}/v1/models", headers={"authorization": f"Bearer {key}"}).status_code
+            for key in ("sk-1", "sk-2")
+        ]
+        started.terminate()
+        ended(started)
+    assert statuses == [200, 401]
+
+
+def test_a_missing_extra_is_told_by_the_pip_line(model_dir: Path) -> None:
+    code = (
+        "import sys\nsys.modules['uvicorn'] = None\n"
+        f"sys.argv = ['liveweight', 'serve', {str(model_dir)!r}]\n"
+        "from liveweight.cli.main import run\nrun()"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert done.returncode == 1
+    assert done.stderr.startswith("LW-501 serving needs: pip install 'liveweight[engine]'\n")
+
+
+def test_the_command_line_loads_nothing_heavy() -> None:
+    code = (
+        "import sys, liveweight.cli.main\n"
+        "heavy = {'torch', 'fastapi', 'uvicorn', 'tokenizers', 'jinja2', 'pydantic', 'starlette'}\n"
+        "print(sorted(heavy & set(sys.modules)))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True
+    )
+    assert done.stdout == "[]\n"

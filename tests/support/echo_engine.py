@@ -1,0 +1,225 @@
+"""An engine without a model: it answers with the prompt, again and again. A real thread, real sinks, real limits.
+
+The same seed, prompt and sampling give the same tokens. Gates and faults make moments that a model has only by chance.
+"""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from liveweight.engine.config import EngineConfig
+from liveweight.engine.engine import State, Status
+from liveweight.engine.models.spec import ModelSpec
+from liveweight.engine.requests import Delta, Finish, Sampling, Sink, Token
+from liveweight.engine.scheduler import Counts
+from liveweight.engine.text import TextStream, Tokenizer
+from liveweight.errors import EngineStopping, LiveWeightError, QueueFull, RankLost, RequestInvalid
+
+BLOCK = 16
+PADDING = 5
+LAYERS, CHOSEN = 2, 3
+
+
+@dataclass(slots=True)
+class Row:
+    """A request: running if it has a slot."""
+
+    number: int
+    prompt: Sequence[int]
+    sampling: Sampling
+    sink: Sink
+    text: TextStream
+    generated: int = 0
+    cached: int = 0
+
+    @property
+    def blocks(self) -> int:
+        return -(-(len(self.prompt) + self.generated) // BLOCK)
+
+
+class EchoEngine:
+    """The whole facade. `pace_s` is the time of a step; `gate` lets steps run; `switch` maps a token's index to new weights."""
+
+    def __init__(
+        self, config: EngineConfig, *, context: int = 256, pace_s: float = 0.0, sparse: bool = True
+    ) -> None:
+        self.config, self.context = config, context
+        self.tokenizer = Tokenizer.load(Path(config.model))
+        self.name = config.served_name or "echo"
+        self.vocab = self.tokenizer.size + PADDING
+        self.spec = _spec(self.vocab, sparse=sparse)
+        self.gate = threading.Event()
+        self.gate.set()
+        self.switch: dict[int, str] = {}
+        self.total_blocks = 4096
+        self._pace_s = pace_s
+        self._changed = threading.Condition()
+        self._rows: dict[int, Row] = {}
+        self._numbers = itertools.count(1)
+        self._state: State = "running"
+        self._fault: LiveWeightError | None = None
+        self._closing = False
+        self._cancelled: set[int] = set()
+        self._counts = Counts()
+        self._callbacks: list[Callable[[LiveWeightError], None]] = []
+        self._seen: set[tuple[int, ...]] = set()
+        self._thread = threading.Thread(target=self._run, name="echo", daemon=True)
+        self._thread.start()
+
+    def submit(self, prompt: Sequence[int], sampling: Sampling, sink: Sink) -> int:
+        if not prompt or any(not 0 <= token < self.vocab for token in prompt):
+            raise RequestInvalid("no tokens, or tokens outside the vocabulary")
+        if len(prompt) + sampling.max_tokens > self.context:
+            raise RequestInvalid("longer than the context")
+        with self._changed:
+            if self._fault is not None:
+                raise RankLost(str(self._fault))
+            if self._state != "running":
+                raise EngineStopping("the engine is being stopped")
+            if len(self._rows) >= self.config.max_running + self.config.max_waiting:
+                raise QueueFull(f"{self.config.max_waiting} requests wait already")
+            row = Row(next(self._numbers), prompt, sampling, sink, TextStream(self.tokenizer, sampling.stop))
+            key = tuple(prompt)
+            row.cached = (len(prompt) - 1) // BLOCK * BLOCK if key in self._seen else 0
+            self._seen.add(key)
+            self._rows[row.number] = row
+            self._counts.prompt_tokens += len(prompt)
+            self._counts.cached_tokens += row.cached
+            self._changed.notify_all()
+        return row.number
+
+    def cancel(self, request: int) -> None:
+        with self._changed:
+            self._cancelled.add(request)
+            self._changed.notify_all()
+
+    def status(self) -> Status:
+        with self._changed:
+            running = list(self._rows.values())[: self.config.max_running]
+            return Status(
+                state=self._state,
+                running=len(running),
+                waiting=len(self._rows) - len(running),
+                blocks_total=self.total_blocks,
+                blocks_free=self.total_blocks - sum(row.blocks for row in running),
+                fault=self._fault,
+                weights="w0",
+                counts=self._counts.copy(),
+            )
+
+    def on_failure(self, callback: Callable[[LiveWeightError], None]) -> None:
+        with self._changed:
+            self._callbacks.append(callback)
+
+    def fail(self, error: LiveWeightError) -> None:
+        """A rank is lost."""
+        with self._changed:
+            self._fault, self._state = error, "failed"
+            rows, self._rows = list(self._rows.values()), {}
+            self._counts.finished["error"] = self._counts.finished.get("error", 0) + len(rows)
+            self._changed.notify_all()
+        for row in rows:
+            row.sink(Delta(fault=error))
+        for callback in self._callbacks:
+            callback(error)
+
+    def stop(self, timeout_s: float = 0.0) -> None:
+        with self._changed:
+            if self._state == "running":
+                self._state = "stopping"
+            self._changed.wait_for(lambda: not self._rows or self._closing, timeout_s)
+            self._closing = True
+            self._cancelled |= set(self._rows)
+            self._changed.notify_all()
+        self._thread.join()
+
+    def wait_for(self, holds: Callable[[Status], bool], within_s: float = 10.0) -> Status:
+        """The first status of which it holds."""
+        with self._changed:
+            if not self._changed.wait_for(lambda: holds(self.status()), within_s):
+                raise TimeoutError(f"still {self.status()}")
+            return self.status()
+
+    def _run(self) -> None:
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._rows or self._cancelled or self._closing)
+                said = [(row, self._ended(row, "abort")) for row in self._take_cancelled()]
+                if self._closing and not self._rows:
+                    self._deliver(said)
+                    self._state = "stopped" if self._fault is None else "failed"
+                    return
+                if self.gate.is_set():
+                    said += self._step()
+                else:
+                    self._changed.wait(0.005)
+                self._changed.notify_all()
+            self._deliver(said)
+            if self._pace_s:
+                threading.Event().wait(self._pace_s)
+
+    def _deliver(self, said: list[tuple[Row, Delta]]) -> None:
+        for row, delta in said:
+            row.sink(delta)
+
+    def _take_cancelled(self) -> list[Row]:
+        found = [self._rows.pop(number) for number in self._cancelled if number in self._rows]
+        self._cancelled.clear()
+        return found
+
+    def _step(self) -> list[tuple[Row, Delta]]:
+        running = list(self._rows.values())[: self.config.max_running]
+        self._counts.steps += bool(running)
+        return [(row, self._next(row)) for row in running]
+
+    def _next(self, row: Row) -> Delta:
+        token, sampling = self._token(row), row.sampling
+        row.generated += 1
+        self._counts.generated_tokens += 1
+        if token.id in sampling.stop_token_ids or (token.id in self.spec.eos_ids and not sampling.ignore_eos):
+            return self._ended(row, "stop", (token,))
+        text, stopped = row.text.push(token.id)
+        if stopped:
+            return self._ended(row, "stop", (token,), text)
+        if row.generated == sampling.max_tokens:
+            return self._ended(row, "length", (token,), text)
+        return Delta(tokens=(token,), text=text, cached_tokens=row.cached)
+
+    def _ended(self, row: Row, finish: Finish, tokens: tuple[Token, ...] = (), text: str = "") -> Delta:
+        self._rows.pop(row.number, None)
+        self._counts.finished[finish] = self._counts.finished.get(finish, 0) + 1
+        through = len(row.prompt) + max(0, row.generated - 1)
+        routing = bytes(2 * through * LAYERS * CHOSEN) if row.sampling.routing else None
+        text += row.text.finish()
+        return Delta(tokens=tokens, text=text, finish=finish, routing=routing, cached_tokens=row.cached)
+
+    def _token(self, row: Row) -> Token:
+        sampling, at = row.sampling, row.generated
+        shift = 0 if sampling.temperature == 0 else sampling.seed
+        chosen = row.prompt[(at + shift) % len(row.prompt)]
+        since = [index for index in self.switch if index <= at]
+        weights = self.switch[max(since)] if since else "w0"
+        if sampling.logprobs is None:
+            return Token(id=chosen, weights=weights)
+        top = tuple(((chosen + n) % self.tokenizer.size, -0.5 - n) for n in range(sampling.logprobs))
+        return Token(id=chosen, weights=weights, logprob=-0.5, top=top)
+
+
+def _spec(vocab: int, *, sparse: bool) -> ModelSpec:
+    return ModelSpec(
+        architecture="Qwen3MoeForCausalLM" if sparse else "Qwen3ForCausalLM",
+        hidden=8,
+        layers=LAYERS,
+        heads=1,
+        kv_heads=1,
+        head_dim=8,
+        intermediate=8,
+        vocab=vocab,
+        experts=8 if sparse else 0,
+        experts_per_token=CHOSEN if sparse else 0,
+        expert_intermediate=8 if sparse else 0,
+    )
