@@ -26,6 +26,11 @@ setup(
             ["attention_module", "attention", "attention_avx2", "attention_portable"],
             "attention.h",
         ),
+        kernels(
+            "liveweight.engine._linear",
+            ["linear_module", "linear", "linear_avx2", "linear_portable"],
+            "linear.h",
+        ),
     ],
     options={"bdist_wheel": {"py_limited_api": "cp311"}},
 )

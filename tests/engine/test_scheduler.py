@@ -17,11 +17,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from liveweight.engine.account import Limits
 from liveweight.engine.attention import AttentionPlan
 from liveweight.engine.forward import Batch
 from liveweight.engine.requests import Delta, Sampling
 from liveweight.engine.runner import Runner
-from liveweight.engine.scheduler import Limits, Scheduler
+from liveweight.engine.scheduler import Scheduler
 from liveweight.engine.sequence import Sequence
 from liveweight.engine.slots import Slots
 from liveweight.engine.stream import Step, StepDone

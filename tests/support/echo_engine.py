@@ -11,11 +11,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from liveweight.engine.account import Counts
 from liveweight.engine.config import EngineConfig
 from liveweight.engine.engine import State, Status
 from liveweight.engine.models.spec import ModelSpec
 from liveweight.engine.requests import Delta, Finish, Sampling, Sink, Token
-from liveweight.engine.scheduler import Counts
 from liveweight.engine.text import TextStream, Tokenizer
 from liveweight.errors import EngineStopping, LiveWeightError, QueueFull, RankLost, RequestInvalid
 

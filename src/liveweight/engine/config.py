@@ -2,18 +2,32 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Literal, TypeAlias
 
 import msgspec
 
 from liveweight.errors import EngineConfigInvalid
+
+KvPolicy: TypeAlias = Literal["recompute", "reuse", "drop"]
+"""What happens to requests that run at a commit: their KV is rebuilt under the new weights; they go on with the old; they are ended."""
+
+
+class Updates(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """How an engine takes live updates: where publishers and ranks find its leader, and what a round may cost the ranks."""
+
+    address: str
+    secret_file: str
+    kv_policy: KvPolicy = "recompute"
+    staging_threads: int = 1
+    pace_bytes_per_s: float | None = None
 
 
 class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What an engine is started with. Sizes that are None follow from the model or the machine.
 
     `kv_bytes` is shared by all ranks; `batch_tokens` bounds one step and so the chunk of a prompt that is filled at once;
-    `draft` turns speculative decoding by the checkpoint's MTP layer on, where it has one.
+    `draft` turns speculative decoding by the checkpoint's MTP layer on, where it has one. Without `updates` the weights stay as
+    they were loaded.
     """
 
     model: str
@@ -31,6 +45,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     overlap: bool = True
     prefix_cache: bool = True
     draft: bool = True
+    updates: Updates | None = None
     start_timeout_s: float = 300.0
     step_timeout_s: float = 300.0
 

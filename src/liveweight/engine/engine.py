@@ -10,21 +10,26 @@ import itertools
 import logging
 import threading
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal, Self, TypeAlias
 
+from liveweight.engine.account import Counts, Limits
 from liveweight.engine.config import EngineConfig
 from liveweight.engine.models.spec import ModelSpec
-from liveweight.engine.ranks import Launch, Ranks, launch
+from liveweight.engine.ranks import Done, Launch, Ranks, launch
 from liveweight.engine.requests import Sampling, Sink
-from liveweight.engine.scheduler import Counts, Limits, Said, Scheduler
+from liveweight.engine.scheduler import Said, Scheduler
 from liveweight.engine.sequence import Sequence as Running
 from liveweight.engine.sizes import cache_blocks, context_of
-from liveweight.engine.stream import StepDone
+from liveweight.engine.stream import Exchanged, StepDone
 from liveweight.engine.text.stream import TextStream
 from liveweight.engine.text.tokenizer import Tokenizer
+from liveweight.engine.updates import Inbox, lead
 from liveweight.errors import EngineStopping, LiveWeightError, RankLost, RequestInvalid
+from liveweight.observe.bus import Bus
+from liveweight.worker.leader import Leader
 
 State: TypeAlias = Literal["running", "stopping", "failed", "stopped"]
 OnFailure: TypeAlias = Callable[[LiveWeightError], None]
@@ -47,14 +52,18 @@ class Status:
 class Engine:
     """A running engine. Its methods may be called from any thread; sinks are called on its own."""
 
-    def __init__(self, config: EngineConfig, *, launch: Launch = launch) -> None:
+    def __init__(self, config: EngineConfig, *, launch: Launch = launch, bus: Bus | None = None) -> None:
         directory = Path(config.model)
         self.config, self.spec = config, ModelSpec.read(directory)
         self.tokenizer = Tokenizer.load(directory)
         self.name = config.served_name or directory.resolve().name
         self.context, self.vocab = context_of(config, self.spec), self.spec.vocab
         blocks = cache_blocks(config, self.spec, self.context)
-        self._ranks = Ranks(config, blocks=blocks, context=self.context, launch=launch)
+        self._inbox = Inbox(self._woken)
+        with ExitStack() as stack:
+            self._leader = self._lead(bus or Bus(), stack)
+            self._ranks = Ranks(config, blocks=blocks, context=self.context, launch=launch)
+            self._resources = stack.pop_all()
         self._draft = config.draft and self.spec.draft_layers > 0
         self._scheduler = Scheduler(
             Limits(
@@ -70,6 +79,7 @@ class Engine:
             weights=self._ranks.ready[0].weights,
             ends=frozenset(self.spec.eos_ids),
         )
+        self._exchanging = False
         self._depth = 2 if config.overlap else 1
         self._lock = threading.Lock()
         self._quiet = threading.Condition(self._lock)
@@ -81,6 +91,11 @@ class Engine:
         self._on_failure: list[OnFailure] = []
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._thread.start()
+
+    @property
+    def address(self) -> str | None:
+        """Where publishers reach it; None without live updates."""
+        return None if self._leader is None else self._leader.address
 
     @property
     def pids(self) -> tuple[int, ...]:
@@ -165,6 +180,7 @@ class Engine:
             self._fail(LiveWeightError(f"{type(error).__name__}: {error}"))
         finally:
             self._ranks.close()
+            self._resources.close()
             with self._lock:
                 self._state = "stopped" if self._fault is None else "failed"
                 self._quiet.notify_all()
@@ -175,14 +191,25 @@ class Engine:
         with self._lock:
             if self._closing:
                 return False
-            while self._scheduler.in_flight < self._depth:
-                step = self._scheduler.schedule()
-                if step is None:
-                    break
-                self._ranks.send(step)
+            self._send()
         for answers in self._ranks.wait():
             self._take(answers)
         return True
+
+    def _send(self) -> None:
+        """What can be sent now. A decision goes before the next step, and no step follows it until its outcome is known."""
+        if self._exchanging:
+            return
+        exchange = self._inbox.take()
+        if exchange is not None:
+            self._exchanging = True
+            self._ranks.send(exchange)
+            return
+        while self._scheduler.in_flight < self._depth:
+            step = self._scheduler.schedule()
+            if step is None:
+                return
+            self._ranks.send(step)
 
     def _end_some(self) -> None:
         """Requests that were cancelled, or all. Here, so that every piece of an answer comes from one thread, in order."""
@@ -194,18 +221,28 @@ class Engine:
             self._quiet.notify_all()
         _deliver(said)
 
-    def _take(self, answers: tuple[StepDone, ...]) -> None:
+    def _take(self, answers: tuple[Done, ...]) -> None:
         spoken = answers[0]
         weights = {answer.weights for answer in answers}
         if len(weights) > 1:
-            raise RankLost(
-                f"step {spoken.number} ran under {len(weights)} versions: {', '.join(sorted(weights))}"
-            )
+            raise RankLost(f"the ranks hold {len(weights)} versions: {', '.join(sorted(weights))}")
         with self._lock:
-            said = self._scheduler.done(spoken.number, spoken.weights, spoken.rows)
+            match spoken:
+                case StepDone(number=number, rows=rows):
+                    said = self._scheduler.done(number, spoken.weights, rows)
+                case Exchanged():
+                    said = self._exchanged(spoken.weights)
             if not self._busy():
                 self._quiet.notify_all()
         _deliver(said)
+
+    def _exchanged(self, weights: str) -> Said:
+        """All ranks know the outcome: the next step may go. Requests feel it only if the weights are other ones now."""
+        self._exchanging = False
+        updates = self.config.updates
+        if updates is None or weights == self._scheduler.weights:
+            return []
+        return self._scheduler.change(weights, updates.kv_policy)
 
     def _fail(self, error: LiveWeightError) -> None:
         with self._lock:
@@ -216,6 +253,20 @@ class Engine:
         _deliver(said)
         for callback in callbacks:
             callback(error)
+
+    def _lead(self, bus: Bus, stack: ExitStack) -> Leader | None:
+        updates = self.config.updates
+        if updates is None:
+            return None
+        leader = lead(updates, world=self.config.tp, replica=self.name, bus=bus, inbox=self._inbox)
+        stack.callback(leader.close)
+        return leader
+
+    def _woken(self) -> None:
+        """A decision waits. (One that comes before the ranks are there is found by the first turn.)"""
+        ranks: Ranks | None = getattr(self, "_ranks", None)
+        if ranks is not None:
+            ranks.wake()
 
     def _busy(self) -> bool:
         return bool(self._scheduler.running or self._scheduler.waiting)

@@ -12,19 +12,22 @@ import select
 import signal
 import socket
 import threading
+from contextlib import ExitStack
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from liveweight.engine.attention import PagedAttention
 from liveweight.engine.group import meet
 from liveweight.engine.pipe import Pipe
 from liveweight.engine.runner import Runner
 from liveweight.engine.slots import Slots
-from liveweight.engine.stream import Entry, RankFailed, Ready, Setup, Step
+from liveweight.engine.stream import Entry, Exchange, Exchanged, RankFailed, Ready, Setup, Step, weights_text
+from liveweight.engine.updates import RankUpdates
 from liveweight.errors import ChannelClosed, LiveWeightError, MessageInvalid
 from liveweight.wire.values import fault_of
 
-INITIAL = "initial"
-"""What the weights are called that a rank has loaded at its start."""
+if TYPE_CHECKING:
+    from liveweight.engine.models.model import Model
 
 
 def main(descriptor: int, *, parent: int | None) -> None:
@@ -41,16 +44,50 @@ def main(descriptor: int, *, parent: int | None) -> None:
             if not isinstance(setup, Setup):
                 raise MessageInvalid(f"a stream begins with Setup, not with {type(setup).__name__}")  # noqa: TRY301
             rank = setup.rank
-            runner, attention = _prepare(setup)
-            pipe.send(Ready(rank, runner.weights, attention))
-            step = "step"
-            _follow(pipe, runner)
+            with ExitStack() as stack:
+                runner, updates, ready = _prepare(setup, stack)
+                pipe.send(ready)
+                step = "step"
+                _follow(pipe, runner, updates)
         except Exception as error:  # whatever it is, the scheduler must hear it
             _last_word(pipe, error, rank=rank, step=step)
 
 
-def _prepare(setup: Setup) -> tuple[Runner, str]:
-    """Everything before the first step: threads, the other ranks, weights, cache."""
+def _prepare(setup: Setup, stack: ExitStack) -> tuple[Runner, RankUpdates | None, Ready]:
+    """Everything before the first step: threads, the other ranks, weights, cache, the rounds' leader."""
+    import torch
+
+    config = setup.config
+    torch.set_num_threads(config.threads or max(1, (os.cpu_count() or 1) // config.tp))
+    model = _model(setup)
+    attention = PagedAttention(
+        layers=model.cached_layers,
+        kv_heads=model.kv_heads,
+        heads=model.heads,
+        head_dim=model.head_dim,
+        blocks=setup.blocks,
+        block_tokens=config.block_tokens,
+        dtype=model.embedding.weight.dtype,
+        device=config.device,
+    )
+    slots = Slots(config.max_running, context=setup.context, block_tokens=config.block_tokens)
+    runner = Runner(model, attention, slots, weights=weights_text(None), speaks=setup.rank == 0)
+    updates = None
+    if config.updates is not None:
+        updates = RankUpdates(
+            config.updates,
+            model,
+            rank=setup.rank,
+            device=config.device,
+            hooks=(),
+            timeout_s=config.start_timeout_s,
+        )
+        stack.callback(updates.close)
+    return runner, updates, Ready(setup.rank, runner.weights, attention.name)
+
+
+def _model(setup: Setup) -> Model:
+    """The rank's share of the model, loaded; it meets the other ranks first."""
     import torch
 
     from liveweight.engine.loading import load
@@ -58,7 +95,6 @@ def _prepare(setup: Setup) -> tuple[Runner, str]:
     from liveweight.engine.models.spec import ModelSpec
 
     config = setup.config
-    torch.set_num_threads(config.threads or max(1, (os.cpu_count() or 1) // config.tp))
     group = meet(
         rank=setup.rank,
         size=config.tp,
@@ -70,21 +106,10 @@ def _prepare(setup: Setup) -> tuple[Runner, str]:
     dtype = getattr(torch, spec.dtype if config.dtype == "auto" else config.dtype)
     model = build(spec, group, dtype=dtype, device=config.device, draft=config.draft)
     load(model, Path(config.model))
-    attention = PagedAttention(
-        layers=model.cached_layers,
-        kv_heads=model.kv_heads,
-        heads=model.heads,
-        head_dim=model.head_dim,
-        blocks=setup.blocks,
-        block_tokens=config.block_tokens,
-        dtype=dtype,
-        device=config.device,
-    )
-    slots = Slots(config.max_running, context=setup.context, block_tokens=config.block_tokens)
-    return Runner(model, attention, slots, weights=INITIAL, speaks=setup.rank == 0), attention.name
+    return model
 
 
-def _follow(pipe: Pipe[Entry], runner: Runner) -> None:
+def _follow(pipe: Pipe[Entry], runner: Runner, updates: RankUpdates | None) -> None:
     """Carry out entries until the stream ends."""
     while True:
         try:
@@ -94,8 +119,11 @@ def _follow(pipe: Pipe[Entry], runner: Runner) -> None:
         match entry:
             case Step():
                 runner.run(entry, pipe.send)
-            case Setup():
-                raise MessageInvalid("a second Setup")
+            case Exchange() if updates is not None:
+                runner.weights = updates.carry_out(entry)
+                pipe.send(Exchanged(runner.weights))
+            case _:
+                raise MessageInvalid(f"{type(entry).__name__} is not for this rank now")
 
 
 def _last_word(pipe: Pipe[Entry], error: Exception, *, rank: int, step: str) -> None:

@@ -18,7 +18,7 @@ from typing import Protocol, TypeAlias
 
 from liveweight.engine.config import EngineConfig
 from liveweight.engine.pipe import Pipe
-from liveweight.engine.stream import Answer, RankFailed, Ready, Setup, Step, StepDone
+from liveweight.engine.stream import Answer, Exchange, Exchanged, RankFailed, Ready, Setup, Step, StepDone
 from liveweight.errors import LiveWeightError, RankLost
 from liveweight.spec.deadline import Deadline
 from liveweight.wire.waker import Waker
@@ -44,6 +44,9 @@ class Process(Protocol):
         """Its exit code, when it has ended; subprocess.TimeoutExpired."""
 
 
+Done: TypeAlias = StepDone | Exchanged
+"""The answer to an entry."""
+
 Launch: TypeAlias = Callable[[int, socket.socket], Process]
 """(rank, its end of the stream) -> its process, which inherits that end."""
 
@@ -66,8 +69,8 @@ class Ranks:
         self._selector.register(self._waker, selectors.EVENT_READ)
         self._pipes: list[Pipe[Answer]] = []
         self._processes: list[Process] = []
-        self._sent: deque[tuple[int, Deadline]] = deque()
-        self._answers: dict[int, dict[int, StepDone]] = {}
+        self._sent: deque[tuple[str, Deadline]] = deque()
+        self._answers: list[deque[Done]] = [deque() for _ in range(config.tp)]
         self._meeting = tempfile.TemporaryDirectory(prefix="liveweight-ranks-")
         try:
             for rank in range(config.tp):
@@ -85,21 +88,26 @@ class Ranks:
         """The process ids, by rank."""
         return tuple(process.pid for process in self._processes)
 
-    def send(self, step: Step) -> None:
-        """Put a step on every rank's stream."""
+    def send(self, entry: Step | Exchange) -> None:
+        """Put an entry on every rank's stream."""
         for rank, pipe in enumerate(self._pipes):
             try:
-                pipe.send(step)
+                pipe.send(entry)
             except LiveWeightError as error:
                 raise self._lost(rank, error) from error
-        self._sent.append((step.number, Deadline.after(self._config.step_timeout_s)))
+        match entry:
+            case Step(number=number):
+                what, allowed_s = f"step {number}", 0.0
+            case Exchange(epoch=epoch, timeout_s=allowed_s):
+                what = f"the exchange of round {epoch}"
+        self._sent.append((what, Deadline.after(allowed_s + self._config.step_timeout_s)))
 
     def wake(self) -> None:
         """End the present wait, or the next one. Any thread."""
         self._waker.wake()
 
-    def wait(self) -> list[tuple[StepDone, ...]]:
-        """Wait for answers or a wake-up; the steps that all ranks have answered, oldest first, one answer per rank.
+    def wait(self) -> list[tuple[Done, ...]]:
+        """Wait for answers or a wake-up; the entries that all ranks have answered, oldest first, one answer per rank.
 
         RankLost names the rank that died, failed or did not answer in time.
         """
@@ -162,25 +170,25 @@ class Ranks:
 
     def _note(self, rank: int, answer: Answer) -> None:
         match answer:
-            case StepDone(number=number):
-                self._answers.setdefault(number, {})[rank] = answer
+            case StepDone() | Exchanged():
+                self._answers[rank].append(answer)
             case RankFailed(fault=fault):
                 raise RankLost(f"rank {rank} failed: {fault.message}")
             case Ready():
                 raise RankLost(f"rank {rank} started twice")
 
-    def _complete(self) -> list[tuple[StepDone, ...]]:
+    def _complete(self) -> list[tuple[Done, ...]]:
+        """Ranks answer in the stream's order, so the first answers of all belong together."""
         complete = []
-        while self._sent and len(self._answers.get(self._sent[0][0], ())) == self._config.tp:
-            number, _ = self._sent.popleft()
-            by_rank = self._answers.pop(number)
-            complete.append(tuple(by_rank[rank] for rank in range(self._config.tp)))
+        while all(self._answers):
+            self._sent.popleft()
+            complete.append(tuple(answers.popleft() for answers in self._answers))
         return complete
 
     def _late(self) -> RankLost:
-        number, deadline = self._sent[0]
-        missing = next(r for r in range(self._config.tp) if r not in self._answers.get(number, {}))
-        return RankLost(f"rank {missing} did not answer step {number} for {deadline.waited_s():.0f} s")
+        what, deadline = self._sent[0]
+        missing = next(rank for rank, answers in enumerate(self._answers) if not answers)
+        return RankLost(f"rank {missing} did not answer {what} for {deadline.waited_s():.0f} s")
 
     def _lost(self, rank: int, error: LiveWeightError) -> RankLost:
         """What is known about a rank whose stream broke: its last word, or how it ended."""

@@ -62,7 +62,8 @@ class Delta(msgspec.Struct, frozen=True, kw_only=True):
     """A piece of an answer. The last one has a `finish` or a `fault`; `text` may lag behind the tokens until then.
 
     `routing`, with the last piece if asked for: the experts of every token that went through the model, which is all but the last
-    one: [tokens, MoE layers, experts per token], uint16, little-endian, row-major.
+    one: [tokens, MoE layers, experts per token], uint16, little-endian, row-major. `reused_kv`: after a commit some tokens were drawn over
+    keys and values that other weights had computed.
     """
 
     tokens: tuple[Token, ...] = ()
@@ -71,6 +72,7 @@ class Delta(msgspec.Struct, frozen=True, kw_only=True):
     fault: LiveWeightError | None = None
     routing: bytes | None = None
     cached_tokens: int = 0
+    reused_kv: bool = False
 
     @property
     def last(self) -> bool:

@@ -10,9 +10,10 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator
 from collections.abc import Sequence as Rows
-from dataclasses import dataclass, field, replace
 
+from liveweight.engine.account import Counts, Limits
 from liveweight.engine.blocks import BlockPool, root_key
+from liveweight.engine.config import KvPolicy
 from liveweight.engine.requests import Delta, Sink
 from liveweight.engine.sequence import Sequence
 from liveweight.engine.stream import Drawn, Fill, Next, Step
@@ -20,38 +21,6 @@ from liveweight.errors import LiveWeightError, MessageInvalid, QueueFull, Reques
 
 Said = list[tuple[Sink, Delta]]
 """Pieces of answers, with whom they are for."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Limits:
-    """The sizes that bound a scheduler. `width` is how many tokens a drawing row feeds: two with a draft."""
-
-    blocks: int
-    block_tokens: int
-    context: int
-    max_running: int
-    max_waiting: int
-    batch_tokens: int
-    width: int = 1
-    caching: bool = True
-
-
-@dataclass(slots=True, kw_only=True)
-class Counts:
-    """What happened since the start."""
-
-    steps: int = 0
-    prompt_tokens: int = 0
-    cached_tokens: int = 0
-    generated_tokens: int = 0
-    drafted_tokens: int = 0
-    accepted_tokens: int = 0
-    preemptions: int = 0
-    finished: dict[str, int] = field(default_factory=dict)
-
-    def copy(self) -> Counts:
-        """The counts as they are now."""
-        return replace(self, finished=dict(self.finished))
 
 
 class Scheduler:
@@ -110,6 +79,25 @@ class Scheduler:
     def fail(self, error: LiveWeightError) -> Said:
         """End everything with an error."""
         return [self._finish(sequence, Delta(fault=error)) for sequence in list(self._known.values())]
+
+    def change(self, weights: str, policy: KvPolicy) -> Said:
+        """Other weights serve from the next step on; no step is in flight. What that means for requests that run is the policy's.
+
+        Pages are known by the weights that computed them, so none of the old ones is found again, unless the old weights come back.
+        """
+        self.weights, self._root = weights, root_key(weights)
+        said: Said = []
+        for sequence in reversed(list(self._running)):
+            match policy:
+                case "recompute":
+                    self._preempt(sequence)
+                case "reuse":
+                    sequence.stale = sequence.reused = True
+                case "drop":
+                    said.append(self._finish(sequence, sequence.aborted()))
+        for sequence in self._known.values():
+            sequence.keys.clear()
+        return said
 
     # The next step.
 
@@ -197,7 +185,7 @@ class Scheduler:
         self._waiting.popleft()
         sequence.slot, sequence.blocks = self._slots.pop(), hits + taken
         sequence.filled, sequence.target = len(hits) * block_tokens, known
-        sequence.kept, sequence.pending, sequence.fresh = len(hits), 0, True
+        sequence.kept, sequence.pending, sequence.fresh, sequence.stale = len(hits), 0, True, False
         sequence.routing.clear()
         if not sequence.generated:
             sequence.cached = sequence.filled
@@ -224,6 +212,8 @@ class Scheduler:
 
     def _remember(self, sequence: Sequence, count: int) -> None:
         """The sequence's first `count` tokens are in its pages, or will be for every step that comes after."""
+        if sequence.stale:
+            return  # its first pages are of other weights
         keys = sequence.keys_until(count, self._root, self.limits.block_tokens)
         for index in range(sequence.kept, len(keys)):
             self.pool.remember(sequence.blocks[index], keys[index])

@@ -25,7 +25,8 @@ class Ear(Protocol):
 class Sequence:
     """A request. `filled` of `target` tokens are scheduled into the cache; then it draws, `pending` draws being in flight.
 
-    `fresh` until the ranks were told of its slot; `kept` of its pages are remembered by the pool.
+    `fresh` until the ranks were told of its slot; `kept` of its pages are remembered by the pool. `stale` while its pages hold what other
+    weights computed; `reused` if that ever was so.
     """
 
     __slots__ = (
@@ -42,10 +43,12 @@ class Sequence:
         "keys",
         "pending",
         "prompt_length",
+        "reused",
         "routing",
         "sampling",
         "sink",
         "slot",
+        "stale",
         "target",
         "tokens",
     )
@@ -58,7 +61,7 @@ class Sequence:
         self.keys: list[bytes] = []  # of the full pages of `tokens`, as far as they were needed
         self.filled = self.target = self.cached = self.kept = 0
         self.pending = self.in_flight = 0
-        self.finished = self.fresh = False
+        self.finished = self.fresh = self.stale = self.reused = False
         self.routing = bytearray()
 
     @property
@@ -98,7 +101,9 @@ class Sequence:
             return None
         if finish is not None:
             return self.ended(finish, tokens=tuple(tokens), text="".join(text))
-        return Delta(tokens=tuple(tokens), text="".join(text), cached_tokens=self.cached)
+        return Delta(
+            tokens=tuple(tokens), text="".join(text), cached_tokens=self.cached, reused_kv=self.reused
+        )
 
     def ended(self, finish: Finish, *, tokens: tuple[Token, ...] = (), text: str = "") -> Delta:
         """The last piece of the answer."""
@@ -108,6 +113,7 @@ class Sequence:
             finish=finish,
             routing=bytes(self.routing) if self.sampling.routing else None,
             cached_tokens=self.cached,
+            reused_kv=self.reused,
         )
 
     def aborted(self) -> Delta:

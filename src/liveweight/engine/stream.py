@@ -12,11 +12,17 @@ from typing import TypeAlias
 import msgspec
 
 from liveweight.engine.config import EngineConfig
+from liveweight.spec.manifest import Version
 from liveweight.wire.values import Fault
 
 
 class _Message(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, tag=True):
     """Base of all messages; the tag is the class's name."""
+
+
+def weights_text(version: Version | None) -> str:
+    """What steps and tokens call the weights they come from: label and digest; `initial` for those of the start."""
+    return "initial" if version is None else f"{version.label}@{version.digest}"
 
 
 class Draw(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
@@ -68,7 +74,15 @@ class Setup(_Message, frozen=True):
     meeting: str
 
 
-Entry: TypeAlias = Setup | Step
+class Exchange(_Message, frozen=True):
+    """Exchange shadow and live weights: the commit, or undo, of the round with this epoch. Every step after it runs under the outcome."""
+
+    epoch: int
+    undo: bool
+    timeout_s: float
+
+
+Entry: TypeAlias = Setup | Step | Exchange
 """What a scheduler sends. The end of the stream ends the rank."""
 
 
@@ -101,11 +115,17 @@ class StepDone(_Message, frozen=True):
     rows: tuple[Drawn, ...]
 
 
+class Exchanged(_Message, frozen=True):
+    """The outcome of an exchange is known to the rank; it holds these weights, whole."""
+
+    weights: str
+
+
 class RankFailed(_Message, frozen=True):
     """A rank's last word."""
 
     fault: Fault
 
 
-Answer: TypeAlias = Ready | StepDone | RankFailed
+Answer: TypeAlias = Ready | StepDone | Exchanged | RankFailed
 """What a rank sends."""

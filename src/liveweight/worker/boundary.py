@@ -28,6 +28,16 @@ class Decision:
     timeout_s: float
 
 
+class Decisions(Protocol):
+    """Where a leader leaves what was decided, from its own thread. At most one waits at a time."""
+
+    def put(self, round_id: RoundId, decision: Decision) -> None:
+        """Let the next boundary carry it out."""
+
+    def withdraw(self, round_id: RoundId) -> None:
+        """Take it back, if it still waits."""
+
+
 class Slot:
     """Where the leader puts a decision and rank 0's main thread takes it. At most one waits at a time."""
 

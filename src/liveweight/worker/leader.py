@@ -1,7 +1,7 @@
-"""The leader: the thread in rank 0's process that runs a replica's scheduler.
+"""The leader: the thread that runs a replica's scheduler, in rank 0's process or in an engine's.
 
 Owns the listener that publishers and ranks reach, and the watch over the ranks' processes. It carries out what the scheduler
-decides and decides nothing itself; a decision for the ranks goes into the boundary's slot.
+decides and decides nothing itself; a decision for the ranks goes where the program takes it from, at a boundary.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from liveweight.wire.codec import Codec
 from liveweight.wire.credentials import Secret
 from liveweight.wire.listener import Incoming, Listener
 from liveweight.wire.messages import Join, Message
-from liveweight.worker.boundary import Decision, Slot
+from liveweight.worker.boundary import Decision, Decisions
 from liveweight.worker.rounds import Action, Decide, Reply, Say, Tell, Withdraw
 from liveweight.worker.scheduler import Scheduler
 
@@ -29,13 +29,20 @@ SEND_S = 5.0
 
 
 class Leader:
-    """Serves one replica until closed. Construct and close from rank 0's main thread."""
+    """Serves one replica until closed. Construct and close from one thread."""
 
     def __init__(
-        self, *, address: str, secret: Secret, replica: str, boot: str, world: int, bus: Bus
+        self,
+        *,
+        address: str,
+        secret: Secret,
+        replica: str,
+        boot: str,
+        world: int,
+        bus: Bus,
+        decisions: Decisions,
     ) -> None:
-        self.slot = Slot()
-        self._bus = bus
+        self._decisions, self._bus = decisions, bus
         self._scheduler = Scheduler(replica=replica, boot=boot, world=world)
         self._watch: dict[int, int] = {}
         self._closing = False
@@ -118,9 +125,9 @@ class Leader:
                     if member is not None and not self._send(listener, member.peer, body, 0):
                         todo.extend(self._scheduler.on_lost(time.monotonic(), rank))
                 case Decide(round=round_id, undo=undo, timeout_s=timeout_s):
-                    self.slot.put(round_id, Decision(round_id.epoch, undo, timeout_s))
+                    self._decisions.put(round_id, Decision(round_id.epoch, undo, timeout_s))
                 case Withdraw(round=round_id):
-                    self.slot.withdraw(round_id)
+                    self._decisions.withdraw(round_id)
                 case Say(event=event):
                     self._bus.emit(event)
 

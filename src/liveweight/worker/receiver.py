@@ -17,15 +17,12 @@ from liveweight.observe.bus import Bus
 from liveweight.spec.deadline import Deadline
 from liveweight.spec.manifest import Version
 from liveweight.transports.port import Reader
-from liveweight.wire.channel import Channel
-from liveweight.wire.codec import Codec
 from liveweight.wire.credentials import Secret
-from liveweight.wire.messages import Message
-from liveweight.worker.agent import Agent, StagingSettings, Turnstile, join
-from liveweight.worker.boundary import Alone, Boundary, Broadcast
-from liveweight.worker.committer import Committer, Hook
+from liveweight.worker.agent import StagingSettings
+from liveweight.worker.boundary import Alone, Boundary, Broadcast, Slot
+from liveweight.worker.committer import Hook
 from liveweight.worker.leader import Leader
-from liveweight.worker.shadow_digest import ShadowDigest
+from liveweight.worker.member import Member
 from liveweight.worker.target import Target
 
 if TYPE_CHECKING:
@@ -63,7 +60,7 @@ class Receiver:
         bus = bus or Bus()
         deadline = Deadline.after(timeout_s)
         self._boundary: Boundary = Alone() if world == 1 else Broadcast(group, rank, world)
-        turnstile = Turnstile()
+        self._slot = Slot()
         with ExitStack() as stack:
             self._leader: Leader | None = None
             if rank == 0:
@@ -75,38 +72,26 @@ class Receiver:
                     boot=boot,
                     world=world,
                     bus=bus,
+                    decisions=self._slot,
                 )
                 stack.callback(self._leader.close)
                 address = self._leader.address
             self.address = address
-            calls = stack.enter_context(self._connect(secret, deadline))
-            orders = stack.enter_context(self._connect(secret, deadline))
-            joined = join(orders, rank=rank, target=target, serving=serving, deadline=deadline)
-            self._committer = Committer(
-                rank=rank,
-                seat=joined.seat,
-                boot=joined.boot,
-                target=target,
-                hooks=hooks,
-                channel=calls,
-                turnstile=turnstile,
-            )
-            self._agent = Agent(
-                rank=rank,
-                channel=orders,
-                target=target,
-                digest=ShadowDigest(target.layout, kernels),
+            self._member = Member(
+                target,
+                address=address,
+                secret=secret,
+                kernels=kernels,
                 readers=readers,
+                rank=rank,
+                serving=serving,
+                hooks=hooks,
                 settings=settings or StagingSettings(),
-                turnstile=turnstile,
-                replica=joined.replica,
                 bus=bus,
+                deadline=deadline,
             )
-            stack.callback(self._agent.close)
+            stack.callback(self._member.close)
             self._resources = stack.pop_all()
-
-    def _connect(self, secret: Secret, deadline: Deadline) -> Channel[Message]:
-        return Channel(self.address, secret, Codec(Message), deadline=deadline)
 
     def at_boundary(self, idle_s: float = 0.0) -> Version | None:
         """Between two steps: carry out what was decided, on all ranks at once; returns the version that serves from here on.
@@ -115,16 +100,16 @@ class Receiver:
         an idle program wait here for a decision. If it raises after the ranks have met (OutcomeUnknown, or a hook's error on the way
         back), this rank must not serve; called again, it finishes the same boundary and does not meet another time.
         """
-        settled = self._committer.resolve(RESOLVE_S)
+        settled = self._member.resolve(RESOLVE_S)
         if settled is None:
-            waiting = None if self._leader is None else self._leader.slot.take(idle_s)
+            waiting = None if self._leader is None else self._slot.take(idle_s)
             decision = self._boundary.meet(waiting)
             if decision is not None:
-                settled = self._committer.carry_out(decision)
+                settled = self._member.carry_out(decision)
         if settled is not None:
             self.version = settled.serving
-        elif self._agent.failure is not None:
-            raise ChannelClosed(f"rank {self.rank} cannot follow any more: {self._agent.failure}")
+        elif self._member.failure is not None:
+            raise ChannelClosed(f"rank {self.rank} cannot follow any more: {self._member.failure}")
         return self.version
 
     def regroup(self, group: ProcessGroup | None) -> None:

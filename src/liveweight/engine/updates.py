@@ -1,0 +1,117 @@
+"""Live updates inside the engine: a leader beside the scheduler, a member in every rank, and the way of a decision from one to the other.
+
+The leader runs the rounds and leaves a decision in the inbox. The engine's thread takes it from there and puts it on the step stream,
+so that all ranks exchange their weights between the same two steps. A step without a decision costs the ranks nothing.
+"""
+
+from __future__ import annotations
+
+import secrets
+import threading
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from liveweight.devices.device import open_device
+from liveweight.engine.config import Updates
+from liveweight.engine.stream import Exchange, weights_text
+from liveweight.observe.bus import Bus
+from liveweight.spec.deadline import Deadline
+from liveweight.transports.registry import TRANSPORTS
+from liveweight.wire.credentials import load_or_create_secret
+from liveweight.wire.values import RoundId
+from liveweight.worker.agent import StagingSettings
+from liveweight.worker.boundary import Decision
+from liveweight.worker.committer import Hook
+from liveweight.worker.leader import Leader
+from liveweight.worker.member import Member
+
+if TYPE_CHECKING:
+    from liveweight.engine.models.model import Model
+
+
+class Inbox:
+    """Where the leader leaves a decision for the engine's thread."""
+
+    def __init__(self, wake: Callable[[], None]) -> None:
+        self._wake = wake
+        self._lock = threading.Lock()
+        self._waiting: tuple[RoundId, Decision] | None = None
+
+    def put(self, round_id: RoundId, decision: Decision) -> None:
+        """A decision for all ranks. The leader's thread."""
+        with self._lock:
+            self._waiting = (round_id, decision)
+        self._wake()
+
+    def withdraw(self, round_id: RoundId) -> None:
+        """Take it back, unless it is on the stream already: then the ranks are told to go back. The leader's thread."""
+        with self._lock:
+            if self._waiting is not None and self._waiting[0] == round_id:
+                self._waiting = None
+
+    def take(self) -> Exchange | None:
+        """The decision that waits, as an entry of the stream. The engine's thread."""
+        with self._lock:
+            waiting, self._waiting = self._waiting, None
+        if waiting is None:
+            return None
+        decision = waiting[1]
+        return Exchange(decision.epoch, decision.undo, decision.timeout_s)
+
+
+def lead(updates: Updates, *, world: int, replica: str, bus: Bus, inbox: Inbox) -> Leader:
+    """The leader of an engine's rounds; publishers and ranks reach it at its address."""
+    return Leader(
+        address=updates.address,
+        secret=load_or_create_secret(Path(updates.secret_file)),
+        replica=replica,
+        boot=secrets.token_hex(8),
+        world=world,
+        bus=bus,
+        decisions=inbox,
+    )
+
+
+class RankUpdates:
+    """A rank's part: it stages in the background, and exchanges where the stream says so. For the rank's main thread."""
+
+    def __init__(
+        self,
+        updates: Updates,
+        model: Model,
+        *,
+        rank: int,
+        device: str,
+        hooks: Sequence[Hook],
+        timeout_s: float,
+    ) -> None:
+        from liveweight.worker.torch_target import module_target
+
+        here = open_device(device)
+        kernels = here.choose().kernels
+        secret = load_or_create_secret(Path(updates.secret_file))
+        self._member = Member(
+            module_target(model, model.pieces()),
+            address=updates.address,
+            secret=secret,
+            kernels=kernels,
+            readers={name: mode.reader(secret, kernels, here) for name, mode in TRANSPORTS.items()},
+            rank=rank,
+            serving=None,
+            hooks=hooks,
+            settings=StagingSettings(
+                threads=updates.staging_threads, pace_bytes_per_s=updates.pace_bytes_per_s
+            ),
+            bus=Bus(),
+            deadline=Deadline.after(timeout_s),
+        )
+
+    def carry_out(self, entry: Exchange) -> str:
+        """Exchange, all ranks or none; what the weights are called that the rank holds then."""
+        settled = self._member.carry_out(Decision(entry.epoch, entry.undo, entry.timeout_s))
+        return weights_text(settled.serving)
+
+    def close(self) -> None:
+        """Leave the replica."""
+        self._member.close()

@@ -1,0 +1,91 @@
+"""The member: a rank's part of a replica's rounds, wherever its program gets its decisions from.
+
+Composes the rank's parts: its two channels to the leader, the agent in the background, the exchange on the main thread. Who brings the
+decisions to one step is the program's: a boundary in SPMD programs, the step stream in an engine.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+
+from liveweight.devices.kernels import Kernels
+from liveweight.observe.bus import Bus
+from liveweight.spec.deadline import Deadline
+from liveweight.spec.manifest import Version
+from liveweight.transports.port import Reader
+from liveweight.wire.channel import Channel
+from liveweight.wire.codec import Codec
+from liveweight.wire.credentials import Secret
+from liveweight.wire.messages import Message, Settled
+from liveweight.worker.agent import Agent, StagingSettings, Turnstile, join
+from liveweight.worker.boundary import Decision
+from liveweight.worker.committer import Committer, Hook
+from liveweight.worker.shadow_digest import ShadowDigest
+from liveweight.worker.target import Target
+
+
+class Member:
+    """One rank, joined to the leader at `address`. Every method is for the main thread."""
+
+    def __init__(
+        self,
+        target: Target,
+        *,
+        address: str,
+        secret: Secret,
+        kernels: Kernels,
+        readers: Mapping[str, Reader],
+        rank: int,
+        serving: Version | None,
+        hooks: Sequence[Hook],
+        settings: StagingSettings,
+        bus: Bus,
+        deadline: Deadline,
+    ) -> None:
+        turnstile = Turnstile()
+        with ExitStack() as stack:
+            calls, orders = (
+                stack.enter_context(Channel(address, secret, Codec[Message](Message), deadline=deadline))
+                for _ in range(2)
+            )
+            joined = join(orders, rank=rank, target=target, serving=serving, deadline=deadline)
+            self._committer = Committer(
+                rank=rank,
+                seat=joined.seat,
+                boot=joined.boot,
+                target=target,
+                hooks=hooks,
+                channel=calls,
+                turnstile=turnstile,
+            )
+            self._agent = Agent(
+                rank=rank,
+                channel=orders,
+                target=target,
+                digest=ShadowDigest(target.layout, kernels),
+                readers=readers,
+                settings=settings,
+                turnstile=turnstile,
+                replica=joined.replica,
+                bus=bus,
+            )
+            stack.callback(self._agent.close)
+            self._resources = stack.pop_all()
+
+    @property
+    def failure(self) -> BaseException | None:
+        """Why the rank cannot follow any more, if so."""
+        return self._agent.failure
+
+    def carry_out(self, decision: Decision) -> Settled:
+        """Exchange shadow and live weights, and learn the outcome. If it raises, the rank must not serve; see `resolve`."""
+        return self._committer.carry_out(decision)
+
+    def resolve(self, timeout_s: float) -> Settled | None:
+        """Take up an exchange that did not come to its end. None: there was none."""
+        return self._committer.resolve(timeout_s)
+
+    def close(self) -> None:
+        """Leave the replica: threads, channels and mappings end. The weights stay as they are."""
+        self._resources.close()
