@@ -9,7 +9,7 @@ import random
 import shutil
 import signal
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -57,27 +57,6 @@ def start(zygote: Zygote) -> Iterator[Start]:
             return stack.enter_context(Engine(config, launch=forking(zygote)))
 
         yield start
-
-
-@pytest.fixture(scope="session")
-def transformers_logits() -> Callable[[Path], Logits]:
-    """HF's own logits for a directory, in float32."""
-    loaded: dict[Path, Any] = {}
-
-    def of(directory: Path) -> Logits:
-        if directory not in loaded:
-            from transformers import AutoModelForCausalLM
-
-            loaded[directory] = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
-
-        def logits(tokens: Sequence[int]) -> torch.Tensor:
-            with torch.no_grad():
-                table: torch.Tensor = loaded[directory](torch.tensor([list(tokens)])).logits[0]
-            return table
-
-        return logits
-
-    return of
 
 
 def some_prompts(count: int, longest: int = 40, seed: int = 0) -> list[list[int]]:

@@ -13,7 +13,18 @@ import pytest
 import liveweight as lw
 from liveweight.engine.config import EngineConfig, KvPolicy, Updates
 from liveweight.engine.engine import Engine
-from tests.support.engines import Arch, Models, answers, ask, forking, greedy
+from tests.support.engines import (
+    WITHIN_S,
+    Answer,
+    Arch,
+    Logits,
+    Models,
+    answers,
+    ask,
+    first_difference,
+    forking,
+    greedy,
+)
 from tests.support.zygote import Zygote
 
 Start = Callable[..., Engine]
@@ -74,3 +85,136 @@ def test_after_a_round_the_engine_answers_as_one_started_on_the_new_weights(
     with_new.undo()
     assert tokens_of(engine) == before
     assert engine.status().weights == "initial"
+
+
+def spans(answer: Answer) -> list[tuple[int, int, str]]:
+    """The runs of tokens that came from the same weights: first, end, weights."""
+    found: list[tuple[int, int, str]] = []
+    for index, token in enumerate(answer.tokens):
+        if found and found[-1][2] == token.weights:
+            found[-1] = (found[-1][0], index + 1, token.weights)
+        else:
+            found.append((index, index + 1, token.weights))
+    return found
+
+
+def mixtures(asked: list[tuple[list[int], Answer]], logits: dict[str, Logits]) -> list[str]:
+    """Tokens that their own version would not have drawn, given all tokens before them."""
+    wrong = []
+    for prompt, answer in asked:
+        for first, end, weights in spans(answer):
+            difference = first_difference(
+                logits[weights], [*prompt, *answer.ids[:first]], answer.ids[first:end]
+            )
+            if difference is not None:
+                wrong.append(f"{prompt} under {weights} from {first}: {difference}")
+    return wrong
+
+
+class Clients:
+    """Threads that ask one request after the other, until told to stop; every answer is kept."""
+
+    def __init__(self, engine: Engine, count: int, tokens: int) -> None:
+        self._engine, self._tokens, self._stop = engine, tokens, threading.Event()
+        self.answers: list[tuple[list[int], Answer]] = []
+        self.began = threading.Semaphore(0)
+        self._threads = [threading.Thread(target=self._run, args=(number,)) for number in range(count)]
+
+    def _run(self, number: int) -> None:
+        turn = 0
+        while not self._stop.is_set():
+            prompt = [4 + number, 20 + turn % 50, 30, 31 + number]
+            answer = ask(self._engine, prompt, greedy(self._tokens))
+            self.answers.append((prompt, answer))
+            answer.piece()
+            self.began.release()
+            answer.wait()
+            turn += 1
+
+    def __enter__(self) -> Clients:
+        for thread in self._threads:
+            thread.start()
+        for _ in self._threads:
+            assert self.began.acquire(timeout=WITHIN_S)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stop.set()
+        for thread in self._threads:
+            thread.join()
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+@pytest.mark.parametrize("tp", [1, 2])
+def test_no_token_comes_from_a_mixture_while_rounds_commit(
+    start: Start,
+    publisher: Any,
+    models: Models,
+    transformers_logits: Callable[[Path], Logits],
+    tp: int,
+    overlap: bool,
+) -> None:
+    directories = [models.directory(), models.directory(seed=1), models.directory(seed=2)]
+    engine = start(directories[0], tp=tp, overlap=overlap)
+    logits = {"initial": transformers_logits(directories[0])}
+    publishers = [publisher(engine, directory) for directory in directories]
+    with Clients(engine, 6, 60) as clients:
+        for number in range(8):
+            report = publishers[(number + 1) % 3].publish(number)
+            logits[f"{number}@{report.version.digest}"] = transformers_logits(directories[(number + 1) % 3])
+            assert clients.began.acquire(timeout=WITHIN_S)  # requests go on in between
+    assert all(answer.finish == "length" and len(answer.ids) == 60 for _, answer in clients.answers)
+    assert mixtures(clients.answers, logits) == []
+    assert sum(len(spans(answer)) > 1 for _, answer in clients.answers) >= 4
+    status = engine.status()
+    assert (status.running, status.waiting, status.blocks_free) == (0, 0, status.blocks_total)
+
+
+def test_with_reuse_every_token_says_its_weights_and_old_pages_are_not_found_again(
+    start: Start, publisher: Any, models: Models
+) -> None:
+    new = models.directory(seed=1)
+    engine = start(models.directory(), tp=2, kv_policy="reuse")
+    asked = [ask(engine, prompt, greedy(600)) for prompt in PROMPTS]
+    for answer in asked:
+        answer.piece()
+    report = publisher(engine, new).publish("new")
+    for answer in asked:
+        assert answer.wait().finish == "length"
+        assert [weights for _, _, weights in spans(answer)] == ["initial", f"new@{report.version.digest}"]
+        assert answer.last is not None
+        assert answer.last.reused_kv
+    assert engine.status().counts.preemptions == 0
+    again = answers(engine, PROMPTS, greedy(24))
+    assert [answer.ids for answer in again] == tokens_of(start(new, tp=2))
+    assert all(answer.last is not None and not answer.last.reused_kv for answer in again)
+
+
+def test_with_drop_running_requests_end_with_what_they_have(
+    start: Start, publisher: Any, models: Models
+) -> None:
+    engine = start(models.directory(), kv_policy="drop")
+    asked = [ask(engine, prompt, greedy(1500)) for prompt in PROMPTS]
+    for answer in asked:
+        answer.piece()
+    publisher(engine, models.directory(seed=1)).publish("new")
+    for answer in asked:
+        assert answer.wait().finish == "abort"
+        assert [weights for _, _, weights in spans(answer)] == ["initial"]
+
+
+def test_an_idle_engine_commits_at_once(start: Start, publisher: Any, models: Models) -> None:
+    engine = start(models.directory(), tp=2)
+    report = publisher(engine, models.directory(seed=1)).publish("new")
+    assert engine.status().weights == f"new@{report.version.digest}"
+    assert engine.status().counts.steps == 0
+
+
+def test_what_the_engine_does_not_expect_is_refused_and_it_serves_on(
+    start: Start, publisher: Any, models: Models
+) -> None:
+    engine = start(models.directory(), tp=2)
+    before = tokens_of(engine)
+    with pytest.raises(lw.errors.ManifestMismatch, match="lm_head"):
+        publisher(engine, models.directory(tied=False))
+    assert tokens_of(engine) == before

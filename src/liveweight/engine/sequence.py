@@ -95,10 +95,11 @@ class Sequence:
             finish = self._hear(token, ends, text)
             if finish is not None:
                 break
-        if drawn.routing:
-            self.routing += drawn.routing
         if not tokens:
+            self.routing += drawn.routing
             return None
+        # What was drawn beyond the end is no part of the answer, and neither are the experts that were chosen for it.
+        self.routing += drawn.routing[: len(drawn.routing) * len(tokens) // len(drawn.tokens)]
         if finish is not None:
             return self.ended(finish, tokens=tuple(tokens), text="".join(text))
         return Delta(
