@@ -13,6 +13,7 @@ import pytest
 import liveweight as lw
 from liveweight.engine.config import EngineConfig, KvPolicy, Updates
 from liveweight.engine.engine import Engine
+from liveweight.errors import DeadlineExceeded
 from tests.support.engines import (
     WITHIN_S,
     Answer,
@@ -85,6 +86,7 @@ def test_after_a_round_the_engine_answers_as_one_started_on_the_new_weights(
     with_new.undo()
     assert tokens_of(engine) == before
     assert engine.status().weights == "initial"
+    assert engine.standing().serving is None
 
 
 def spans(answer: Answer) -> list[tuple[int, int, str]]:
@@ -205,9 +207,74 @@ def test_with_drop_running_requests_end_with_what_they_have(
 
 def test_an_idle_engine_commits_at_once(start: Start, publisher: Any, models: Models) -> None:
     engine = start(models.directory(), tp=2)
-    report = publisher(engine, models.directory(seed=1)).publish("new")
-    assert engine.status().weights == f"new@{report.version.digest}"
+    source = publisher(engine, models.directory(seed=1))
+    report = source.publish("new")
+    standing = engine.standing()
+    assert (standing.serving, standing.undo, standing.round) == (report.version, None, None)
     assert engine.status().counts.steps == 0
+    assert engine.undo(WITHIN_S) is None
+    assert engine.standing().serving is None
+    assert [(r.version, r.outcome) for r in engine.standing().rounds] == [
+        ("new", "committed"),
+        ("new", "undone"),
+    ]
+    assert engine.undo(WITHIN_S) == report.version  # an undo is taken back in the same way
+
+
+def test_a_pause_that_keeps_requests_lets_them_go_on_where_they_were(
+    start: Start, publisher: Any, models: Models
+) -> None:
+    new = models.directory(seed=1)
+    engine = start(models.directory(), tp=2, kv_policy="reuse")
+    asked = ask(engine, PROMPTS[0], greedy(400))
+    asked.piece()
+    engine.pause("keep", WITHIN_S)
+    assert engine.paused == "paused"
+    late = ask(engine, PROMPTS[1], greedy(8))
+    steps = engine.status().counts.steps
+    publisher(engine, new).publish("new")  # a paused engine commits, too
+    assert engine.status().counts.steps == steps
+    assert late.pieces.empty()
+    engine.resume()
+    assert asked.wait().finish == late.wait().finish == "length"
+    assert len(asked.ids) == 400
+    assert len(spans(asked)) == 2
+    assert len(spans(late)) == 1
+
+
+def test_a_pause_that_waits_lets_requests_finish_and_keeps_new_ones_back(
+    start: Start, models: Models
+) -> None:
+    engine = start(models.directory())
+    asked = ask(engine, PROMPTS[0], greedy(200))
+    asked.piece()
+    engine.pause("wait", WITHIN_S)
+    assert asked.wait().finish == "length"
+    late = ask(engine, PROMPTS[1], greedy(8))
+    assert (engine.paused, engine.status().waiting, engine.status().running) == ("paused", 1, 0)
+    engine.resume()
+    assert late.wait().finish == "length"
+
+
+def test_a_pause_that_takes_too_long_says_so_and_comes_all_the_same(start: Start, models: Models) -> None:
+    engine = start(models.directory())
+    asked = ask(engine, PROMPTS[0], greedy(1500))
+    asked.piece()
+    with pytest.raises(DeadlineExceeded, match="running requests"):
+        engine.pause("wait", 0.0)
+    assert engine.paused == "draining"
+    engine.pause("abort", WITHIN_S)
+    assert asked.wait().finish == "abort"
+    assert engine.paused == "paused"
+
+
+def test_requests_can_be_ended_by_number_or_all_at_once(start: Start, models: Models) -> None:
+    engine = start(models.directory(), max_running=2)
+    asked = [ask(engine, prompt, greedy(1500)) for prompt in PROMPTS]
+    asked[0].piece()
+    assert engine.abort_requests([10**6]) == 0
+    assert engine.abort_requests() == 4
+    assert [answer.wait().finish for answer in asked] == ["abort"] * 4
 
 
 def test_what_the_engine_does_not_expect_is_refused_and_it_serves_on(

@@ -1,52 +1,33 @@
-"""The engine: one thread that schedules, sends steps, takes results and hands the pieces of answers on.
-
-Requests come from any thread. With overlap there is always one step more on its way than the ranks are working on, so that they never wait
-for this thread. An idle engine waits for a request and does nothing else.
-"""
+"""The engine: a checkpoint served by its ranks. What programs call; the work is the pump's, and the deciding the scheduler's."""
 
 from __future__ import annotations
 
 import itertools
-import logging
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal, Self, TypeAlias
+from typing import Self
 
-from liveweight.engine.account import Counts, Limits
+from liveweight.engine.account import Limits
 from liveweight.engine.config import EngineConfig
+from liveweight.engine.desk import Desk, Standing
 from liveweight.engine.models.spec import ModelSpec
-from liveweight.engine.ranks import Done, Launch, Ranks, launch
+from liveweight.engine.pump import OnFailure, Pump
+from liveweight.engine.ranks import Launch, Ranks, launch
 from liveweight.engine.requests import Sampling, Sink
-from liveweight.engine.scheduler import Said, Scheduler
+from liveweight.engine.scheduler import Scheduler
 from liveweight.engine.sequence import Sequence as Running
 from liveweight.engine.sizes import cache_blocks, context_of
-from liveweight.engine.stream import Exchanged, StepDone
+from liveweight.engine.status import PauseMode, Pausing, Status
 from liveweight.engine.text.stream import TextStream
 from liveweight.engine.text.tokenizer import Tokenizer
 from liveweight.engine.updates import Inbox, lead
-from liveweight.errors import EngineStopping, LiveWeightError, RankLost, RequestInvalid
+from liveweight.errors import EngineStopping, RankLost, RequestInvalid, WrongState
 from liveweight.observe.bus import Bus
-from liveweight.worker.leader import Leader
-
-State: TypeAlias = Literal["running", "stopping", "failed", "stopped"]
-OnFailure: TypeAlias = Callable[[LiveWeightError], None]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Status:
-    """How the engine is, at one moment."""
-
-    state: State
-    running: int
-    waiting: int
-    blocks_total: int
-    blocks_free: int
-    fault: LiveWeightError | None
-    weights: str
-    counts: Counts = field(default_factory=Counts)
+from liveweight.spec.deadline import Deadline
+from liveweight.spec.manifest import Version
+from liveweight.wire.credentials import load_or_create_secret
 
 
 class Engine:
@@ -59,48 +40,34 @@ class Engine:
         self.name = config.served_name or directory.resolve().name
         self.context, self.vocab = context_of(config, self.spec), self.spec.vocab
         blocks = cache_blocks(config, self.spec, self.context)
-        self._inbox = Inbox(self._woken)
-        with ExitStack() as stack:
-            self._leader = self._lead(bus or Bus(), stack)
-            self._ranks = Ranks(config, blocks=blocks, context=self.context, launch=launch)
-            self._resources = stack.pop_all()
-        self._draft = config.draft and self.spec.draft_layers > 0
-        self._scheduler = Scheduler(
-            Limits(
-                blocks=blocks,
-                block_tokens=config.block_tokens,
-                context=self.context,
-                max_running=config.max_running,
-                max_waiting=config.max_waiting,
-                batch_tokens=config.batch_tokens,
-                width=2 if self._draft else 1,
-                caching=config.prefix_cache,
-            ),
-            weights=self._ranks.ready[0].weights,
-            ends=frozenset(self.spec.eos_ids),
-        )
-        self._exchanging = False
-        self._depth = 2 if config.overlap else 1
-        self._lock = threading.Lock()
-        self._quiet = threading.Condition(self._lock)
         self._numbers = itertools.count(1)
-        self._state: State = "running"
-        self._fault: LiveWeightError | None = None
-        self._closing = False
-        self._cancelled: list[int] = []
-        self._on_failure: list[OnFailure] = []
-        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+        with ExitStack() as stack:
+            inbox = Inbox()
+            self._desk = self._lead(inbox, bus or Bus(), stack)
+            ranks = Ranks(config, blocks=blocks, context=self.context, launch=launch)
+            self._resources = stack.pop_all()
+        inbox.on_decision(ranks.wake)
+        self._pump = Pump(
+            self._scheduler(blocks, ranks.ready[0].weights),
+            ranks,
+            inbox,
+            depth=2 if config.overlap else 1,
+            kv_policy="recompute" if config.updates is None else config.updates.kv_policy,
+        )
+        self._thread = threading.Thread(
+            target=self._pump.run, args=(self._resources.close,), name="engine", daemon=True
+        )
         self._thread.start()
 
     @property
     def address(self) -> str | None:
         """Where publishers reach it; None without live updates."""
-        return None if self._leader is None else self._leader.address
+        return None if self._desk is None else self._desk.address
 
     @property
     def pids(self) -> tuple[int, ...]:
         """The process ids of the ranks."""
-        return self._ranks.pids
+        return self._pump.ranks.pids
 
     def submit(self, prompt: Sequence[int], sampling: Sampling, sink: Sink) -> int:
         """Take a request; its answer goes to `sink`, piece by piece. Returns the number to cancel it by.
@@ -115,50 +82,99 @@ class Engine:
             raise RequestInvalid("routed experts were asked for, and the model has none")
         number = next(self._numbers)
         sequence = Running(number, list(prompt), sampling, sink, TextStream(self.tokenizer, sampling.stop))
-        with self._lock:
+        with self._pump.lock:
             self._check_open()
-            self._scheduler.add(sequence)
-        self._ranks.wake()
+            self._pump.scheduler.add(sequence)
+        self._pump.ranks.wake()
         return number
 
     def cancel(self, request: int) -> None:
         """End a request with what it has, soon. Nothing happens if it ended already."""
-        with self._lock:
-            self._cancelled.append(request)
-        self._ranks.wake()
+        with self._pump.lock:
+            self._pump.cancelled.append(request)
+        self._pump.ranks.wake()
 
     def status(self) -> Status:
         """How the engine is now."""
-        with self._lock:
-            scheduler = self._scheduler
+        with self._pump.lock:
+            scheduler = self._pump.scheduler
             return Status(
-                state=self._state,
+                state=self._pump.state,
                 running=scheduler.running,
                 waiting=scheduler.waiting,
                 blocks_total=scheduler.pool.count,
                 blocks_free=scheduler.pool.free,
-                fault=self._fault,
+                fault=self._pump.fault,
                 weights=scheduler.weights,
+                paused=scheduler.pausing,
                 counts=scheduler.counts.copy(),
             )
 
+    @property
+    def paused(self) -> Pausing:
+        """Whether requests run, still finish, or stand still."""
+        return self._pump.scheduler.pausing
+
+    def pause(self, mode: PauseMode, timeout_s: float) -> None:
+        """Let no step follow the present ones; new requests wait. Returns when requests stand still.
+
+        DeadlineExceeded if they do not in time: the engine goes on towards its pause. Twice is fine, also with another mode.
+        """
+        deadline = Deadline.after(timeout_s)
+        with self._pump.lock:
+            self._check_open()
+            self._pump.scheduler.pause(drain=mode == "wait")
+            if mode == "abort":
+                self._pump.cancelled += self._pump.scheduler.numbers(running=True)
+        self._pump.ranks.wake()
+        with self._pump.lock:
+            if not self._pump.quiet.wait_for(self._pump.still, deadline.remaining_s()):
+                raise deadline.exceeded(
+                    "running requests to finish" if mode == "wait" else "the steps in flight"
+                )
+
+    def resume(self) -> None:
+        """Let requests run again."""
+        with self._pump.lock:
+            self._pump.scheduler.resume()
+        self._pump.ranks.wake()
+
+    def abort_requests(self, requests: Sequence[int] | None = None) -> int:
+        """End these requests (None: all of them, waiting ones too) with what they have; how many of them there were."""
+        with self._pump.lock:
+            known = self._pump.scheduler.numbers()
+            ended = known if requests is None else [number for number in requests if number in set(known)]
+            self._pump.cancelled += ended
+        self._pump.ranks.wake()
+        return len(ended)
+
+    def standing(self) -> Standing:
+        """What the engine's leader says of its rounds and versions. WrongState without live updates."""
+        return self._with_desk("a question about live updates").standing()
+
+    def undo(self, timeout_s: float) -> Version | None:
+        """Go back to the version before; what serves then (None: the weights of the start)."""
+        return self._with_desk("an undo").undo(timeout_s)
+
     def on_failure(self, callback: OnFailure) -> None:
         """Call back, on the engine's thread, when a rank was lost; at once if that has happened."""
-        with self._lock:
-            fault = self._fault
+        with self._pump.lock:
+            fault = self._pump.fault
             if fault is None:
-                self._on_failure.append(callback)
+                self._pump.on_failure.append(callback)
         if fault is not None:
             callback(fault)
 
     def stop(self, timeout_s: float = 0.0) -> None:
         """Take no new requests, let the others finish for that long, end the rest with what they have, then end all processes."""
-        with self._lock:
-            if self._state == "running":
-                self._state = "stopping"
-            self._quiet.wait_for(lambda: self._state != "stopping" or not self._busy(), timeout_s)
-            self._closing = True
-        self._ranks.wake()
+        with self._pump.lock:
+            if self._pump.state == "running":
+                self._pump.state = "stopping"
+            self._pump.quiet.wait_for(
+                lambda: self._pump.state != "stopping" or not self._pump.busy(), timeout_s
+            )
+            self._pump.closing = True
+        self._pump.ranks.wake()
         self._thread.join()
 
     def __enter__(self) -> Self:
@@ -167,117 +183,39 @@ class Engine:
     def __exit__(self, *_: object) -> None:
         self.stop()
 
-    # The engine's thread.
+    def _scheduler(self, blocks: int, weights: str) -> Scheduler:
+        config = self.config
+        drafts = config.draft and self.spec.draft_layers > 0
+        limits = Limits(
+            blocks=blocks,
+            block_tokens=config.block_tokens,
+            context=self.context,
+            max_running=config.max_running,
+            max_waiting=config.max_waiting,
+            batch_tokens=config.batch_tokens,
+            width=2 if drafts else 1,
+            caching=config.prefix_cache,
+        )
+        return Scheduler(limits, weights=weights, ends=frozenset(self.spec.eos_ids))
 
-    def _run(self) -> None:
-        try:
-            while self._turn():
-                pass
-        except LiveWeightError as error:
-            self._fail(error)
-        except Exception as error:  # a fault of ours must end requests, not leave them waiting
-            logging.getLogger("liveweight").exception("the engine's thread failed")
-            self._fail(LiveWeightError(f"{type(error).__name__}: {error}"))
-        finally:
-            self._ranks.close()
-            self._resources.close()
-            with self._lock:
-                self._state = "stopped" if self._fault is None else "failed"
-                self._quiet.notify_all()
-
-    def _turn(self) -> bool:
-        """End what is to be ended, send what can be sent, wait, take what came. False when the engine is to end."""
-        self._end_some()
-        with self._lock:
-            if self._closing:
-                return False
-            self._send()
-        for answers in self._ranks.wait():
-            self._take(answers)
-        return True
-
-    def _send(self) -> None:
-        """What can be sent now. A decision goes before the next step, and no step follows it until its outcome is known."""
-        if self._exchanging:
-            return
-        exchange = self._inbox.take()
-        if exchange is not None:
-            self._exchanging = True
-            self._ranks.send(exchange)
-            return
-        while self._scheduler.in_flight < self._depth:
-            step = self._scheduler.schedule()
-            if step is None:
-                return
-            self._ranks.send(step)
-
-    def _end_some(self) -> None:
-        """Requests that were cancelled, or all. Here, so that every piece of an answer comes from one thread, in order."""
-        with self._lock:
-            said = self._scheduler.end_all() if self._closing else []
-            for request in self._cancelled:
-                said += self._scheduler.end(request)
-            self._cancelled.clear()
-            self._quiet.notify_all()
-        _deliver(said)
-
-    def _take(self, answers: tuple[Done, ...]) -> None:
-        spoken = answers[0]
-        weights = {answer.weights for answer in answers}
-        if len(weights) > 1:
-            raise RankLost(f"the ranks hold {len(weights)} versions: {', '.join(sorted(weights))}")
-        with self._lock:
-            match spoken:
-                case StepDone(number=number, rows=rows):
-                    said = self._scheduler.done(number, spoken.weights, rows)
-                case Exchanged():
-                    said = self._exchanged(spoken.weights)
-            if not self._busy():
-                self._quiet.notify_all()
-        _deliver(said)
-
-    def _exchanged(self, weights: str) -> Said:
-        """All ranks know the outcome: the next step may go. Requests feel it only if the weights are other ones now."""
-        self._exchanging = False
-        updates = self.config.updates
-        if updates is None or weights == self._scheduler.weights:
-            return []
-        return self._scheduler.change(weights, updates.kv_policy)
-
-    def _fail(self, error: LiveWeightError) -> None:
-        with self._lock:
-            self._fault, self._state = error, "failed"
-            said = self._scheduler.fail(error)
-            callbacks, self._on_failure = self._on_failure, []
-            self._quiet.notify_all()
-        _deliver(said)
-        for callback in callbacks:
-            callback(error)
-
-    def _lead(self, bus: Bus, stack: ExitStack) -> Leader | None:
+    def _lead(self, inbox: Inbox, bus: Bus, stack: ExitStack) -> Desk | None:
         updates = self.config.updates
         if updates is None:
             return None
-        leader = lead(updates, world=self.config.tp, replica=self.name, bus=bus, inbox=self._inbox)
+        secret = load_or_create_secret(Path(updates.secret_file))
+        leader = lead(updates, secret=secret, world=self.config.tp, replica=self.name, bus=bus, inbox=inbox)
         stack.callback(leader.close)
-        return leader
+        desk = Desk(leader.address, secret, bus)
+        stack.callback(desk.close)
+        return desk
 
-    def _woken(self) -> None:
-        """A decision waits. (One that comes before the ranks are there is found by the first turn.)"""
-        ranks: Ranks | None = getattr(self, "_ranks", None)
-        if ranks is not None:
-            ranks.wake()
-
-    def _busy(self) -> bool:
-        return bool(self._scheduler.running or self._scheduler.waiting)
+    def _with_desk(self, wanted: str) -> Desk:
+        if self._desk is None:
+            raise WrongState("started without live updates", wanted)
+        return self._desk
 
     def _check_open(self) -> None:
-        if self._fault is not None:
-            raise RankLost(str(self._fault)) from self._fault
-        if self._state != "running":
+        if self._pump.fault is not None:
+            raise RankLost(str(self._pump.fault)) from self._pump.fault
+        if self._pump.state != "running":
             raise EngineStopping("the engine is being stopped")
-
-
-def _deliver(said: Said) -> None:
-    for sink, delta in said:
-        sink(delta)

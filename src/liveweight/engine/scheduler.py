@@ -10,12 +10,14 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator
 from collections.abc import Sequence as Rows
+from typing import Literal
 
 from liveweight.engine.account import Counts, Limits
 from liveweight.engine.blocks import BlockPool, root_key
 from liveweight.engine.config import KvPolicy
 from liveweight.engine.requests import Delta, Sink
 from liveweight.engine.sequence import Sequence
+from liveweight.engine.status import Pausing
 from liveweight.engine.stream import Drawn, Fill, Next, Step
 from liveweight.errors import LiveWeightError, MessageInvalid, QueueFull, RequestInvalid
 
@@ -36,6 +38,7 @@ class Scheduler:
         self._running: list[Sequence] = []
         self._slots = list(range(limits.max_running - 1, -1, -1))
         self._sent: deque[tuple[int, list[Sequence]]] = deque()
+        self._pause: Literal["freeze", "drain"] | None = None
 
     @property
     def running(self) -> int:
@@ -51,6 +54,25 @@ class Scheduler:
     def in_flight(self) -> int:
         """Steps that were sent and not answered."""
         return len(self._sent)
+
+    @property
+    def pausing(self) -> Pausing:
+        """Whether steps are made, made only for what runs already, or not made."""
+        if self._pause is None:
+            return "running"
+        return "draining" if self._pause == "drain" and self._running else "paused"
+
+    def pause(self, *, drain: bool) -> None:
+        """Make no more steps; with `drain`, not until what runs has finished."""
+        self._pause = "drain" if drain else "freeze"
+
+    def resume(self) -> None:
+        """Make steps again."""
+        self._pause = None
+
+    def numbers(self, *, running: bool = False) -> list[int]:
+        """The requests that are there, or only those that run."""
+        return [sequence.id for sequence in (self._running if running else self._known.values())]
 
     def add(self, sequence: Sequence) -> None:
         """Take a request. QueueFull, or RequestInvalid for one that could never run."""
@@ -81,10 +103,7 @@ class Scheduler:
         return [self._finish(sequence, Delta(fault=error)) for sequence in list(self._known.values())]
 
     def change(self, weights: str, policy: KvPolicy) -> Said:
-        """Other weights serve from the next step on; no step is in flight. What that means for requests that run is the policy's.
-
-        Pages are known by the weights that computed them, so none of the old ones is found again, unless the old weights come back.
-        """
+        """Other weights serve from the next step on; no step is in flight. What that means for requests that run is the policy's."""
         self.weights, self._root = weights, root_key(weights)
         said: Said = []
         for sequence in reversed(list(self._running)):
@@ -103,6 +122,8 @@ class Scheduler:
 
     def schedule(self) -> Step | None:
         """The next step, if there is anything to do that does not wait for a result. Drawing goes before filling."""
+        if self._pause == "freeze":
+            return None
         rows: list[Fill | Next] = []
         users: list[Sequence] = []
         budget = self.limits.batch_tokens
@@ -170,6 +191,8 @@ class Scheduler:
 
     def _admit(self, sequence: Sequence) -> bool:
         """Give the first in the queue a slot and pages for all it has, or let it wait."""
+        if self._pause is not None and not sequence.generated:
+            return False  # only what had begun is brought to its end
         if sequence.in_flight:
             return False  # taken back from a step whose tokens are not known yet
         known, block_tokens = len(sequence.tokens), self.limits.block_tokens

@@ -18,7 +18,7 @@ from liveweight.engine.stream import Exchange, weights_text
 from liveweight.observe.bus import Bus
 from liveweight.spec.deadline import Deadline
 from liveweight.transports.registry import TRANSPORTS
-from liveweight.wire.credentials import load_or_create_secret
+from liveweight.wire.credentials import Secret, load_or_create_secret
 from liveweight.wire.values import RoundId
 from liveweight.worker.agent import StagingSettings
 from liveweight.worker.boundary import Decision
@@ -33,16 +33,22 @@ if TYPE_CHECKING:
 class Inbox:
     """Where the leader leaves a decision for the engine's thread."""
 
-    def __init__(self, wake: Callable[[], None]) -> None:
-        self._wake = wake
+    def __init__(self) -> None:
+        self._wake: Callable[[], None] | None = None
         self._lock = threading.Lock()
         self._waiting: tuple[RoundId, Decision] | None = None
+
+    def on_decision(self, wake: Callable[[], None]) -> None:
+        """Whom to wake. Before that, a decision waits for the first turn of the engine's thread."""
+        with self._lock:
+            self._wake = wake
 
     def put(self, round_id: RoundId, decision: Decision) -> None:
         """A decision for all ranks. The leader's thread."""
         with self._lock:
-            self._waiting = (round_id, decision)
-        self._wake()
+            self._waiting, wake = (round_id, decision), self._wake
+        if wake is not None:
+            wake()
 
     def withdraw(self, round_id: RoundId) -> None:
         """Take it back, unless it is on the stream already: then the ranks are told to go back. The leader's thread."""
@@ -60,11 +66,11 @@ class Inbox:
         return Exchange(decision.epoch, decision.undo, decision.timeout_s)
 
 
-def lead(updates: Updates, *, world: int, replica: str, bus: Bus, inbox: Inbox) -> Leader:
+def lead(updates: Updates, *, secret: Secret, world: int, replica: str, bus: Bus, inbox: Inbox) -> Leader:
     """The leader of an engine's rounds; publishers and ranks reach it at its address."""
     return Leader(
         address=updates.address,
-        secret=load_or_create_secret(Path(updates.secret_file)),
+        secret=secret,
         replica=replica,
         boot=secrets.token_hex(8),
         world=world,

@@ -1,0 +1,102 @@
+"""The desk: what an engine can say of its live updates, and the one thing that an operator may decide there, which is to go back.
+
+It speaks to the engine's own leader as any publisher does, so it sees what a publisher sees. What it remembers of rounds it hears on
+the bus.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from dataclasses import dataclass
+
+from liveweight.observe import events as ev
+from liveweight.observe.bus import Bus
+from liveweight.spec.deadline import Deadline
+from liveweight.spec.manifest import Version
+from liveweight.trainer.replica import ReplicaRefused, WireReplica
+from liveweight.wire.credentials import Secret
+
+OPERATOR = "operator"
+REMEMBERED = 16
+ANSWER_S = 10.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RoundSummary:
+    """A round that ended. `stall_s` is how long decoding stood still, where it did; `reason`, why it failed."""
+
+    version: str
+    outcome: str
+    took_s: float
+    stall_s: float | None = None
+    reason: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Standing:
+    """A replica's standing. `serving` None: the weights of its start; `round` is the id of the one that is open."""
+
+    state: str
+    serving: Version | None
+    undo: Version | None
+    round: str | None
+    rounds: tuple[RoundSummary, ...]
+
+
+class Desk:
+    """For any thread. Ends with `close`."""
+
+    def __init__(self, address: str, secret: Secret, bus: Bus) -> None:
+        self.address = address
+        self._lock = threading.Lock()
+        self._leader = WireReplica(address, secret)
+        self._rounds: deque[RoundSummary] = deque(maxlen=REMEMBERED)
+        self._facts: dict[str, tuple[float | None, str | None]] = {}
+        self._subscription = bus.subscribe(self._hear)
+
+    def standing(self) -> Standing:
+        """How it is now, as the leader says."""
+        with self._lock:
+            said = self._leader.standing(Deadline.after(ANSWER_S))
+        open_round = None if said.round is None else f"{said.round.boot}/{said.round.epoch}"
+        return Standing(
+            state=said.state,
+            serving=said.serving,
+            undo=said.undo,
+            round=open_round,
+            rounds=tuple(self._rounds),
+        )
+
+    def undo(self, timeout_s: float) -> Version | None:
+        """Go back to the version before; what serves then. WrongState without one, RoundOpen while a round is open."""
+        with self._lock:
+            try:
+                return self._leader.undo(OPERATOR, Deadline.after(timeout_s)).serving
+            except ReplicaRefused as refused:
+                raise refused.to_error() from refused
+
+    def close(self) -> None:
+        """Let go of the leader and the bus."""
+        self._subscription.close()
+        self._leader.interrupt()
+        self._leader.close()
+
+    def _hear(self, event: ev.AnyEvent) -> None:
+        """The bus's reader, on the leader's thread: one round ends before the next begins."""
+        match event:
+            case (
+                ev.Committed(rank=None, round=name, stall_s=stall_s) | ev.Undone(round=name, stall_s=stall_s)
+            ):
+                self._facts[name] = (stall_s, None)
+            case ev.Aborted(round=name, reason=reason):
+                self._facts[name] = (None, reason)
+            case ev.RoundEnded(round=name, version=version, outcome=outcome, took_s=took_s):
+                stall_s_, reason_ = self._facts.pop(name, (None, None))
+                self._rounds.append(
+                    RoundSummary(
+                        version=version, outcome=outcome, took_s=took_s, stall_s=stall_s_, reason=reason_
+                    )
+                )
+            case _:
+                pass

@@ -1,0 +1,138 @@
+"""The pump: the engine's thread, which sends steps, takes results and hands the pieces of answers on.
+
+With overlap there is always one step more on its way than the ranks are working on, so that they never wait for this thread. Without
+requests it waits and does nothing else. What other threads want of the scheduler they do under the lock, or leave for the next turn.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable
+from typing import TypeAlias
+
+from liveweight.engine.config import KvPolicy
+from liveweight.engine.ranks import Done, Ranks
+from liveweight.engine.scheduler import Said, Scheduler
+from liveweight.engine.status import State
+from liveweight.engine.stream import Exchanged, StepDone
+from liveweight.engine.updates import Inbox
+from liveweight.errors import LiveWeightError, RankLost
+
+OnFailure: TypeAlias = Callable[[LiveWeightError], None]
+
+
+class Pump:
+    """One engine's thread. `lock` guards the scheduler and what is said here in public; `quiet` is notified after every change."""
+
+    def __init__(
+        self, scheduler: Scheduler, ranks: Ranks, inbox: Inbox, *, depth: int, kv_policy: KvPolicy
+    ) -> None:
+        self.scheduler, self.ranks = scheduler, ranks
+        self._inbox, self._depth, self._kv_policy = inbox, depth, kv_policy
+        self.lock = threading.Lock()
+        self.quiet = threading.Condition(self.lock)
+        self.state: State = "running"
+        self.fault: LiveWeightError | None = None
+        self.closing = False
+        self.cancelled: list[int] = []
+        self.on_failure: list[OnFailure] = []
+        self._exchanging = False
+
+    def run(self, finished: Callable[[], None]) -> None:
+        """Until `closing`, or until a rank is lost. `finished` lets go of what the engine holds beside the ranks."""
+        try:
+            while self._turn():
+                pass
+        except LiveWeightError as error:
+            self._fail(error)
+        except Exception as error:  # a fault of ours must end requests, not leave them waiting
+            logging.getLogger("liveweight").exception("the engine's thread failed")
+            self._fail(LiveWeightError(f"{type(error).__name__}: {error}"))
+        finally:
+            self.ranks.close()
+            finished()
+            with self.lock:
+                self.state = "stopped" if self.fault is None else "failed"
+                self.quiet.notify_all()
+
+    def busy(self) -> bool:
+        """Whether there are requests."""
+        return bool(self.scheduler.running or self.scheduler.waiting)
+
+    def still(self) -> bool:
+        """Whether a pause has come into effect, or never will."""
+        there = self.scheduler.pausing == "paused" and not self.scheduler.in_flight and not self.cancelled
+        return there or self.state in ("failed", "stopped")
+
+    def _turn(self) -> bool:
+        """End what is to be ended, send what can be sent, wait, take what came. False when the engine is to end."""
+        self._end_some()
+        with self.lock:
+            if self.closing:
+                return False
+            self._send()
+        for answers in self.ranks.wait():
+            self._take(answers)
+        return True
+
+    def _send(self) -> None:
+        """What can be sent now. A decision goes before the next step, and no step follows it until its outcome is known."""
+        if self._exchanging:
+            return
+        exchange = self._inbox.take()
+        if exchange is not None:
+            self._exchanging = True
+            self.ranks.send(exchange)
+            return
+        while self.scheduler.in_flight < self._depth:
+            step = self.scheduler.schedule()
+            if step is None:
+                return
+            self.ranks.send(step)
+
+    def _end_some(self) -> None:
+        """Requests that were cancelled, or all. Here, so that every piece of an answer comes from one thread, in order."""
+        with self.lock:
+            said = self.scheduler.end_all() if self.closing else []
+            for request in self.cancelled:
+                said += self.scheduler.end(request)
+            self.cancelled.clear()
+            self.quiet.notify_all()
+        _deliver(said)
+
+    def _take(self, answers: tuple[Done, ...]) -> None:
+        spoken = answers[0]
+        weights = {answer.weights for answer in answers}
+        if len(weights) > 1:
+            raise RankLost(f"the ranks hold {len(weights)} versions: {', '.join(sorted(weights))}")
+        with self.lock:
+            match spoken:
+                case StepDone(number=number, rows=rows):
+                    said = self.scheduler.done(number, spoken.weights, rows)
+                case Exchanged():
+                    said = self._exchanged(spoken.weights)
+            self.quiet.notify_all()
+        _deliver(said)
+
+    def _exchanged(self, weights: str) -> Said:
+        """All ranks know the outcome: the next step may go. Requests feel it only if the weights are other ones now."""
+        self._exchanging = False
+        if weights == self.scheduler.weights:
+            return []
+        return self.scheduler.change(weights, self._kv_policy)
+
+    def _fail(self, error: LiveWeightError) -> None:
+        with self.lock:
+            self.fault, self.state = error, "failed"
+            said = self.scheduler.fail(error)
+            callbacks, self.on_failure = self.on_failure, []
+            self.quiet.notify_all()
+        _deliver(said)
+        for callback in callbacks:
+            callback(error)
+
+
+def _deliver(said: Said) -> None:
+    for sink, delta in said:
+        sink(delta)
