@@ -15,6 +15,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias
 
+from liveweight.control.client import is_url, wire_address
 from liveweight.devices.cuda import CudaDevice
 from liveweight.devices.device import CPU, CpuDevice, Device, open_device
 from liveweight.devices.kernels import choose_kernels
@@ -37,6 +38,7 @@ from liveweight.trainer.sources import ModuleSource, as_source
 from liveweight.transports.ipc.source import allocate
 from liveweight.transports.registry import TRANSPORTS, mode
 from liveweight.wire.credentials import Secret, load_or_create_secret, socket_directory
+from liveweight.wire.values import KvPolicy
 from liveweight.worker import receiver as receiving
 from liveweight.worker.agent import StagingSettings
 from liveweight.worker.committer import Hook
@@ -60,10 +62,11 @@ class Publisher(publishing.Publisher):
                 train(batch)
                 publisher.publish(step)   # RoundFailed: the engines still serve step - 1
 
-    `model` is a torch module, what `share_module` returned, a state dict, an HF checkpoint directory or a Source. Manifests are
-    compared here, before training starts. Every method is for one thread. `offer="live"` lets ranks read the parameters where they
-    lie; where that is not possible the publisher says why and freezes. `device` is where offers lie, and must be where the ranks'
-    weights are: by default a shared module's, else the host. `threads` are for host memory; on a GPU one thread queues the work.
+    `model` is a torch module, what `share_module` returned, a state dict, an HF checkpoint directory or a Source. `engines` are the
+    leaders' addresses, or URLs of engines that say theirs to whoever shows their control key. Manifests are compared
+    here, before training starts. Every method is for one thread. `offer="live"` lets ranks read the parameters where they lie; where
+    that is not possible the publisher says why and freezes. `device` is where offers lie, and must be where the ranks' weights are: by
+    default a shared module's, else the host. `threads` are for host memory; on a GPU one thread queues the work.
     """
 
     def __init__(
@@ -71,6 +74,7 @@ class Publisher(publishing.Publisher):
         model: object,
         *,
         engines: Sequence[str | Replica],
+        control_key: str | None = None,
         secret: Secret | Path | None = None,
         directory: Path | None = None,
         transfer_mode: str = "ipc",
@@ -80,6 +84,7 @@ class Publisher(publishing.Publisher):
         timeout_s: float = 60.0,
         lease_s: float = 10.0,
         quorum: int | None = None,
+        kv_policy: KvPolicy | None = None,
         threads: int | None = None,
         run: str | None = None,
         bus: Bus | None = None,
@@ -94,7 +99,7 @@ class Publisher(publishing.Publisher):
         there = _source_device(device, shared)
         deadline = Deadline.after(timeout_s)
         with ExitStack() as stack:
-            replicas = [WireReplica(e, held) if isinstance(e, str) else e for e in engines]
+            replicas = [_replica(engine, held, control_key, deadline) for engine in engines]
             for replica in replicas:
                 stack.callback(replica.close)
             expected = meet_replicas(replicas, deadline)
@@ -116,7 +121,12 @@ class Publisher(publishing.Publisher):
                 replicas=replicas,
                 offers=offers,
                 settings=publishing.PublisherSettings(
-                    offer=offer, verify=verify, timeout_s=timeout_s, lease_s=lease_s, quorum=quorum
+                    offer=offer,
+                    verify=verify,
+                    timeout_s=timeout_s,
+                    lease_s=lease_s,
+                    quorum=quorum,
+                    kv_policy=kv_policy,
                 ),
             )
             stack.pop_all()
@@ -210,12 +220,21 @@ def default_directory() -> Path:
     return Path(tempfile.gettempdir()) / f"liveweight-{os.getuid()}"
 
 
+def default_secret_file() -> Path:
+    """Where this user's secret lies when nobody says otherwise; its directory is made if it is not there."""
+    return socket_directory(default_directory()) / "secret"
+
+
 def _secret(given: Secret | Path | None) -> Secret:
     if isinstance(given, Secret):
         return given
-    if given is None:
-        given = socket_directory(default_directory()) / "secret"
-    return load_or_create_secret(given)
+    return load_or_create_secret(default_secret_file() if given is None else given)
+
+
+def _replica(engine: str | Replica, secret: Secret, key: str | None, deadline: Deadline) -> Replica:
+    if not isinstance(engine, str):
+        return engine
+    return WireReplica(wire_address(engine, key, deadline) if is_url(engine) else engine, secret)
 
 
 def _source(model: object) -> tuple[Source, SharedModule | None]:

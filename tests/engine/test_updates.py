@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
@@ -22,6 +23,7 @@ from tests.support.engines import (
     Models,
     answers,
     ask,
+    counting,
     first_difference,
     forking,
     greedy,
@@ -192,14 +194,16 @@ def test_with_reuse_every_token_says_its_weights_and_old_pages_are_not_found_aga
     assert all(answer.last is not None and not answer.last.reused_kv for answer in again)
 
 
+@pytest.mark.parametrize("who", ["engine", "publisher"])
 def test_with_drop_running_requests_end_with_what_they_have(
-    start: Start, publisher: Any, models: Models
+    start: Start, publisher: Any, models: Models, who: str
 ) -> None:
-    engine = start(models.directory(), kv_policy="drop")
+    policy = {"kv_policy": "drop"}
+    engine = start(models.directory(), **(policy if who == "engine" else {}))
     asked = [ask(engine, prompt, greedy(1500)) for prompt in PROMPTS]
     for answer in asked:
         answer.piece()
-    publisher(engine, models.directory(seed=1)).publish("new")
+    publisher(engine, models.directory(seed=1), **(policy if who == "publisher" else {})).publish("new")
     for answer in asked:
         assert answer.wait().finish == "abort"
         assert [weights for _, _, weights in spans(answer)] == ["initial"]
@@ -262,10 +266,10 @@ def test_a_pause_that_takes_too_long_says_so_and_comes_all_the_same(start: Start
     asked.piece()
     with pytest.raises(DeadlineExceeded, match="running requests"):
         engine.pause("wait", 0.0)
-    assert engine.paused == "draining"
+    assert engine.status().paused == "draining"
     engine.pause("abort", WITHIN_S)
     assert asked.wait().finish == "abort"
-    assert engine.paused == "paused"
+    assert engine.status().paused == "paused"
 
 
 def test_requests_can_be_ended_by_number_or_all_at_once(start: Start, models: Models) -> None:
@@ -285,3 +289,25 @@ def test_what_the_engine_does_not_expect_is_refused_and_it_serves_on(
     with pytest.raises(lw.errors.ManifestMismatch, match="lm_head"):
         publisher(engine, models.directory(tied=False))
     assert tokens_of(engine) == before
+
+
+def test_updates_cost_no_collective_in_the_normal_state(
+    zygote: Zygote, short_path: Path, models: Models, tmp_path: Path
+) -> None:
+    updates = Updates(address=f"ipc://{short_path}/engine.sock", secret_file=str(short_path / "secret"))
+    counts = {}
+    for name, given in (("on", updates), ("off", None)):
+        directory = tmp_path / name
+        directory.mkdir()
+        config = EngineConfig(model=str(models.directory()), threads=1, tp=2, updates=given)
+        with Engine(config, launch=counting(zygote, directory)) as engine:
+            assert ask(engine, [5, 6, 7], greedy(1000)).wait().finish == "length"
+            steps = engine.status().counts.steps
+        counts[name] = [json.loads((directory / str(rank)).read_text()) for rank in (0, 1)]
+        assert steps in (1000, 1001)  # with overlap there may be one more, for a request that has ended
+        assert set(counts[name][0]) == {"allreduce", "allgather"}
+        layers = models.layers()
+        assert counts[name][0]["allreduce"] == steps * (2 * layers + 1)
+        assert counts[name][0]["allgather"] == steps
+        counts[name] = [{kind: n / steps for kind, n in of_rank.items()} for of_rank in counts[name]]
+    assert counts["on"] == counts["off"]

@@ -18,6 +18,7 @@ import torch
 from liveweight.engine.engine import Engine
 from liveweight.engine.init_model.checkpoint import init_model
 from liveweight.engine.init_model.sizes import SIZES
+from liveweight.engine.models.spec import ModelSpec
 from liveweight.engine.ranks import Launch, Process
 from liveweight.engine.requests import Delta, Finish, Sampling, Token
 from tests.support.zygote import Zygote
@@ -62,11 +63,25 @@ def forking(zygote: Zygote) -> Launch:
     return launch
 
 
+def counting(zygote: Zygote, directory: Path) -> Launch:
+    """Start ranks by forking; each writes its collectives' counts to `directory/RANK` when it ends."""
+
+    def launch(rank: int, end: socket.socket) -> Process:
+        config: dict[str, object] = {"counts": str(directory / str(rank))}
+        return Forked(zygote.start("tests.support.counting_rank_program", config, end.fileno(), 1))
+
+    return launch
+
+
 class Models:
     """Checkpoint directories, each made when first asked for."""
 
     def __init__(self, root: Path) -> None:
         self._root = root
+
+    def layers(self) -> int:
+        """How many layers a tiny model has."""
+        return ModelSpec.read(self.directory()).layers
 
     def directory(
         self,

@@ -20,6 +20,7 @@ PROGRAMS = (
     "tests.support.rank_program",
     "tests.support.trainer_program",
     "tests.support.engine_rank_program",
+    "tests.support.counting_rank_program",
 )
 REQUEST_BYTES = 1 << 16
 

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from typing import Literal, TypeAlias
+from typing import Literal
 
 import msgspec
 
 from liveweight.errors import EngineConfigInvalid
-
-KvPolicy: TypeAlias = Literal["recompute", "reuse", "drop"]
-"""What happens to requests that run at a commit: their KV is rebuilt under the new weights; they go on with the old; they are ended."""
+from liveweight.wire.values import KvPolicy
 
 
 class Updates(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """How an engine takes live updates: where publishers and ranks find its leader, and what a round may cost the ranks."""
+    """How an engine takes live updates: where publishers and ranks find its leader, and what a round may cost the ranks.
+
+    `kv_policy` is for commits whose publisher does not say.
+    """
 
     address: str
     secret_file: str

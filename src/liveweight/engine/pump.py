@@ -11,13 +11,14 @@ import threading
 from collections.abc import Callable
 from typing import TypeAlias
 
-from liveweight.engine.config import KvPolicy
 from liveweight.engine.ranks import Done, Ranks
 from liveweight.engine.scheduler import Said, Scheduler
 from liveweight.engine.status import State
-from liveweight.engine.stream import Exchanged, StepDone
+from liveweight.engine.stream import Exchange, Exchanged, StepDone
 from liveweight.engine.updates import Inbox
 from liveweight.errors import LiveWeightError, RankLost
+from liveweight.wire.values import KvPolicy
+from liveweight.worker.boundary import Decision
 
 OnFailure: TypeAlias = Callable[[LiveWeightError], None]
 
@@ -37,7 +38,7 @@ class Pump:
         self.closing = False
         self.cancelled: list[int] = []
         self.on_failure: list[OnFailure] = []
-        self._exchanging = False
+        self._exchanging: Decision | None = None
 
     def run(self, finished: Callable[[], None]) -> None:
         """Until `closing`, or until a rank is lost. `finished` lets go of what the engine holds beside the ranks."""
@@ -78,12 +79,12 @@ class Pump:
 
     def _send(self) -> None:
         """What can be sent now. A decision goes before the next step, and no step follows it until its outcome is known."""
-        if self._exchanging:
+        if self._exchanging is not None:
             return
-        exchange = self._inbox.take()
-        if exchange is not None:
-            self._exchanging = True
-            self.ranks.send(exchange)
+        decision = self._inbox.take()
+        if decision is not None:
+            self._exchanging = decision
+            self.ranks.send(Exchange(decision.epoch, decision.undo, decision.timeout_s))
             return
         while self.scheduler.in_flight < self._depth:
             step = self.scheduler.schedule()
@@ -117,10 +118,11 @@ class Pump:
 
     def _exchanged(self, weights: str) -> Said:
         """All ranks know the outcome: the next step may go. Requests feel it only if the weights are other ones now."""
-        self._exchanging = False
+        decision, self._exchanging = self._exchanging, None
         if weights == self.scheduler.weights:
             return []
-        return self.scheduler.change(weights, self._kv_policy)
+        asked = None if decision is None else decision.kv_policy
+        return self.scheduler.change(weights, self._kv_policy if asked is None else asked)
 
     def _fail(self, error: LiveWeightError) -> None:
         with self.lock:

@@ -14,12 +14,12 @@ from typing import Literal
 
 from liveweight.engine.account import Counts, Limits
 from liveweight.engine.blocks import BlockPool, root_key
-from liveweight.engine.config import KvPolicy
 from liveweight.engine.requests import Delta, Sink
 from liveweight.engine.sequence import Sequence
 from liveweight.engine.status import Pausing
 from liveweight.engine.stream import Drawn, Fill, Next, Step
 from liveweight.errors import LiveWeightError, MessageInvalid, QueueFull, RequestInvalid
+from liveweight.wire.values import KvPolicy
 
 Said = list[tuple[Sink, Delta]]
 """Pieces of answers, with whom they are for."""

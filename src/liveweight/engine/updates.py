@@ -56,14 +56,11 @@ class Inbox:
             if self._waiting is not None and self._waiting[0] == round_id:
                 self._waiting = None
 
-    def take(self) -> Exchange | None:
-        """The decision that waits, as an entry of the stream. The engine's thread."""
+    def take(self) -> Decision | None:
+        """The decision that waits. The engine's thread."""
         with self._lock:
             waiting, self._waiting = self._waiting, None
-        if waiting is None:
-            return None
-        decision = waiting[1]
-        return Exchange(decision.epoch, decision.undo, decision.timeout_s)
+        return None if waiting is None else waiting[1]
 
 
 def lead(updates: Updates, *, secret: Secret, world: int, replica: str, bus: Bus, inbox: Inbox) -> Leader:

@@ -35,7 +35,7 @@ from liveweight.trainer.offers import Made, Offers
 from liveweight.trainer.replica import Replica, ReplicaRefused
 from liveweight.trainer.report import Report
 from liveweight.wire import messages as m
-from liveweight.wire.values import RoundId
+from liveweight.wire.values import KvPolicy, RoundId
 
 GRACE_S = 30.0
 LAST_COMMIT_S = 5.0
@@ -44,7 +44,10 @@ LAST_COMMIT_S = 5.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PublisherSettings:
-    """How rounds are run. `quorum` None: all replicas must commit. `release_s`: how long a freeze waits for slow readers."""
+    """How rounds are run. `quorum` None: all replicas must commit. `release_s`: how long a freeze waits for slow readers.
+
+    `kv_policy` is for requests that run at a commit; None: as each engine is set.
+    """
 
     offer: OfferKind = "frozen"
     verify: bool = True
@@ -52,6 +55,7 @@ class PublisherSettings:
     lease_s: float = 10.0
     release_s: float = 5.0
     quorum: int | None = None
+    kv_policy: KvPolicy | None = None
 
 
 @dataclass(slots=True)
@@ -195,6 +199,7 @@ class Publisher:
             offer=made.offer,
             verify=settings.verify,
             timeout_s=current.deadline.remaining_s() + settings.lease_s + MARGIN_S,
+            kv_policy=settings.kv_policy,
         )
         return Drive(
             parts=current.parts,

@@ -13,7 +13,7 @@ import msgspec
 from liveweight.observe.events import OfferKind
 from liveweight.spec.layout import Layout
 from liveweight.spec.manifest import Manifest, Version
-from liveweight.wire.values import Fault, Offer, RoundId
+from liveweight.wire.values import Fault, KvPolicy, Offer, RoundId
 
 Phase: TypeAlias = Literal["open", "staged", "verified", "ready", "committing", "done", "failed"]
 """How far a round has come, in order; `done` and `failed` are ends."""
@@ -72,7 +72,10 @@ class Described(_Message, frozen=True):
 
 
 class Open(_Message, frozen=True):
-    """Begin a round. `digests` holds 16 bytes per tensor of the structure, in its order; none: content unknown. -> Opened."""
+    """Begin a round. `digests` holds 16 bytes per tensor of the structure, in its order; none: content unknown. -> Opened.
+
+    `kv_policy` is for requests that run at its commit; None: as the engine is set.
+    """
 
     publisher: str
     version: Version
@@ -81,6 +84,7 @@ class Open(_Message, frozen=True):
     offer: Offer
     verify: bool
     timeout_s: float
+    kv_policy: KvPolicy | None = None
 
 
 class Opened(_Message, frozen=True):

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Literal, TypeAlias
+
 import msgspec
 
 from liveweight.errors import LiveWeightError, catalogue
 from liveweight.observe.events import OfferKind
+
+KvPolicy: TypeAlias = Literal["recompute", "reuse", "drop"]
+"""What happens to requests that run at a commit: their KV is rebuilt under the new weights; they go on with the old; they are ended."""
 
 
 class _Value(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 from liveweight.errors import ChannelClosed, Unavailable, WrongState
-from liveweight.wire.values import RoundId
+from liveweight.wire.values import KvPolicy, RoundId
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -21,11 +21,15 @@ _NONE, _COMMIT, _UNDO = 0, 1, 2
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """What the scheduler decided, for all ranks to carry out at one step: exchange shadow and live weights."""
+    """What the scheduler decided, for all ranks to carry out at one step: exchange shadow and live weights.
+
+    `kv_policy` is for programs that keep requests; ranks have no use for it.
+    """
 
     epoch: int
     undo: bool
     timeout_s: float
+    kv_policy: KvPolicy | None = None
 
 
 class Decisions(Protocol):

@@ -124,8 +124,8 @@ class Leader:
                     member = self._scheduler.membership.members.get(rank)
                     if member is not None and not self._send(listener, member.peer, body, 0):
                         todo.extend(self._scheduler.on_lost(time.monotonic(), rank))
-                case Decide(round=round_id, undo=undo, timeout_s=timeout_s):
-                    self._decisions.put(round_id, Decision(round_id.epoch, undo, timeout_s))
+                case Decide(round=round_id, undo=undo, timeout_s=timeout_s, kv_policy=policy):
+                    self._decisions.put(round_id, Decision(round_id.epoch, undo, timeout_s, policy))
                 case Withdraw(round=round_id):
                     self._decisions.withdraw(round_id)
                 case Say(event=event):

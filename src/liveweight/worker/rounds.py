@@ -8,7 +8,7 @@ from typing import TypeAlias
 from liveweight.observe.events import AnyEvent
 from liveweight.spec.digest import Lanes
 from liveweight.wire.messages import ORDER, Message, Open, Phase, Progress
-from liveweight.wire.values import Fault, RoundId
+from liveweight.wire.values import Fault, KvPolicy, RoundId
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +35,7 @@ class Decide:
     round: RoundId
     undo: bool
     timeout_s: float
+    kv_policy: KvPolicy | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -297,7 +297,8 @@ class Scheduler:
         self, now_s: float, current: Round, peer: bytes, call: int, timeout_s: float, *, undo: bool
     ) -> list[Action]:
         current.phase, current.committer, current.ends_s = "committing", (peer, call), now_s + timeout_s
-        return [Decide(current.id, undo, timeout_s)]
+        policy = None if current.asked is None else current.asked.kv_policy
+        return [Decide(current.id, undo, timeout_s, policy)]
 
     def _swapped(self, now_s: float, peer: bytes, call: int, body: m.Swapped) -> list[Action]:
         current = self._round

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 
 import torch
 from torch.nn import functional
-from torch.utils.dlpack import to_dlpack
+from torch.utils.dlpack import to_dlpack  # type: ignore[attr-defined]
 
 try:
     from liveweight.engine import _linear

@@ -1,0 +1,147 @@
+"""The client of the control routes: asks an engine by its URL what it serves and where its leader listens, and tells it what to do.
+
+Owns URLs, the key and the telling of what came back. Rounds themselves go over the wire, not through here.
+"""
+
+from __future__ import annotations
+
+import http.client
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, cast
+from urllib.parse import SplitResult, urlsplit
+
+import msgspec
+
+from liveweight.errors import (
+    ChannelClosed,
+    KeyRefused,
+    LiveWeightError,
+    MessageInvalid,
+    WireError,
+    WrongState,
+    catalogue,
+)
+from liveweight.spec.deadline import Deadline
+
+ANSWER_BYTES_MAX = 1 << 20
+GRACE_S = 2.0
+"""How much longer than the engine its client waits: the engine's own word on a deadline is better."""
+
+
+def is_url(text: str) -> bool:
+    """Whether it names an engine's HTTP interface, and not a leader."""
+    return text.startswith(("http://", "https://"))
+
+
+def wire_address(url: str, key: str | None, deadline: Deadline) -> str:
+    """Where the leader of the engine at that URL listens. A WireError, DeadlineExceeded or WrongState if it cannot be had."""
+    return leader_of(url, EngineClient(url, key).weights(deadline))
+
+
+def leader_of(url: str, weights: Mapping[str, Any]) -> str:
+    """The address in what the engine at that URL said of its weights, if it can be used from here."""
+    address = weights.get("address")
+    if address is None:
+        raise WrongState("it serves without live updates", f"an update of {url}")
+    if not isinstance(address, str):
+        raise MessageInvalid(f"{url} is no engine of ours: its address is no text")
+    if address.startswith("ipc://") and not Path(address.removeprefix("ipc://")).exists():
+        raise ChannelClosed(f"{url} takes updates at {address}, which is not on this host")
+    return address
+
+
+class EngineClient:
+    """One engine's control routes. Every call is a connection of its own, and ends with its deadline."""
+
+    def __init__(self, url: str, key: str | None = None) -> None:
+        self.url, self._key = url.rstrip("/"), key
+        try:
+            self._parts = urlsplit(self.url)
+            usable = is_url(self.url) and self._parts.hostname is not None and self._parts.port != 0
+        except ValueError:
+            usable = False
+        if not usable:
+            raise MessageInvalid(f"{url} is no URL of an engine, such as http://127.0.0.1:8000")
+
+    def weights(self, deadline: Deadline) -> dict[str, Any]:
+        """What it serves, and how its rounds went."""
+        answer = self._ask("GET", "/v1/weights", None, deadline)
+        if not {"state", "version", "address"} <= answer.keys():
+            raise MessageInvalid(f"{self.url} is no engine of ours: it does not say what it serves")
+        return answer
+
+    def undo(self, deadline: Deadline) -> dict[str, Any]:
+        """Take it back to the version before; what it serves then."""
+        return self._ask("POST", "/v1/weights/undo", {"timeout_s": deadline.remaining_s()}, deadline)
+
+    def pause(self, mode: str, deadline: Deadline) -> dict[str, Any]:
+        """Let it take no step; how it is then."""
+        return self._ask("POST", "/v1/pause", {"mode": mode, "timeout_s": deadline.remaining_s()}, deadline)
+
+    def resume(self, deadline: Deadline) -> dict[str, Any]:
+        """Let it go on."""
+        return self._ask("POST", "/v1/resume", None, deadline)
+
+    def _ask(self, method: str, path: str, body: object, deadline: Deadline) -> dict[str, Any]:
+        try:
+            status, raw = _exchange(self._parts, method, path, self._key, body, deadline)
+        except TimeoutError:
+            raise deadline.exceeded(f"{self.url} to answer {method} {path}") from None
+        except OSError as error:
+            raise ChannelClosed(f"{self.url} cannot be reached: {error.strerror or error}") from error
+        except (http.client.HTTPException, ValueError) as error:
+            raise MessageInvalid(
+                f"{self.url} is no engine of ours: {error or type(error).__name__}"
+            ) from error
+        return self._told(status, raw)
+
+    def _told(self, status: int, raw: bytes) -> dict[str, Any]:
+        """The answer; the engine's own error, if it is one."""
+        try:
+            answer = msgspec.json.decode(raw, type=dict[str, Any])
+        except msgspec.DecodeError:
+            answer = {}
+        if status == 200 and answer:
+            return answer
+        if status == 401:
+            raise KeyRefused(f"{self.url} refused the key" if self._key else f"{self.url} wants a key")
+        problem = answer.get("error")
+        if not isinstance(problem, dict) or status == 404:
+            raise MessageInvalid(f"{self.url} is no engine of ours: it answered with status {status}")
+        raise _error(problem.get("code"), f"{self.url}: {problem.get('message')}")
+
+
+def _exchange(
+    url: SplitResult, method: str, path: str, key: str | None, body: object, deadline: Deadline
+) -> tuple[int, bytes]:
+    """One request, one answer. Raises what http.client raises; TimeoutError at the deadline and a little."""
+    ends = Deadline(deadline.ends_s + GRACE_S, deadline.began_s)
+    kind = http.client.HTTPSConnection if url.scheme == "https" else http.client.HTTPConnection
+    connection = kind(cast(str, url.hostname), url.port, timeout=max(0.001, ends.remaining_s()))
+    headers = {"Accept": "application/json", "Connection": "close"}
+    headers |= {} if key is None else {"Authorization": f"Bearer {key}"}
+    headers |= {} if body is None else {"Content-Type": "application/json"}
+    try:
+        connection.request(
+            method, url.path + path, None if body is None else msgspec.json.encode(body), headers
+        )
+        response = connection.getresponse()
+        raw = bytearray()
+        while part := response.read1(1 << 16):
+            raw += part
+            if len(raw) > ANSWER_BYTES_MAX:
+                raise http.client.HTTPException("its answer does not end")
+            if ends.over:
+                raise TimeoutError
+        return response.status, bytes(raw)
+    finally:
+        connection.close()
+
+
+def _error(code: object, text: str) -> LiveWeightError:
+    """The engine's error as it raised it; its remedy, which the text ends with, is the class's."""
+    kind = next((kind for kind in catalogue() if kind.code == code), None)
+    if kind is None:
+        return WireError(text)
+    return kind.retold(text.removesuffix(f"; {kind.remedy}"))
