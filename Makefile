@@ -30,6 +30,7 @@ soak: venv
 bench: venv
 	$(BIN)/liveweight bench digest
 	$(BIN)/liveweight bench ipc
+	$(BIN)/liveweight bench engine
 
 wheel: venv
 	rm -rf build dist
