@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import os
-import secrets
 import statistics
 import tempfile
 import time
@@ -23,21 +22,16 @@ from liveweight.bench.decoder import decoder, module_of, parameters, small_tenso
 from liveweight.bench.freeze import bench_freeze
 from liveweight.bench.ipc_rank import WAIT_S
 from liveweight.bench.ipc_rank import main as rank_main
+from liveweight.bench.publishing import publishing
 from liveweight.devices.kernels import choose
 from liveweight.errors import DigestMismatch
-from liveweight.observe.bus import Bus
 from liveweight.observe.events import OfferKind
 from liveweight.plan.tally import Tally, lanes_from_bytes
 from liveweight.spec.deadline import Deadline
 from liveweight.spec.manifest import TensorSpec
 from liveweight.trainer.live import SharedModule, live_digest, share_module
-from liveweight.trainer.meeting import describe_to, meet_replicas
-from liveweight.trainer.offers import Offers
-from liveweight.trainer.publisher import Publisher, PublisherSettings
-from liveweight.trainer.replica import WireReplica
-from liveweight.trainer.sources import ModuleSource
+from liveweight.trainer.publisher import PublisherSettings
 from liveweight.transports.ipc.arena import SharedArena
-from liveweight.transports.ipc.source import IpcOutlet
 from liveweight.wire.credentials import load_or_create_secret
 from liveweight.worker.torch_layout import gather, layout_of
 
@@ -135,7 +129,7 @@ class _Scene:
 
     def _start(self, stack: ExitStack) -> None:
         directory = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="lw-bench-")))
-        secret = load_or_create_secret(directory / "secret")
+        load_or_create_secret(directory / "secret")
         self._kernels = choose().kernels
         config = {
             "address": f"ipc://{directory}/leader.sock",
@@ -155,32 +149,14 @@ class _Scene:
         for rank in self._ranks:
             rank.line.hear(deadline)
         stack.callback(self._stop)
-        outlet = IpcOutlet(directory, secret)
-        stack.callback(outlet.close)
-        replica = WireReplica(str(config["address"]), secret)
-        self._publisher = stack.enter_context(self._meet(replica, ModuleSource(module), outlet, deadline))
-
-    def _meet(
-        self, replica: WireReplica, source: ModuleSource, outlet: IpcOutlet, deadline: Deadline
-    ) -> Publisher:
-        expected = meet_replicas([replica], deadline)
-        self._offers = Offers(
-            source=source,
-            expected=expected,
-            outlet=outlet,
-            kernels=self._kernels,
-            shared=self.shared,
-            threads=os.cpu_count() or 1,
-            bus=Bus(),
+        made = publishing(
+            self.shared,
+            address=str(config["address"]),
+            directory=directory,
+            timeout_s=WAIT_S,
+            stack=stack,
         )
-        describe_to([replica], self._offers, expected, deadline)
-        return Publisher(
-            name="bench",
-            run=secrets.token_hex(4),
-            replicas=[replica],
-            offers=self._offers,
-            settings=PublisherSettings(timeout_s=WAIT_S),
-        )
+        self._publisher, self._offers = made.publisher, made.offers
 
     def _stop(self) -> None:
         for rank in self._ranks:

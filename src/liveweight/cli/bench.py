@@ -125,3 +125,39 @@ def _show_engine(report: dict[str, Any]) -> None:
         print(f"{name:14}{report[key]:9.0f} tokens/s{report[f'median_{key}']:9.0f} median")
     print(f"ratio {report['ratio']:.2f}, of medians {report['median_ratio']:.2f}, wanted >= 1.5")
     print(f"{report['same_answers']} of {report['prompts']} answers are the same to the last token")
+
+
+@app.command()
+def live(
+    model: Annotated[
+        Path | None, typer.Option(help="A checkpoint directory; without one, random weights.")
+    ] = None,
+    size: Annotated[Literal["tiny", "small", "1b"], typer.Option(help="Of the random weights.")] = "1b",
+    tp: Annotated[int, typer.Option(min=1, help="Ranks of the engine.")] = 2,
+    requests: Annotated[int, typer.Option(min=1, help="Requests that decode all the time.")] = 8,
+    commits: Annotated[int, typer.Option(min=1, help="Updates, for each KV policy.")] = 20,
+    every_s: Annotated[float, typer.Option(min=0.1, help="Seconds between updates.")] = 10.0,
+    offer: Annotated[Literal["frozen", "live"], typer.Option(help="What the trainer offers.")] = "frozen",
+    json_to: JsonTo = None,
+) -> None:
+    """What live updates cost an engine that serves: stall, goodput, gaps between tokens."""
+    from liveweight.bench.live import LiveSettings, bench_live
+
+    settings = LiveSettings(
+        model=model, size=size, tp=tp, requests=requests, commits=commits, every_s=every_s, offer=offer
+    )
+    report = bench_live(settings)
+    _tell(report, json_to, lambda: _show_live(report))
+
+
+def _show_live(report: dict[str, Any]) -> None:
+    print(
+        f"{report['model']}, {report['bytes'] / 1e9:.2f} GB, tp {report['tp']}, {report['requests']} requests, "
+        f"an update every {report['every_s']:g} s; one plain copy of the weights: {report['copy_s'] * 1e3:.0f} ms"
+    )
+    for policy in ("reuse", "recompute"):
+        found = report[policy]
+        print(
+            f"{policy:10} stall {found['stall_s'] * 1e3:8.1f} ms, {found['stall_ratio']:.3f} of a copy; "
+            f"goodput {found['goodput']:.3f}; p99 gap {found['gap_p99_ratio']:.2f} of that without updates"
+        )

@@ -1,0 +1,58 @@
+"""A publisher for benchmarks: the parts that a program composes, on one host, over shared memory."""
+
+from __future__ import annotations
+
+import os
+import secrets
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+
+from liveweight.devices.kernels import choose
+from liveweight.observe.bus import Bus
+from liveweight.spec.deadline import Deadline
+from liveweight.trainer.live import SharedModule
+from liveweight.trainer.meeting import describe_to, meet_replicas
+from liveweight.trainer.offers import Offers
+from liveweight.trainer.publisher import Publisher, PublisherSettings
+from liveweight.trainer.replica import WireReplica
+from liveweight.trainer.sources import ModuleSource
+from liveweight.transports.ipc.source import IpcOutlet
+from liveweight.wire.credentials import load_or_create_secret
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Publishing:
+    """A publisher that has met its replica, and the offers it makes."""
+
+    publisher: Publisher
+    offers: Offers
+
+
+def publishing(
+    shared: SharedModule, *, address: str, directory: Path, timeout_s: float, stack: ExitStack
+) -> Publishing:
+    """Meet the replica at an address, whose secret lies in the directory; everything ends with the stack."""
+    secret = load_or_create_secret(directory / "secret")
+    outlet = IpcOutlet(directory, secret)
+    stack.callback(outlet.close)
+    replica, deadline = WireReplica(address, secret), Deadline.after(timeout_s)
+    expected = meet_replicas([replica], deadline)
+    offers = Offers(
+        source=ModuleSource(shared.module),
+        expected=expected,
+        outlet=outlet,
+        kernels=choose().kernels,
+        shared=shared,
+        threads=os.cpu_count() or 1,
+        bus=Bus(),
+    )
+    describe_to([replica], offers, expected, deadline)
+    publisher = Publisher(
+        name="bench",
+        run=secrets.token_hex(4),
+        replicas=[replica],
+        offers=offers,
+        settings=PublisherSettings(timeout_s=timeout_s),
+    )
+    return Publishing(publisher=stack.enter_context(publisher), offers=offers)
