@@ -47,30 +47,49 @@ static void store(const struct lw_matrix *out, int64_t tile, int64_t first, int6
     }
 }
 
+/* What all of a call shares. `turned` are the tiles of x; `widened` has place for a block of bfloat16 rows, LW_LINE bytes more
+ * than they are long: lines of a power of two would crowd a few sets of the cache. */
+struct work {
+    const struct lw_matrix *x, *weight, *out;
+    const struct lw_linear_simd *simd;
+    float *turned, *widened;
+    int64_t block;
+};
+
+static int64_t widened_stride(int64_t inputs) { return (inputs + LW_STRETCH - 1) / LW_STRETCH * LW_STRETCH + LW_STRETCH; }
+
+/* Where the inner kernels read the rows from `first` on: as they lie, or widened once for more rows of x than a vector has. */
+static void place(const struct work *work, int64_t first, struct lw_tile *tile) {
+    int64_t inputs = tile->inputs;
+    int half = work->weight->half;
+    const char *rows = (const char *)work->weight->data + first * inputs * (half ? 2 : 4);
+    tile->half = half && work->x->rows <= LW_VECTOR;
+    tile->weight = rows;
+    tile->stride = inputs;
+    if (!half || tile->half) return;
+    tile->weight = work->widened;
+    tile->stride = widened_stride(inputs);
+    for (int64_t i = 0; i < tile->outputs; i++)
+        work->simd->widen(work->widened + i * tile->stride, (const uint16_t *)(const void *)rows + i * inputs, inputs);
+}
+
 /* While a tile is multiplied, its share of the weight's next rows comes from memory. */
-static void walk(const float *turned, const struct lw_matrix *x, const struct lw_matrix *weight, const struct lw_matrix *out,
-                 const struct lw_linear_simd *simd) {
-    int64_t inputs = weight->columns, tiles = tiles_of(x->rows), item_bytes = weight->half ? 2 : 4;
-    int64_t block = x->rows <= LW_VECTOR ? LW_OUTPUTS : LW_OUTPUTS_WIDE;
-    int64_t ahead = block * LW_STRETCH * item_bytes / LW_LINE, lines = (ahead + tiles - 1) / tiles;
-    int64_t share = inputs / LW_STRETCH * lines * LW_LINE;
+static void walk(const struct work *work) {
+    const struct lw_matrix *weight = work->weight;
+    int64_t inputs = weight->columns, tiles = tiles_of(work->x->rows), block = work->block, item_bytes = weight->half ? 2 : 4;
+    int64_t lines = (block * LW_STRETCH * item_bytes / LW_LINE + tiles - 1) / tiles;
     float sums[LW_OUTPUTS * TILE_ROWS];
     for (int64_t first = 0; first < weight->rows; first += block) {
-        int64_t outputs = lw_less(block, weight->rows - first);
-        const char *here = (const char *)weight->data + first * inputs * item_bytes;
+        uintptr_t next = (uintptr_t)weight->data + (uintptr_t)((first + block) * inputs * item_bytes);
+        struct lw_tile tile = {.inputs = inputs, .outputs = (int)lw_less(block, weight->rows - first)};
+        tile.lines = first + block < weight->rows ? (int)lines : 0;
+        place(work, first, &tile);
         for (int64_t i = 0; i < tiles; i++) {
-            struct lw_tile tile = {.x = turned + i * TILE_ROWS * inputs,
-                                   .weight = here,
-                                   .inputs = inputs,
-                                   .vectors = vectors_of(x->rows, i),
-                                   .outputs = (int)outputs,
-                                   .half = weight->half};
-            if (first + block < weight->rows) {
-                tile.lines = (int)lines;
-                tile.next = (uintptr_t)(here + block * inputs * item_bytes) + (uintptr_t)(i * share);
-            }
-            simd->multiply(&tile, sums);
-            store(out, i, first, outputs, sums);
+            tile.x = work->turned + i * TILE_ROWS * inputs;
+            tile.vectors = vectors_of(work->x->rows, i);
+            tile.next = next + (uintptr_t)(i * (inputs / LW_STRETCH) * lines * LW_LINE);
+            work->simd->multiply(&tile, sums);
+            store(work->out, i, first, tile.outputs, sums);
         }
     }
 }
@@ -78,13 +97,17 @@ static void walk(const float *turned, const struct lw_matrix *x, const struct lw
 int lw_linear(const struct lw_matrix *x, const struct lw_matrix *weight, const struct lw_matrix *out,
               const struct lw_linear_simd *simd) {
     if (x->rows == 0 || weight->rows == 0) return 0;
-    size_t floats = (size_t)tiles_of(x->rows) * TILE_ROWS, inputs = (size_t)x->columns + 1;
-    if (floats > SIZE_MAX / 8 / inputs) return -1;
-    float *turned = aligned_alloc(LW_LINE, floats * inputs * sizeof(float));
-    if (turned == NULL) return -1;
-    for (int64_t tile = 0; tile < tiles_of(x->rows); tile++) turn(x, tile, turned + tile * TILE_ROWS * x->columns);
-    walk(turned, x, weight, out, simd);
-    free(turned);
+    struct work work = {.x = x, .weight = weight, .out = out, .simd = simd};
+    work.block = x->rows <= LW_VECTOR ? LW_OUTPUTS : LW_OUTPUTS_WIDE;
+    int64_t tiles = tiles_of(x->rows), lanes = tiles * TILE_ROWS + (weight->half ? work.block : 0);
+    int64_t stride = widened_stride(x->columns);
+    if (stride > PTRDIFF_MAX / 4 / lanes) return -1;
+    work.turned = aligned_alloc(LW_LINE, (size_t)(lanes * stride) * sizeof(float));
+    if (work.turned == NULL) return -1;
+    work.widened = work.turned + tiles * TILE_ROWS * stride;
+    for (int64_t tile = 0; tile < tiles; tile++) turn(x, tile, work.turned + tile * TILE_ROWS * x->columns);
+    walk(&work);
+    free(work.turned);
     return 0;
 }
 

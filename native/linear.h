@@ -3,9 +3,9 @@
  * linear_module.c checks arguments and releases the GIL; linear.c turns the activations and walks the weight;
  * linear_avx2.c and linear_portable.c do the inner work, in one shape each: struct lw_linear_simd.
  *
- * A weight is read as it lies, [outputs, inputs], once and in order, a few of its rows beside each other. Activations are
- * turned, so that a vector has one input of LW_VECTOR rows: an output is then one chain of sums in the order of the inputs,
- * without a reduction. A row's result follows from the row and the weight alone, whatever rows share its tile.
+ * Sums are in float. A weight is read as it lies, [outputs, inputs], once and in order, a few of its rows beside each other.
+ * Activations are turned, so that a vector has one input of LW_VECTOR rows: an output is then one chain of sums in the order of
+ * the inputs, without a reduction. A row's result follows from the row and the weight alone, whatever rows share its tile.
  */
 #ifndef LIVEWEIGHT_LINEAR_H
 #define LIVEWEIGHT_LINEAR_H
@@ -21,12 +21,12 @@
 #endif
 
 enum {
-    LW_VECTOR = 8,    /* rows of activations in a vector */
-    LW_WIDE = 2,      /* vectors of a tile, at most */
-    LW_OUTPUTS = 8,   /* rows of the weight that an inner kernel reads at once, at most: with a single vector */
-    LW_OUTPUTS_WIDE = 6, /* with LW_WIDE vectors: as many sums as registers hold */
-    LW_STRETCH = 16,  /* inputs between two prefetches */
-    LW_LINE = 64,     /* bytes of a cache line */
+    LW_VECTOR = 8,       /* rows of activations in a vector */
+    LW_WIDE = 2,         /* vectors of a tile, at most */
+    LW_OUTPUTS = 8,      /* rows of the weight that an inner kernel reads at once, at most: beside one vector */
+    LW_OUTPUTS_WIDE = 6, /* beside LW_WIDE vectors: as many sums as registers hold */
+    LW_STRETCH = 16,     /* inputs between two prefetches */
+    LW_LINE = 64,        /* bytes of a cache line */
 };
 
 /* [rows, columns], the items of a row side by side. The stride counts items. half: items are bfloat16, otherwise float. */
@@ -36,12 +36,13 @@ struct lw_matrix {
     int half;
 };
 
-/* The work of one inner kernel: `vectors` of turned activations [inputs, vectors * LW_VECTOR], `outputs` rows of the weight.
- * `lines` cache lines from `next` on are wanted soon, for every LW_STRETCH inputs. */
+/* The work of one inner kernel: `vectors` of turned activations [inputs, vectors * LW_VECTOR], `outputs` rows of the weight,
+ * `stride` items from one to the next; half: these are bfloat16, beside one vector only. `lines` cache lines from `next` on are
+ * wanted soon, for every LW_STRETCH inputs. */
 struct lw_tile {
     const float *x;
     const void *weight;
-    int64_t inputs;
+    int64_t inputs, stride;
     uintptr_t next;
     int vectors, outputs, half, lines;
 };
@@ -51,6 +52,8 @@ struct lw_linear_simd {
 
     /* [LW_OUTPUTS, LW_WIDE * LW_VECTOR] sums; what the tile does not have of them is left as it is. */
     void (*multiply)(const struct lw_tile *tile, float *sums);
+
+    void (*widen)(float *target, const uint16_t *source, int64_t count);
 };
 
 extern const struct lw_linear_simd lw_linear_portable;

@@ -12,41 +12,17 @@
 #define ENTRY static __attribute__((target("avx2,fma"), noinline))
 #define UNROLL _Pragma("GCC unroll 8")
 
-/* The weight's item at `at` in every lane. An item of bfloat16 is the lower or the upper half of what is loaded: the item before
- * it is there whenever `upper` is asked for, the one behind it whenever it is not. */
-FAST __m256 spread(const void *weight, int64_t at, const int half, const int upper) {
-    if (!half) return _mm256_broadcast_ss((const float *)weight + at);
-    const void *place = (const uint16_t *)weight + at - upper;
-    __m256i pair = _mm256_castps_si256(_mm256_broadcast_ss(place));
-    return _mm256_castsi256_ps(upper ? _mm256_and_si256(pair, _mm256_set1_epi32(-65536)) : _mm256_slli_epi32(pair, 16));
-}
-
 /* One input. */
-FAST void add(__m256 (*sums)[LW_WIDE], const struct lw_tile *tile, int64_t at, const int vectors, const int outputs,
-              const int half, const int upper) {
+FAST void add(__m256 (*sums)[LW_WIDE], const struct lw_tile *tile, int64_t at, const int vectors, const int outputs) {
     __m256 x[LW_WIDE];
-    if (half) __asm__ volatile("" ::: "memory"); /* loads a pair again rather than to run out of registers */
     UNROLL for (int v = 0; v < vectors; v++) x[v] = _mm256_load_ps(tile->x + (at * vectors + v) * LW_VECTOR);
     UNROLL for (int output = 0; output < outputs; output++) {
-        __m256 weight = spread(tile->weight, output * tile->inputs + at, half, upper);
+        __m256 weight = _mm256_broadcast_ss((const float *)tile->weight + output * tile->stride + at);
         UNROLL for (int v = 0; v < vectors; v++) sums[output][v] = _mm256_fmadd_ps(weight, x[v], sums[output][v]);
     }
 }
 
-/* The last of an odd number of inputs: nothing lies behind the weight's end. */
-FAST void add_last(__m256 (*sums)[LW_WIDE], const struct lw_tile *tile, const int vectors, const int outputs, const int half) {
-    int64_t at = tile->inputs - 1;
-    UNROLL for (int output = 0; output < outputs; output++) {
-        int64_t place = output * tile->inputs + at;
-        float item = half ? lw_widened(((const uint16_t *)tile->weight)[place]) : ((const float *)tile->weight)[place];
-        UNROLL for (int v = 0; v < vectors; v++) {
-            __m256 x = _mm256_load_ps(tile->x + (at * vectors + v) * LW_VECTOR);
-            sums[output][v] = _mm256_fmadd_ps(_mm256_set1_ps(item), x, sums[output][v]);
-        }
-    }
-}
-
-FAST void multiply_some(const struct lw_tile *given, float *target, const int vectors, const int outputs, const int half) {
+FAST void multiply_some(const struct lw_tile *given, float *target, const int vectors, const int outputs) {
     const struct lw_tile tile = *given;
     int64_t at = 0;
     uintptr_t next = tile.next;
@@ -56,58 +32,102 @@ FAST void multiply_some(const struct lw_tile *given, float *target, const int ve
     }
     for (; at + LW_STRETCH <= tile.inputs; at += LW_STRETCH) {
         for (int line = 0; line < tile.lines; line++, next += LW_LINE) _mm_prefetch((const char *)next, _MM_HINT_T1);
-        _Pragma("GCC unroll 4") for (int i = 0; i < LW_STRETCH; i += 2) {
-            add(sums, &tile, at + i, vectors, outputs, half, 0);
-            add(sums, &tile, at + i + 1, vectors, outputs, half, 1);
-        }
+        _Pragma("GCC unroll 4") for (int i = 0; i < LW_STRETCH; i++) add(sums, &tile, at + i, vectors, outputs);
     }
-    for (; at + 2 <= tile.inputs; at += 2) {
-        add(sums, &tile, at, vectors, outputs, half, 0);
-        add(sums, &tile, at + 1, vectors, outputs, half, 1);
-    }
-    if (at < tile.inputs) add_last(sums, &tile, vectors, outputs, half);
+    for (; at < tile.inputs; at++) add(sums, &tile, at, vectors, outputs);
     UNROLL for (int output = 0; output < outputs; output++) {
         UNROLL for (int v = 0; v < vectors; v++)
             _mm256_storeu_ps(target + (output * LW_WIDE + v) * LW_VECTOR, sums[output][v]);
     }
 }
 
-FAST void multiply_of(const struct lw_tile *tile, float *sums, const int vectors, const int half) {
+/* Two inputs of bfloat16 in one load: the first is its lower half. */
+FAST void add_pair(__m256 *sums, const struct lw_tile *tile, int64_t at, const int outputs) {
+    const __m256i upper = _mm256_set1_epi32(-65536);
+    __m256 first = _mm256_load_ps(tile->x + at * LW_VECTOR), second = _mm256_load_ps(tile->x + (at + 1) * LW_VECTOR);
+    UNROLL for (int output = 0; output < outputs; output++) {
+        const void *place = (const uint16_t *)tile->weight + output * tile->stride + at;
+        __m256i pair = _mm256_castps_si256(_mm256_broadcast_ss(place));
+        sums[output] = _mm256_fmadd_ps(_mm256_castsi256_ps(_mm256_slli_epi32(pair, 16)), first, sums[output]);
+        sums[output] = _mm256_fmadd_ps(_mm256_castsi256_ps(_mm256_and_si256(pair, upper)), second, sums[output]);
+    }
+}
+
+FAST void multiply_pairs(const struct lw_tile *given, float *target, const int outputs) {
+    const struct lw_tile tile = *given;
+    int64_t at = 0;
+    uintptr_t next = tile.next;
+    __m256 sums[LW_OUTPUTS];
+    UNROLL for (int output = 0; output < outputs; output++) sums[output] = _mm256_setzero_ps();
+    for (; at + LW_STRETCH <= tile.inputs; at += LW_STRETCH) {
+        for (int line = 0; line < tile.lines; line++, next += LW_LINE) _mm_prefetch((const char *)next, _MM_HINT_T1);
+        for (int i = 0; i < LW_STRETCH; i += 2) add_pair(sums, &tile, at + i, outputs);
+    }
+    for (; at + 2 <= tile.inputs; at += 2) add_pair(sums, &tile, at, outputs);
+    UNROLL for (int output = 0; output < outputs; output++) {
+        if (at < tile.inputs) {
+            float last = lw_widened(((const uint16_t *)tile.weight)[output * tile.stride + at]);
+            sums[output] = _mm256_fmadd_ps(_mm256_set1_ps(last), _mm256_load_ps(tile.x + at * LW_VECTOR), sums[output]);
+        }
+        _mm256_storeu_ps(target + output * LW_WIDE * LW_VECTOR, sums[output]);
+    }
+}
+
+ENTRY void multiply_half(const struct lw_tile *tile, float *sums) {
     switch (tile->outputs) {
-        case 1: multiply_some(tile, sums, vectors, 1, half); break;
-        case 2: multiply_some(tile, sums, vectors, 2, half); break;
-        case 3: multiply_some(tile, sums, vectors, 3, half); break;
-        case 4: multiply_some(tile, sums, vectors, 4, half); break;
-        case 5: multiply_some(tile, sums, vectors, 5, half); break;
-        case 6: multiply_some(tile, sums, vectors, 6, half); break;
-        case 7: multiply_some(tile, sums, 1, 7, half); break;
-        default: multiply_some(tile, sums, 1, 8, half); break;
+        case 1: multiply_pairs(tile, sums, 1); break;
+        case 2: multiply_pairs(tile, sums, 2); break;
+        case 3: multiply_pairs(tile, sums, 3); break;
+        case 4: multiply_pairs(tile, sums, 4); break;
+        case 5: multiply_pairs(tile, sums, 5); break;
+        case 6: multiply_pairs(tile, sums, 6); break;
+        case 7: multiply_pairs(tile, sums, 7); break;
+        default: multiply_pairs(tile, sums, 8); break;
     }
 }
 
-ENTRY void multiply_floats(const struct lw_tile *tile, float *sums) {
-    if (tile->vectors == 1) {
-        multiply_of(tile, sums, 1, 0);
-    } else {
-        multiply_of(tile, sums, 2, 0);
+ENTRY void multiply_narrow(const struct lw_tile *tile, float *sums) {
+    switch (tile->outputs) {
+        case 1: multiply_some(tile, sums, 1, 1); break;
+        case 2: multiply_some(tile, sums, 1, 2); break;
+        case 3: multiply_some(tile, sums, 1, 3); break;
+        case 4: multiply_some(tile, sums, 1, 4); break;
+        case 5: multiply_some(tile, sums, 1, 5); break;
+        case 6: multiply_some(tile, sums, 1, 6); break;
+        case 7: multiply_some(tile, sums, 1, 7); break;
+        default: multiply_some(tile, sums, 1, 8); break;
     }
 }
 
-ENTRY void multiply_halves(const struct lw_tile *tile, float *sums) {
-    if (tile->vectors == 1) {
-        multiply_of(tile, sums, 1, 1);
-    } else {
-        multiply_of(tile, sums, 2, 1);
+ENTRY void multiply_wide(const struct lw_tile *tile, float *sums) {
+    switch (tile->outputs) {
+        case 1: multiply_some(tile, sums, 2, 1); break;
+        case 2: multiply_some(tile, sums, 2, 2); break;
+        case 3: multiply_some(tile, sums, 2, 3); break;
+        case 4: multiply_some(tile, sums, 2, 4); break;
+        case 5: multiply_some(tile, sums, 2, 5); break;
+        default: multiply_some(tile, sums, 2, 6); break;
     }
 }
 
 static void multiply(const struct lw_tile *tile, float *sums) {
     if (tile->half) {
-        multiply_halves(tile, sums);
+        multiply_half(tile, sums);
+    } else if (tile->vectors == 1) {
+        multiply_narrow(tile, sums);
     } else {
-        multiply_floats(tile, sums);
+        multiply_wide(tile, sums);
     }
 }
 
-const struct lw_linear_simd lw_linear_avx2 = {"avx2", multiply};
+ENTRY void widen(float *target, const uint16_t *source, int64_t count) {
+    int64_t i = 0;
+    for (; i + LW_VECTOR <= count; i += LW_VECTOR) {
+        __m256i wide = _mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i *)(const void *)(source + i)));
+        _mm256_storeu_si256((__m256i *)(void *)(target + i), _mm256_slli_epi32(wide, 16));
+    }
+    for (; i < count; i++) target[i] = lw_widened(source[i]);
+}
+
+const struct lw_linear_simd lw_linear_avx2 = {"avx2", multiply, widen};
 #endif

@@ -1,63 +1,50 @@
 /* liveweight.engine._linear: the product as a Python function.
  *
- * Arrays come as buffers: floats as float ("f"), bfloat16 as 16-bit integers ("h"). Everything that the kernels trust is checked
- * here, before a byte is touched: types, shapes, strides, and that the result lies apart. What is wrong is a ValueError. The
- * arrays must not change while a call runs: the GIL is released.
+ * Tensors come as DLPack capsules, which are read and not consumed: float or bfloat16, in the processor's memory. Everything that
+ * the kernels trust is checked here, before a byte is touched: types, shapes, strides, and that the result lies apart. What is
+ * wrong is a ValueError. The tensors must not change while a call runs: the GIL is released.
  */
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
 
 #include "linear.h"
 
+/* What a capsule of the name "dltensor" begins with, as DLPack lays it down. Strides count items; none are those of a tensor
+ * without gaps. */
+struct dlpack {
+    void *data;
+    int32_t device_type, device_id;
+    int32_t ndim;
+    uint8_t type, bits;
+    uint16_t lanes;
+    int64_t *shape, *strides;
+    uint64_t offset_bytes;
+};
+
+enum { DLPACK_CPU = 1, DLPACK_FLOAT = 2, DLPACK_BFLOAT = 4 };
+
 enum { X, WEIGHT, OUT, ARGUMENTS };
 
-struct kind {
-    const char *name;
-    int flags;
-};
-
-static const struct kind KINDS[ARGUMENTS] = {
-    {"x", PyBUF_STRIDES | PyBUF_FORMAT},
-    {"weight", PyBUF_C_CONTIGUOUS | PyBUF_FORMAT},
-    {"out", PyBUF_STRIDES | PyBUF_FORMAT | PyBUF_WRITABLE},
-};
-
-/* The arguments of a call, open, and what they mean. */
-struct call {
-    Py_buffer views[ARGUMENTS];
-    int open;
-    struct lw_matrix matrices[ARGUMENTS];
-};
-
-static void close_call(struct call *call) {
-    while (call->open > 0) PyBuffer_Release(&call->views[--call->open]);
-}
+static const char *const NAMES[ARGUMENTS] = {"x", "weight", "out"};
 
 static int refuse(const char *name, const char *what) {
     PyErr_Format(PyExc_ValueError, "%s %s", name, what);
     return -1;
 }
 
-static int open_view(PyObject *object, const struct kind *kind, Py_buffer *view) {
-    if (PyObject_GetBuffer(object, view, kind->flags) != 0) {
-        PyErr_Clear();
-        return refuse(kind->name, "is no array of the kind needed");
-    }
-    const char *format = view->format;
-    int fits = format != NULL && (format[0] == 'f' || format[0] == 'h') && format[1] == '\0';
-    fits = fits && view->itemsize == (format[0] == 'h' ? 2 : 4) && view->ndim == 2 && view->suboffsets == NULL;
-    fits = fits && (uintptr_t)view->buf % (size_t)view->itemsize == 0;
-    if (fits) return 0;
-    PyBuffer_Release(view);
-    return refuse(kind->name, "is no aligned array of two dimensions and a type that fits");
-}
-
-static int read_matrix(const Py_buffer *view, const char *name, struct lw_matrix *matrix) {
-    Py_ssize_t item = view->itemsize, rows = view->shape[0], columns = view->shape[1];
-    *matrix = (struct lw_matrix){view->buf, rows, columns, 0, view->format[0] == 'h'};
-    if (columns > 1 && view->strides[1] != item) return refuse(name, "does not have the items of a row side by side");
-    if (rows > 1 && view->strides[0] % item != 0) return refuse(name, "has rows that are not aligned");
-    matrix->stride = rows > 1 ? view->strides[0] / item : columns;
+static int read_matrix(PyObject *object, const char *name, struct lw_matrix *matrix) {
+    if (!PyCapsule_IsValid(object, "dltensor")) return refuse(name, "is no tensor as DLPack gives it");
+    const struct dlpack *tensor = PyCapsule_GetPointer(object, "dltensor");
+    if (tensor->device_type != DLPACK_CPU) return refuse(name, "is not in the processor's memory");
+    int half = tensor->type == DLPACK_BFLOAT && tensor->bits == 16;
+    int fits = (half || (tensor->type == DLPACK_FLOAT && tensor->bits == 32)) && tensor->lanes == 1;
+    if (!fits || tensor->ndim != 2) return refuse(name, "is no matrix of float32 or bfloat16");
+    int64_t rows = tensor->shape[0], columns = tensor->shape[1];
+    *matrix = (struct lw_matrix){(char *)tensor->data + tensor->offset_bytes, rows, columns, columns, half};
+    if ((uintptr_t)matrix->data % (half ? 2 : 4) != 0) return refuse(name, "is not aligned");
+    if (tensor->strides == NULL) return 0;
+    if (columns > 1 && tensor->strides[1] != 1) return refuse(name, "does not have the items of a row side by side");
+    if (rows > 1) matrix->stride = tensor->strides[0];
     return 0;
 }
 
@@ -77,6 +64,7 @@ static int check_apart(const struct lw_matrix *out, const struct lw_matrix *othe
 
 static int check_matrices(const struct lw_matrix *x, const struct lw_matrix *weight, const struct lw_matrix *out) {
     if (x->columns != weight->columns) return refuse("weight", "does not have the columns of x");
+    if (weight->stride != weight->columns && weight->columns > 0) return refuse("weight", "has gaps between its rows");
     if (out->rows != x->rows || out->columns != weight->rows) return refuse("out", "is not [rows of x, rows of weight]");
     if (out->half != x->half) return refuse("out", "is not of the type of x");
     if (out->rows == 0 || out->columns == 0) return 0;
@@ -85,31 +73,21 @@ static int check_matrices(const struct lw_matrix *x, const struct lw_matrix *wei
     return check_apart(out, x, "x") != 0 ? -1 : check_apart(out, weight, "weight");
 }
 
-static int open_call(PyObject *const *objects, struct call *call) {
-    for (call->open = 0; call->open < ARGUMENTS; call->open++)
-        if (open_view(objects[call->open], &KINDS[call->open], &call->views[call->open]) != 0) return -1;
-    for (int i = 0; i < ARGUMENTS; i++)
-        if (read_matrix(&call->views[i], KINDS[i].name, &call->matrices[i]) != 0) return -1;
-    return check_matrices(&call->matrices[X], &call->matrices[WEIGHT], &call->matrices[OUT]);
-}
-
 static PyObject *native_linear(PyObject *self, PyObject *args) {
     PyObject *objects[ARGUMENTS];
-    struct call call = {.open = 0};
-    int portable = 0, done = 0, failed = 0;
+    struct lw_matrix matrices[ARGUMENTS];
+    int portable = 0, failed = 0;
     (void)self;
     if (!PyArg_ParseTuple(args, "OOO|p:linear", &objects[X], &objects[WEIGHT], &objects[OUT], &portable)) return NULL;
-    if (open_call(objects, &call) == 0) {
-        const struct lw_linear_simd *simd = portable ? &lw_linear_portable : lw_linear_best();
-        Py_BEGIN_ALLOW_THREADS;
-        failed = lw_linear(&call.matrices[X], &call.matrices[WEIGHT], &call.matrices[OUT], simd);
-        Py_END_ALLOW_THREADS;
-        done = !failed;
-        if (failed) PyErr_NoMemory();
-    }
-    close_call(&call);
-    if (done) Py_RETURN_NONE;
-    return NULL;
+    for (int i = 0; i < ARGUMENTS; i++)
+        if (read_matrix(objects[i], NAMES[i], &matrices[i]) != 0) return NULL;
+    if (check_matrices(&matrices[X], &matrices[WEIGHT], &matrices[OUT]) != 0) return NULL;
+    const struct lw_linear_simd *simd = portable ? &lw_linear_portable : lw_linear_best();
+    Py_BEGIN_ALLOW_THREADS;
+    failed = lw_linear(&matrices[X], &matrices[WEIGHT], &matrices[OUT], simd);
+    Py_END_ALLOW_THREADS;
+    if (failed) return PyErr_NoMemory();
+    Py_RETURN_NONE;
 }
 
 static PyObject *native_simd(PyObject *self, PyObject *args) {

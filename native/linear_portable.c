@@ -10,11 +10,15 @@ static void multiply(const struct lw_tile *tile, float *sums) {
     for (int output = 0; output < tile->outputs; output++) {
         float sum[LW_WIDE * LW_VECTOR] = {0};
         for (int64_t i = 0; i < tile->inputs; i++) {
-            float weight = item(tile->weight, output * tile->inputs + i, tile->half);
+            float weight = item(tile->weight, output * tile->stride + i, tile->half);
             for (int lane = 0; lane < width; lane++) sum[lane] += weight * tile->x[i * width + lane];
         }
         memcpy(sums + output * LW_WIDE * LW_VECTOR, sum, sizeof sum);
     }
 }
 
-const struct lw_linear_simd lw_linear_portable = {"portable", multiply};
+static void widen(float *target, const uint16_t *source, int64_t count) {
+    for (int64_t i = 0; i < count; i++) target[i] = lw_widened(source[i]);
+}
+
+const struct lw_linear_simd lw_linear_portable = {"portable", multiply, widen};

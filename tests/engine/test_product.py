@@ -11,7 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.nn import functional
-from torch.utils.dlpack import to_dlpack  # type: ignore[attr-defined]
+from torch.utils.dlpack import from_dlpack, to_dlpack  # type: ignore[attr-defined]
 
 from liveweight.engine import _linear
 from liveweight.engine.models import product as products
@@ -191,14 +191,14 @@ def test_what_does_not_fit_is_refused_before_anything_is_written(case: str, port
     before = [given.clone() if isinstance(given, Tensor) else None for given in arguments]
     capsules = [to_dlpack(given) if isinstance(given, Tensor) else given for given in arguments]
     with pytest.raises(ValueError, match=r"x|weight|out"):
-        _linear.linear(*capsules, portable)
+        _linear.linear(capsules[0], capsules[1], capsules[2], portable)
     for given_, kept in zip(arguments, before, strict=True):
         assert kept is None or torch.equal(given_, kept)
 
 
 def test_a_consumed_capsule_is_refused() -> None:
     capsule = to_dlpack(made(2, 4))
-    torch.from_dlpack(capsule)
+    from_dlpack(capsule)
     with pytest.raises(ValueError, match="x is no tensor"):
         _linear.linear(capsule, to_dlpack(made(3, 4)), to_dlpack(made(2, 3)))
 
