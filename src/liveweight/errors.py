@@ -16,7 +16,8 @@ LiveWeightError
 │   ├── MessageInvalid         LW-203   bytes that are no message of ours
 │   ├── MessageTooLarge        LW-204   beyond the size limit
 │   ├── ChannelClosed          LW-205   the peer is gone
-│   └── CredentialsUnsafe      LW-206   a secret or socket that others could read
+│   ├── CredentialsUnsafe      LW-206   a secret or socket that others could read
+│   └── KeyRefused             LW-207   an engine's HTTP interface wants another key
 ├── DeadlineExceeded           LW-301   a wait that ended without its answer
 ├── Damage                     bytes are not what they should be
 │   ├── DigestMismatch         LW-401   content differs from the manifest
@@ -214,6 +215,13 @@ class CredentialsUnsafe(WireError):
 
     code = "LW-206"
     remedy = "chmod 0600 the secret file and 0700 the socket directory, owned by you"
+
+
+class KeyRefused(WireError):
+    """An engine's HTTP interface wants a key, or another one."""
+
+    code = "LW-207"
+    remedy = "give the engine's control key; where it has none, its API key"
 
 
 class DeadlineExceeded(LiveWeightError):

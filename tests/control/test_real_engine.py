@@ -18,6 +18,7 @@ import pytest
 
 from liveweight.engine.engine import Engine
 from tests.control.test_bad_input import BODIES, CASES, CHAT, COMPLETIONS, told
+from tests.engine.test_engine import with_good_draft
 from tests.support.engines import WITHIN_S, Models, first_difference
 from tests.support.http_server import Served
 from tests.support.real_servers import Reference, quiet, serving_model
@@ -123,7 +124,9 @@ def test_logprobs_of_completions_are_those_of_transformers(real: Running) -> Non
     ):
         assert top[name] == told_of
         others = sorted(top.values(), reverse=True)[: min(3, len(top))]
-        assert others == pytest.approx([float(value) for value in row.topk(3).values[: len(others)]], abs=1e-3)
+        assert others == pytest.approx(
+            [float(value) for value in row.topk(3).values[: len(others)]], abs=1e-3
+        )
 
 
 def test_logprobs_of_chats_are_those_of_transformers(real: Running) -> None:
@@ -181,12 +184,34 @@ def test_the_experts_of_every_token_come_back(real: Running, length: int) -> Non
             real.complete(**wish)
         return
     for choice in real.complete(**wish).choices:
-        through = [*choice.prompt_token_ids, *choice.token_ids[:-1]]
-        routed, spec = choice.routed_experts, real.engine.spec
-        assert routed["shape"] == [len(through), spec.sparse_layers, spec.experts_per_token]
-        assert routed["dtype"] == "uint16"
-        recorded = np.frombuffer(base64.b64decode(routed["data"]), dtype="<u2").reshape(routed["shape"])
-        assert np.array_equal(np.sort(recorded, -1), np.sort(real.reference.experts(through), -1))
+        check_experts(choice, real.engine, real.reference)
+
+
+def check_experts(choice: Any, engine: Engine, reference: Reference) -> None:
+    """The recorded experts are those that transformers' routers choose, for every token but the last."""
+    through = [*choice.prompt_token_ids, *choice.token_ids[:-1]]
+    routed, spec = choice.routed_experts, engine.spec
+    assert routed["shape"] == [len(through), spec.sparse_layers, spec.experts_per_token]
+    assert routed["dtype"] == "uint16"
+    recorded = np.frombuffer(base64.b64decode(routed["data"]), dtype="<u2").reshape(routed["shape"])
+    assert np.array_equal(np.sort(recorded, -1), np.sort(reference.experts(through), -1))
+
+
+def test_experts_of_tokens_that_were_drafted_beyond_the_end_are_left_out(
+    zygote: Zygote, models: Models, tmp_path: Path
+) -> None:
+    directory = with_good_draft(models.directory("qwen3_moe", mtp=True), tmp_path / "good")
+    reference = Reference(directory)
+    with serving_model(zygote, directory) as served, served.openai() as client:
+        real = Running(served, client, reference)
+        for length in range(1, 8):
+            extra = {"return_routed_experts": True, "ignore_eos": True}
+            answer = real.complete(prompt=list(TEXTS), max_tokens=length, temperature=0, extra_body=extra)
+            for choice in answer.choices:
+                assert len(choice.token_ids) == length
+                check_experts(choice, served.engine, reference)
+        counts = served.engine.status().counts
+    assert counts.accepted_tokens > counts.drafted_tokens / 2
 
 
 CLIENTS = 200
@@ -194,7 +219,7 @@ DISTINCT = 20
 CROWDS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "one rank": ({}, {}),
     "two ranks with a draft": ({"mtp": True}, {"tp": 2}),
-    "pages that run out": ({}, {"kv_bytes": 2 * 4 * 2 * 16 * 16 * 4 * 200}),
+    "pages that run out": ({}, {"kv_bytes": 2 * 4 * 2 * 16 * 16 * 4 * 80}),
 }
 
 
@@ -203,7 +228,12 @@ def request_of(client: int, *, leaves: bool) -> dict[str, Any]:
     kind = client % DISTINCT
     how = {"temperature": 0} if kind % 2 else {"temperature": 1.0, "seed": kind}
     prompt = f"client {kind} says: " + "the quick brown fox " * (kind % 4)
-    return {"prompt": prompt, "max_tokens": 1000 if leaves else 8 + kind, "ignore_eos": True, "stream": True} | how
+    return {
+        "prompt": prompt,
+        "max_tokens": 1000 if leaves else 8 + kind,
+        "ignore_eos": True,
+        "stream": True,
+    } | how
 
 
 async def stream(http: httpx.AsyncClient, body: dict[str, Any], leave_after: int | None = None) -> str | None:
@@ -225,7 +255,9 @@ async def stream(http: httpx.AsyncClient, body: dict[str, Any], leave_after: int
 async def crowd(url: str) -> tuple[list[str | None], list[str | None]]:
     """What each request gets alone, and what each client gets among all."""
     chance = random.Random(0)
-    leaving = [(1 if client % 2 else chance.randint(2, 20)) if client % 3 == 0 else None for client in range(CLIENTS)]
+    leaving = [
+        (1 if client % 2 else chance.randint(2, 20)) if client % 3 == 0 else None for client in range(CLIENTS)
+    ]
     limits = httpx.Limits(max_connections=None)
     async with httpx.AsyncClient(base_url=url, timeout=WITHIN_S, limits=limits) as http:
         alone = [await stream(http, request_of(kind, leaves=False)) for kind in range(DISTINCT)]
@@ -237,7 +269,9 @@ async def crowd(url: str) -> tuple[list[str | None], list[str | None]]:
 
 
 @pytest.mark.parametrize("how", CROWDS)
-def test_of_200_clients_those_that_stay_get_what_they_get_alone(zygote: Zygote, models: Models, how: str) -> None:
+def test_of_200_clients_those_that_stay_get_what_they_get_alone(
+    zygote: Zygote, models: Models, how: str
+) -> None:
     model, settings = CROWDS[how]
     with serving_model(zygote, models.directory(**model), max_running=64, **settings) as served:
         alone, together = asyncio.run(crowd(served.url))
@@ -258,7 +292,11 @@ def test_bad_input_is_refused_and_the_real_engine_goes_on(zygote: Zygote, models
         for name, case in CASES.items():
             answer = http.post(case.route, content=json.dumps(case.body).encode(), headers=headers)
             error = told(answer)
-            assert (answer.status_code, error["type"], error["param"]) == (case.status, case.kind, case.param), name
+            assert (answer.status_code, error["type"], error["param"]) == (
+                case.status,
+                case.kind,
+                case.param,
+            ), name
         for route in (COMPLETIONS, CHAT):
             for name, body in BODIES.items():
                 assert http.post(route, content=body, headers=headers).status_code == 400, name

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 
+from liveweight.engine.config import EngineConfig, Updates
 from tests.support.echo_engine import EchoEngine
-from tests.support.http_server import Served
+from tests.support.http_server import Served, serving
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
@@ -46,14 +49,35 @@ OPERATIONS = [
 ]
 
 
+CONTROL = [
+    ("GET", "/v1/weights"),
+    ("POST", "/v1/weights/undo"),
+    ("POST", "/v1/pause"),
+    ("POST", "/v1/resume"),
+    ("GET", "/v1/is_paused"),
+    ("POST", "/v1/abort_requests"),
+]
+WITHOUT_INPUT = {"/v1/resume"}
+
+
 @pytest.fixture(scope="module")
 def api(served: Served[EchoEngine]) -> Any:
     return schemathesis.openapi.from_url(f"{served.url}/openapi.json")
 
 
+@pytest.fixture(scope="module")
+def control_api(model_dir: Path) -> Iterator[Any]:
+    """An engine of its own: these routes leave it paused."""
+    updates = Updates(address="ipc:///nowhere", secret_file="none")
+    with serving(EchoEngine(EngineConfig(model=str(model_dir), updates=updates))) as running:
+        yield schemathesis.openapi.from_url(f"{running.url}/openapi.json")
+
+
 def test_the_list_of_operations_is_complete(api: Any) -> None:
     found = [result.ok() for result in api.get_all_operations()]
-    assert sorted((operation.method.upper(), operation.path) for operation in found) == sorted(OPERATIONS)
+    assert sorted((operation.method.upper(), operation.path) for operation in found) == sorted(
+        [*OPERATIONS, *CONTROL]
+    )
 
 
 @pytest.mark.parametrize(
@@ -64,8 +88,27 @@ def test_the_list_of_operations_is_complete(api: Any) -> None:
     ],
 )
 def test_answers_are_what_the_schema_says(api: Any, method: str, path: str, mode: GenerationMode) -> None:
-    operation = api[path][method]
+    check(api[path][method], mode)
 
+
+@pytest.mark.parametrize(
+    ("method", "path", "mode"),
+    [
+        *((method, path, GenerationMode.POSITIVE) for method, path in CONTROL),
+        *(
+            (method, path, GenerationMode.NEGATIVE)
+            for method, path in CONTROL
+            if method == "POST" and path not in WITHOUT_INPUT
+        ),
+    ],
+)
+def test_control_answers_are_what_the_schema_says(
+    control_api: Any, method: str, path: str, mode: GenerationMode
+) -> None:
+    check(control_api[path][method], mode)
+
+
+def check(operation: Any, mode: GenerationMode) -> None:
     @given(case=operation.as_strategy(generation_mode=mode))
     @settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck), database=None)
     def run(case: Any) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -41,7 +42,7 @@ def url_of(started: subprocess.Popen[str]) -> str:
         line,
         started.stderr and started.stderr.read(),
     )
-    assert line.endswith(", tp 2\n")
+    assert re.search(r", tp 2, updates at ipc:///\S+/engine-\d+\.sock\n$", line)
     return line.split()[3].rstrip(",")
 
 
@@ -126,6 +127,11 @@ def test_what_keeps_it_from_starting_is_one_line_and_a_remedy(tmp_path: Path, mo
         "LW-702 the key is empty": [str(model_dir), "--api-key-file", str(tmp_path / "empty")],
         "LW-702 the key's file": [str(model_dir), "--api-key-file", str(tmp_path / "none")],
         "LW-702 the key is given twice": [str(model_dir), "--api-key", "a", "--api-key-file", "b"],
+        "LW-702 the control key is given twice": [
+            *(str(model_dir), "--control-key", "a", "--control-key-file", "b")
+        ],
+        "LW-702 a weights address": [str(model_dir), "--no-updates", "--weights-address", "ipc:///a"],
+        "LW-702 a secret file": [str(model_dir), "--no-updates", "--secret-file", "a"],
         "LW-702 cannot serve on host.invalid": [str(model_dir), "--host", "host.invalid"],
     }
     for line, arguments in cases.items():

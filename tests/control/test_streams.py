@@ -51,18 +51,22 @@ def test_chunks_come_as_they_are_made(own: Served[EchoEngine]) -> None:
 
 
 def test_weights_that_change_within_an_answer_are_told_in_spans(own: Served[EchoEngine]) -> None:
-    own.engine.switch = {3: "w1", 5: "w2"}
+    own.engine.switch = {3: "w1@aa", 5: "w@2@bb"}
+    first, second, third = (
+        {"label": label, "digest": digest} for label, digest in (("w0", None), ("w1", "aa"), ("w@2", "bb"))
+    )
     with own.http() as http:
         choice = http.post(COMPLETIONS, json={"prompt": "a b c", "max_tokens": 6}).json()["choices"][0]
-        assert choice["weight_version"] == "w2"
+        assert choice["weight_version"] == third
+        assert "kv" not in choice
         assert choice["weight_spans"] == [
-            {"from": 0, "weights": "w0"},
-            {"from": 3, "weights": "w1"},
-            {"from": 5, "weights": "w2"},
+            {"from": 0, "weight_version": first},
+            {"from": 3, "weight_version": second},
+            {"from": 5, "weight_version": third},
         ]
         streamed = events(http.post(COMPLETIONS, json={"prompt": "a b c", "max_tokens": 6, "stream": True}))
     versions = [json.loads(event)["choices"][0]["weight_version"] for event in streamed[:-1]]
-    assert versions == ["w0"] * 3 + ["w1"] * 2 + ["w2"]
+    assert versions == [first] * 3 + [second] * 2 + [third]
 
 
 @pytest.mark.parametrize("stream", [False, True])

@@ -12,9 +12,10 @@ from typing import Any
 import pytest
 
 import liveweight as lw
-from liveweight.engine.config import EngineConfig, KvPolicy, Updates
+from liveweight.engine.config import EngineConfig, Updates
 from liveweight.engine.engine import Engine
 from liveweight.errors import DeadlineExceeded
+from liveweight.wire.values import KvPolicy
 from tests.support.engines import (
     WITHIN_S,
     Answer,

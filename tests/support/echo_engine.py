@@ -13,11 +13,21 @@ from pathlib import Path
 
 from liveweight.engine.account import Counts
 from liveweight.engine.config import EngineConfig
-from liveweight.engine.engine import State, Status
+from liveweight.engine.desk import Standing
 from liveweight.engine.models.spec import ModelSpec
 from liveweight.engine.requests import Delta, Finish, Sampling, Sink, Token
+from liveweight.engine.status import PauseMode, Pausing, State, Status
 from liveweight.engine.text import TextStream, Tokenizer
-from liveweight.errors import EngineStopping, LiveWeightError, QueueFull, RankLost, RequestInvalid
+from liveweight.errors import (
+    EngineStopping,
+    LiveWeightError,
+    QueueFull,
+    RankLost,
+    RequestInvalid,
+    WrongState,
+)
+from liveweight.spec.deadline import Deadline
+from liveweight.spec.manifest import Version
 
 BLOCK = 16
 PADDING = 5
@@ -42,7 +52,10 @@ class Row:
 
 
 class EchoEngine:
-    """The whole facade. `pace_s` is the time of a step; `gate` lets steps run; `switch` maps a token's index to new weights."""
+    """The whole facade. `pace_s` is the time of a step; `gate` lets steps run; `switch` maps a token's index to new weights.
+
+    `told` is what it says of its rounds, and `objection` what an undo is refused with.
+    """
 
     def __init__(
         self, config: EngineConfig, *, context: int = 256, pace_s: float = 0.0, sparse: bool = True
@@ -55,7 +68,10 @@ class EchoEngine:
         self.gate = threading.Event()
         self.gate.set()
         self.switch: dict[int, str] = {}
+        self.told = Standing(state="serving", serving=None, undo=None, round=None, rounds=())
+        self.objection: LiveWeightError | None = None
         self.total_blocks = 4096
+        self._held: set[int] | None = None  # while paused: the requests that still run
         self._pace_s = pace_s
         self._changed = threading.Condition()
         self._rows: dict[int, Row] = {}
@@ -108,8 +124,60 @@ class EchoEngine:
                 blocks_free=self.total_blocks - sum(row.blocks for row in running),
                 fault=self._fault,
                 weights="w0",
+                paused=self.paused,
                 counts=self._counts.copy(),
             )
+
+    @property
+    def address(self) -> str | None:
+        return None if self.config.updates is None else self.config.updates.address
+
+    @property
+    def paused(self) -> Pausing:
+        with self._changed:
+            if self._held is None:
+                return "running"
+            return "draining" if self._held & set(self._rows) else "paused"
+
+    def pause(self, mode: PauseMode, timeout_s: float) -> None:
+        deadline = Deadline.after(timeout_s)
+        with self._changed:
+            running = set(list(self._rows)[: self.config.max_running]) if self._held is None else self._held
+            self._held = running if mode != "keep" else set()
+            if mode == "abort":
+                self._cancelled |= running
+            self._changed.notify_all()
+            if not self._changed.wait_for(lambda: self.paused == "paused", timeout_s):
+                raise deadline.exceeded("running requests to finish")
+
+    def resume(self) -> None:
+        with self._changed:
+            self._held = None
+            self._changed.notify_all()
+
+    def abort_requests(self, requests: Sequence[int] | None = None) -> int:
+        with self._changed:
+            ended = set(self._rows) & set(self._rows if requests is None else requests)
+            self._cancelled |= ended
+            self._changed.notify_all()
+            return len(ended)
+
+    def standing(self) -> Standing:
+        if self.config.updates is None:
+            raise WrongState("started without live updates", "a question about live updates")
+        return self.told
+
+    def undo(self, timeout_s: float) -> Version | None:
+        del timeout_s
+        if self.config.updates is None:
+            raise WrongState("started without live updates", "an undo")
+        if self.objection is not None:
+            raise self.objection
+        back = self.told.undo
+        if back is None:
+            raise WrongState("serving, without an undo", "undo")
+        self.told = Standing(state="serving", serving=back, undo=None, round=None, rounds=self.told.rounds)
+        return back
 
     def on_failure(self, callback: Callable[[LiveWeightError], None]) -> None:
         with self._changed:
@@ -155,7 +223,7 @@ class EchoEngine:
                     return
                 if self.gate.is_set():
                     said += self._step()
-                else:
+                if not said:
                     self._changed.wait(0.005)
                 self._changed.notify_all()
             self._deliver(said)
@@ -173,6 +241,8 @@ class EchoEngine:
 
     def _step(self) -> list[tuple[Row, Delta]]:
         running = list(self._rows.values())[: self.config.max_running]
+        if self._held is not None:
+            running = [row for row in running if row.number in self._held]
         self._counts.steps += bool(running)
         return [(row, self._next(row)) for row in running]
 

@@ -13,7 +13,8 @@ import numpy as np
 import torch
 
 from liveweight.engine.config import EngineConfig
-from liveweight.engine.engine import Engine, Status
+from liveweight.engine.engine import Engine
+from liveweight.engine.status import Status
 from tests.support.engines import WITHIN_S, forking
 from tests.support.http_server import Served, serving
 from tests.support.zygote import Zygote

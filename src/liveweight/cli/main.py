@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from liveweight.cli import bench, init_model, serve
+from liveweight.cli import bench, control, init_model, push, serve
 from liveweight.errors import LiveWeightError
 
 app = typer.Typer(
@@ -20,6 +20,11 @@ app = typer.Typer(
 app.add_typer(bench.app, name="bench")
 app.command("init-model")(init_model.init_model)
 app.command("serve")(serve.serve)
+app.command("push")(push.push)
+app.command("status")(control.status)
+app.command("undo")(control.undo)
+app.command("pause")(control.pause)
+app.command("resume")(control.resume)
 
 
 def _version(wanted: bool) -> None:

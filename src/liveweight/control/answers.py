@@ -37,7 +37,14 @@ class UsageAnswer(TypedDict):
     prompt_tokens_details: CachedTokens
 
 
-WeightSpan = TypedDict("WeightSpan", {"from": int, "weights": str})
+class WeightVersion(TypedDict):
+    """Weights by their label and the digest of their content. Those of the start are `initial`, without a digest."""
+
+    label: str
+    digest: str | None
+
+
+WeightSpan = TypedDict("WeightSpan", {"from": int, "weight_version": WeightVersion})
 WeightSpan.__doc__ = "From this token of the choice on, its tokens came from these weights."
 
 
@@ -54,8 +61,9 @@ class ChoiceAnswer(TypedDict):
 
     index: int
     finish_reason: Literal["stop", "length", "abort"] | None
-    weight_version: str | None
+    weight_version: WeightVersion | None
     weight_spans: NotRequired[list[WeightSpan]]
+    kv: NotRequired[Literal["reused"]]
     token_ids: NotRequired[list[int]]
     routed_experts: NotRequired[RoutedExperts | None]
 
@@ -149,5 +157,52 @@ class HealthAnswer(TypedDict):
     waiting: int
     kv_blocks_total: int
     kv_blocks_free: int
-    weight_version: str
+    weight_version: WeightVersion
     error: NotRequired[Problem]
+
+
+class VersionAnswer(TypedDict):
+    """A version: the trainer's run, a label in it, and the digest of the content where it is known."""
+
+    run: str
+    label: str | int
+    digest: str | None
+
+
+class RoundAnswer(TypedDict):
+    """A round that ended. `stall_s` is how long decoding stood still for it; `reason`, why it failed."""
+
+    version: str
+    outcome: str
+    took_s: float
+    stall_s: float | None
+    reason: str | None
+
+
+class WeightsAnswer(TypedDict):
+    """`/v1/weights`. `version` null: the checkpoint it was started on; `address` null: it takes no live updates."""
+
+    model: str
+    tp: int
+    state: str
+    paused: Literal["running", "draining", "paused"]
+    version: VersionAnswer | None
+    undo: VersionAnswer | None
+    round: str | None
+    rounds: list[RoundAnswer]
+    address: str | None
+    kv_policy: Literal["recompute", "reuse", "drop"] | None
+
+
+class PausedAnswer(TypedDict):
+    """`/v1/pause`, `/v1/resume` and `/v1/is_paused`."""
+
+    is_paused: bool
+    state: Literal["running", "draining", "paused"]
+
+
+class AbortedAnswer(TypedDict):
+    """`/v1/abort_requests`: how many choices were ended, and the ids that no open request has."""
+
+    aborted: int
+    unknown: list[str]

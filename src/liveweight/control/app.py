@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncIterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 
 from fastapi import FastAPI
@@ -14,7 +15,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
 
-from liveweight.control import health, openai_routes
+from liveweight.control import control_routes, health, openai_routes
 from liveweight.control.errors import ApiError, error_response, http_response
 from liveweight.control.exchange import Post
 from liveweight.control.guard import Access, Guard
@@ -25,20 +26,29 @@ from liveweight.control.service import Service
 from liveweight.control.unexpected import Unexpected
 from liveweight.errors import LiveWeightError
 
+WAITERS = 64
+"""Control calls that may wait at once."""
+
 
 def build_app(engine: Engine, *, registry: CollectorRegistry, access: Access) -> FastAPI:
     """An app that serves the engine. Its lifespan must run; the engine is its caller's to stop."""
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
-        post = Post(asyncio.get_running_loop())
-        app.state.service = Service(engine=engine, post=post, registry=registry, created=int(time.time()))
-        yield
+        post, waiters = Post(asyncio.get_running_loop()), ThreadPoolExecutor(WAITERS, "liveweight-control")
+        app.state.service = Service(
+            engine=engine, post=post, registry=registry, waiters=waiters, created=int(time.time())
+        )
+        try:
+            yield
+        finally:  # who still waits is told by the engine, which has stopped
+            waiters.shutdown(wait=False, cancel_futures=True)
 
     app = FastAPI(
         title="liveweight", docs_url=None, redoc_url=None, redirect_slashes=False, lifespan=lifespan
     )
     app.include_router(openai_routes.router)
+    app.include_router(control_routes.router)
     app.include_router(health.router)
     app.add_middleware(Guard, access=access)
     app.add_middleware(Unexpected)  # added last, so it stands first

@@ -16,10 +16,20 @@ class Attribution:
 
     def fields(self, tokens: Sequence[Token]) -> dict[str, Any]:
         """`weight_version` of the last of these tokens, None without any; `weight_spans` too if they differ."""
-        spans: list[dict[str, Any]] = []
+        spans: list[tuple[int, str]] = []
         for index, token in enumerate(tokens, start=self._count):
-            if not spans or spans[-1]["weights"] != token.weights:
-                spans.append({"from": index, "weights": token.weights})
+            if not spans or spans[-1][1] != token.weights:
+                spans.append((index, token.weights))
         self._count += len(tokens)
-        fields: dict[str, Any] = {"weight_version": spans[-1]["weights"] if spans else None}
-        return fields | {"weight_spans": spans} if len(spans) > 1 else fields
+        fields: dict[str, Any] = {"weight_version": weights_form(spans[-1][1]) if spans else None}
+        if len(spans) > 1:
+            fields["weight_spans"] = [
+                {"from": index, "weight_version": weights_form(weights)} for index, weights in spans
+            ]
+        return fields
+
+
+def weights_form(weights: str) -> dict[str, str | None]:
+    """What a step calls its weights, `label@digest`, in two fields; those of the start, `initial`, have no digest."""
+    label, at, digest = weights.rpartition("@")
+    return {"label": label, "digest": digest} if at else {"label": weights, "digest": None}

@@ -41,6 +41,8 @@ class CommonFields:
         """The fields of a piece."""
         fields: dict[str, Any] = {"index": self._index, "finish_reason": delta.finish}
         fields |= self._attribution.fields(delta.tokens)
+        if delta.reused_kv:
+            fields["kv"] = "reused"
         if self._token_ids:
             fields["token_ids"] = [token.id for token in delta.tokens]
         if self._ask.sampling.routing and delta.last:
@@ -116,4 +118,5 @@ def merged(deltas: Sequence[Delta]) -> Delta:
         finish=last.finish,
         routing=last.routing,
         cached_tokens=last.cached_tokens,
+        reused_kv=any(delta.reused_kv for delta in deltas),
     )

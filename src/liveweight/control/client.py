@@ -73,11 +73,11 @@ class EngineClient:
 
     def undo(self, deadline: Deadline) -> dict[str, Any]:
         """Take it back to the version before; what it serves then."""
-        return self._ask("POST", "/v1/weights/undo", {"timeout_s": deadline.remaining_s()}, deadline)
+        return self._ask("POST", "/v1/weights/undo", {"timeout_s": _left_s(deadline)}, deadline)
 
     def pause(self, mode: str, deadline: Deadline) -> dict[str, Any]:
         """Let it take no step; how it is then."""
-        return self._ask("POST", "/v1/pause", {"mode": mode, "timeout_s": deadline.remaining_s()}, deadline)
+        return self._ask("POST", "/v1/pause", {"mode": mode, "timeout_s": _left_s(deadline)}, deadline)
 
     def resume(self, deadline: Deadline) -> dict[str, Any]:
         """Let it go on."""
@@ -145,3 +145,8 @@ def _error(code: object, text: str) -> LiveWeightError:
     if kind is None:
         return WireError(text)
     return kind.retold(text.removesuffix(f"; {kind.remedy}"))
+
+
+def _left_s(deadline: Deadline) -> float:
+    """What the engine may take; it is asked even at the last moment, so that its own state is told."""
+    return max(0.001, deadline.remaining_s())

@@ -16,9 +16,13 @@ from liveweight.errors import (
     DeadlineExceeded,
     EngineStopping,
     LiveWeightError,
+    OutcomeUnknown,
     QueueFull,
     RankLost,
+    Refused,
     RequestInvalid,
+    RoundAborted,
+    WireError,
 )
 
 RETRY_AFTER_S = 1
@@ -37,6 +41,10 @@ class ApiError(Exception):
 
 class BadRequest(ApiError):
     """A body that is not what the route takes."""
+
+
+class BadControl(ApiError):
+    """A body that is not what a control route takes."""
 
 
 class WrongKey(ApiError):
@@ -78,11 +86,16 @@ TABLE: Mapping[type[Exception], Kind] = {
     WrongKey: Kind(401, "authentication_error"),
     UnknownModel: Kind(404, "not_found_error"),
     BodyTooSlow: Kind(408, "invalid_request_error"),
+    Refused: Kind(409, "conflict_error"),
     BodyTooLarge: Kind(413, "invalid_request_error"),
+    BadControl: Kind(422, "invalid_request_error"),
     QueueFull: Kind(429, "rate_limit_error"),
     EngineStopping: Kind(503, "service_unavailable_error"),
     RankLost: Kind(503, "service_unavailable_error"),
+    RoundAborted: Kind(503, "service_unavailable_error"),
+    WireError: Kind(503, "service_unavailable_error"),
     DeadlineExceeded: Kind(504, "timeout_error"),
+    OutcomeUnknown: Kind(504, "timeout_error"),
     LiveWeightError: INTERNAL,
 }
 """Every class that a route may raise; the nearest ancestor counts. What is not here is a 500 that says nothing of itself."""

@@ -69,6 +69,11 @@ class Exchange:
     ) -> None:
         self._cancel()
 
+    @property
+    def requests(self) -> tuple[int, ...]:
+        """The numbers of those that have not ended."""
+        return tuple(self._open.values())
+
     async def deltas(self) -> AsyncIterator[list[tuple[int, Delta]]]:
         """The pieces of all answers, each with its ask's index: all that came since the last time, until all have ended.
 

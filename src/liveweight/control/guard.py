@@ -16,13 +16,21 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from liveweight.control.errors import ApiError, BodyTooLarge, BodyTooSlow, WrongKey, error_response
 
 DISCARDED_BYTES = 64 << 20
+CONTROL_PATHS = frozenset(
+    {"/v1/weights", "/v1/weights/undo", "/v1/pause", "/v1/resume", "/v1/is_paused", "/v1/abort_requests"}
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Access:
-    """What the guard lets through. Paths in `open_paths` need no key; without a key nothing does."""
+    """What the guard lets through. Paths in `open_paths` need no key; without a key nothing does.
+
+    `control_paths` need `control_key`, and where there is none, the key of all others.
+    """
 
     api_key: str | None = None
+    control_key: str | None = None
+    control_paths: frozenset[str] = CONTROL_PATHS
     open_paths: frozenset[str] = frozenset({"/health"})
     max_body_bytes: int = 8 << 20
     body_timeout_s: float = 60.0
@@ -37,7 +45,6 @@ class Guard:
 
     def __init__(self, app: ASGIApp, access: Access) -> None:
         self._app, self._access = app, access
-        self._key = None if access.api_key is None else access.api_key.encode()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -57,12 +64,20 @@ class Guard:
             await self._app(scope, _replayed(body, receive), send)
 
     def _check_key(self, scope: Scope) -> None:
-        if self._key is None or scope["path"] in self._access.open_paths:
+        wanted = self._wanted(scope["path"])
+        if wanted is None:
             return
         given = b"".join(value for name, value in scope["headers"] if name == b"authorization")
         kind, _, key = given.partition(b" ")
-        if kind.lower() != b"bearer" or not hmac.compare_digest(key.strip(), self._key):
+        if kind.lower() != b"bearer" or not hmac.compare_digest(key.strip(), wanted.encode()):
             raise WrongKey("this server needs a key: Authorization: Bearer KEY")
+
+    def _wanted(self, path: str) -> str | None:
+        access = self._access
+        if path in access.open_paths:
+            return None
+        controls = path in access.control_paths and access.control_key is not None
+        return access.control_key if controls else access.api_key
 
     async def _body(self, scope: Scope, receive: Receive) -> bytes:
         limit = self._access.max_body_bytes

@@ -10,6 +10,7 @@ from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from starlette.responses import Response
 
 from liveweight.control.answers import HealthAnswer
+from liveweight.control.attribution import weights_form
 from liveweight.control.errors import error_body
 from liveweight.control.service import service_of
 
@@ -37,7 +38,7 @@ async def health(request: Request) -> Response:
         "waiting": status.waiting,
         "kv_blocks_total": status.blocks_total,
         "kv_blocks_free": status.blocks_free,
-        "weight_version": status.weights,
+        "weight_version": weights_form(status.weights),
     }
     if status.fault is not None:
         body |= error_body(status.fault)

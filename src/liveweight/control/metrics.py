@@ -14,7 +14,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from liveweight.control.port import Engine
-from liveweight.engine.engine import Status
+from liveweight.engine.status import Status
 
 REASONS = ("stop", "length", "abort", "error")
 

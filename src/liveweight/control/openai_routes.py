@@ -47,7 +47,7 @@ async def completions(body: CompletionRequest, request: Request) -> Response:
     """Continue one or several prompts."""
     service = service_of(request)
     asks = await completion_asks(body, service.engine)
-    return Reply(_order(COMPLETION, asks, body), service.engine, service.post)
+    return Reply(_order(COMPLETION, asks, body), service.engine, service.post, service.directory)
 
 
 @router.post(
@@ -59,7 +59,7 @@ async def chat_completions(body: ChatRequest, request: Request) -> Response:
     """Answer a conversation."""
     service = service_of(request)
     asks = await chat_asks(body, service.engine)
-    return Reply(_order(CHAT, asks, body), service.engine, service.post)
+    return Reply(_order(CHAT, asks, body), service.engine, service.post, service.directory)
 
 
 @router.get("/v1/models", response_model=ModelsAnswer)

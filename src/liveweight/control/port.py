@@ -6,15 +6,44 @@ from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from liveweight.engine.config import EngineConfig
-from liveweight.engine.engine import Status
+from liveweight.engine.desk import Standing
 from liveweight.engine.models.spec import ModelSpec
 from liveweight.engine.requests import Sampling, Sink
+from liveweight.engine.status import PauseMode, Pausing, Status
 from liveweight.engine.text import Tokenizer
 from liveweight.errors import LiveWeightError
+from liveweight.spec.manifest import Version
 
 
-class Engine(Protocol):
-    """One replica. Every method may be called from any thread, and but for `stop` none waits for a step."""
+class Controls(Protocol):
+    """What those who run a replica can see of it and tell it. For any thread but the event loop's: all of them may wait."""
+
+    @property
+    def address(self) -> str | None:
+        """Where publishers reach its leader; None without live updates."""
+
+    @property
+    def paused(self) -> Pausing:
+        """Whether requests run, still finish, or stand still. Waits for nothing."""
+
+    def standing(self) -> Standing:
+        """What it serves, and how its rounds are and went. WrongState without live updates."""
+
+    def undo(self, timeout_s: float) -> Version | None:
+        """Go back to the version before; what serves then. WrongState without one, RoundOpen while a round is open."""
+
+    def pause(self, mode: PauseMode, timeout_s: float) -> None:
+        """Let requests stand still; new ones wait. DeadlineExceeded if they do not yet: they will. Twice is fine."""
+
+    def resume(self) -> None:
+        """Let requests run again."""
+
+    def abort_requests(self, requests: Sequence[int] | None = None) -> int:
+        """End these requests (None: all, waiting ones too) with what they have; how many of them there were."""
+
+
+class Engine(Controls, Protocol):
+    """One replica. Every method may be called from any thread; but for `stop` and the controls none waits for a step."""
 
     config: EngineConfig
     spec: ModelSpec

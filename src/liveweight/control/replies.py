@@ -21,6 +21,7 @@ from starlette.types import Receive, Scope, Send
 from liveweight.control.asks import Ask
 from liveweight.control.choices import ChatChoice, Choice, CompletionChoice
 from liveweight.control.connection import while_connected
+from liveweight.control.directory import Directory
 from liveweight.control.errors import INTERNAL, error_body, kind_of
 from liveweight.control.exchange import Exchange, Post
 from liveweight.control.port import Engine
@@ -96,15 +97,15 @@ class Usage:
 class Reply(Response):
     """Answers one order. The engine is asked when the answer is due, so what it refuses has a status of its own."""
 
-    def __init__(self, order: Order, engine: Engine, post: Post) -> None:
+    def __init__(self, order: Order, engine: Engine, post: Post, directory: Directory) -> None:
         super().__init__()
-        self._order, self._engine, self._post = order, engine, post
+        self._order, self._engine, self._post, self._directory = order, engine, post, directory
         self._choices = [
             order.form.choice(index, ask, engine, token_ids=order.token_ids)
             for index, ask in enumerate(order.asks)
         ]
         self._usage = Usage(order)
-        self._head = {
+        self._head: dict[str, Any] = {
             "id": f"{order.form.prefix}-{secrets.token_hex(12)}",
             "object": order.form.chunk if order.stream else order.form.whole,
             "created": int(time.time()),
@@ -113,7 +114,8 @@ class Reply(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         del scope
-        with Exchange(self._engine, self._post, self._order.asks) as exchange:
+        exchange = Exchange(self._engine, self._post, self._order.asks)
+        with exchange, self._directory.listed(self._head["id"], exchange):
             work = self._stream(exchange, send) if self._order.stream else self._whole(exchange, send)
             await while_connected(receive, work)
 

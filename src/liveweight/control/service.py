@@ -1,15 +1,21 @@
-"""What the routes share: the engine, the way back from its thread, and the registry of metrics."""
+"""What the routes share: the engine, the way back from its thread, open requests, threads to wait in, and the registry of metrics."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import cast
+import asyncio
+from collections.abc import Callable
+from concurrent.futures import Executor
+from dataclasses import dataclass, field
+from typing import TypeVar, cast
 
 from prometheus_client import CollectorRegistry
 from starlette.requests import Request
 
+from liveweight.control.directory import Directory
 from liveweight.control.exchange import Post
 from liveweight.control.port import Engine
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -19,7 +25,13 @@ class Service:
     engine: Engine
     post: Post
     registry: CollectorRegistry
+    waiters: Executor
     created: int
+    directory: Directory = field(default_factory=Directory)
+
+    async def elsewhere(self, call: Callable[[], T]) -> T:
+        """What the call returns that may wait: outside the event loop, and not in the threads that others need."""
+        return await asyncio.get_running_loop().run_in_executor(self.waiters, call)
 
 
 def service_of(request: Request) -> Service:

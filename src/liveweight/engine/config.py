@@ -26,7 +26,8 @@ class Updates(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What an engine is started with. Sizes that are None follow from the model or the machine.
 
-    `kv_bytes` is shared by all ranks; `batch_tokens` bounds one step and so the chunk of a prompt that is filled at once;
+    `threads` are torch's, of each rank: more than one pays only on an idle machine; on a busy one they wait for each other and cost a
+    multiple. `kv_bytes` is shared by all ranks; `batch_tokens` bounds one step and so the chunk of a prompt that is filled at once;
     `draft` turns speculative decoding by the checkpoint's MTP layer on, where it has one. Without `updates` the weights stay as
     they were loaded.
     """
@@ -36,7 +37,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     tp: int = 1
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     device: str = "cpu"
-    threads: int | None = None
+    threads: int = 1
     context: int | None = None
     block_tokens: int = 16
     kv_bytes: int = 1 << 30
@@ -51,7 +52,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     step_timeout_s: float = 300.0
 
     def __post_init__(self) -> None:
-        for name in ("tp", "block_tokens", "kv_bytes", "max_running", "batch_tokens"):
+        for name in ("tp", "threads", "block_tokens", "kv_bytes", "max_running", "batch_tokens"):
             if getattr(self, name) < 1:
                 raise EngineConfigInvalid(f"{name} must be at least 1")
         if self.max_waiting < 0:

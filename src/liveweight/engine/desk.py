@@ -49,16 +49,19 @@ class Desk:
 
     def __init__(self, address: str, secret: Secret, bus: Bus) -> None:
         self.address = address
-        self._lock = threading.Lock()
-        self._leader = WireReplica(address, secret)
+        self._asking, self._deciding = threading.Lock(), threading.Lock()
+        self._leader, self._decider = WireReplica(address, secret), WireReplica(address, secret)
         self._rounds: deque[RoundSummary] = deque(maxlen=REMEMBERED)
         self._facts: dict[str, tuple[float | None, str | None]] = {}
         self._subscription = bus.subscribe(self._hear)
 
     def standing(self) -> Standing:
         """How it is now, as the leader says."""
-        with self._lock:
-            said = self._leader.standing(Deadline.after(ANSWER_S))
+        with self._asking:
+            try:
+                said = self._leader.standing(Deadline.after(ANSWER_S))
+            except ReplicaRefused as refused:
+                raise refused.to_error() from refused
         open_round = None if said.round is None else f"{said.round.boot}/{said.round.epoch}"
         return Standing(
             state=said.state,
@@ -70,17 +73,18 @@ class Desk:
 
     def undo(self, timeout_s: float) -> Version | None:
         """Go back to the version before; what serves then. WrongState without one, RoundOpen while a round is open."""
-        with self._lock:
+        with self._deciding:  # apart from questions: those are answered while it waits
             try:
-                return self._leader.undo(OPERATOR, Deadline.after(timeout_s)).serving
+                return self._decider.undo(OPERATOR, Deadline.after(timeout_s)).serving
             except ReplicaRefused as refused:
                 raise refused.to_error() from refused
 
     def close(self) -> None:
         """Let go of the leader and the bus."""
         self._subscription.close()
-        self._leader.interrupt()
-        self._leader.close()
+        for replica in (self._leader, self._decider):
+            replica.interrupt()
+            replica.close()
 
     def _hear(self, event: ev.AnyEvent) -> None:
         """The bus's reader, on the leader's thread: one round ends before the next begins."""

@@ -58,7 +58,7 @@ def _prepare(setup: Setup, stack: ExitStack) -> tuple[Runner, RankUpdates | None
     import torch
 
     config = setup.config
-    torch.set_num_threads(config.threads or max(1, (os.cpu_count() or 1) // config.tp))
+    torch.set_num_threads(config.threads)
     model = _model(setup)
     attention = PagedAttention(
         layers=model.cached_layers,

@@ -1,0 +1,114 @@
+"""`liveweight status`, `undo`, `pause` and `resume`: what operators ask of running engines, by their URLs."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any, Literal, TypeAlias
+
+import typer
+
+from liveweight.cli.keys import ControlKey, ControlKeyFile, key_of
+from liveweight.control.client import EngineClient
+from liveweight.errors import LiveWeightError
+from liveweight.spec.deadline import Deadline
+
+Urls: TypeAlias = Annotated[
+    list[str], typer.Argument(metavar="URL", help="Engines, such as http://127.0.0.1:8000.")
+]
+Url: TypeAlias = Annotated[
+    str, typer.Argument(metavar="URL", help="An engine, such as http://127.0.0.1:8000.")
+]
+Timeout: TypeAlias = Annotated[float, typer.Option(min=0.1, max=3600, help="Seconds that it may take.")]
+AsJson: TypeAlias = Annotated[bool, typer.Option("--json", help="Print JSON in place of a table.")]
+Mode: TypeAlias = Annotated[
+    Literal["keep", "wait", "abort"],
+    typer.Option(help="Running requests stand still, finish first, or end with what they have."),
+]
+_COLUMNS = ("engine", "model", "version", "digest", "state", "requests", "round", "last round")
+
+
+def status(
+    urls: Urls,
+    as_json: AsJson = False,
+    timeout: Timeout = 10.0,
+    control_key: ControlKey = None,
+    control_key_file: ControlKeyFile = None,
+) -> None:
+    """Tell what engines serve. The exit code is 1 if one of them does not answer."""
+    key, deadline = key_of(control_key, control_key_file, "control key"), Deadline.after(timeout)
+    said = [_asked(url, key, deadline) for url in urls]
+    if as_json:
+        print(json.dumps(said, indent=2))
+    else:
+        _show([_COLUMNS, *(_row(answer) for answer in said)])
+    for answer in said:
+        if "error" in answer:
+            print(answer["error"], file=sys.stderr)
+    if any("error" in answer for answer in said):
+        raise typer.Exit(1)
+
+
+def undo(
+    url: Url, timeout: Timeout = 60.0, control_key: ControlKey = None, control_key_file: ControlKeyFile = None
+) -> None:
+    """Take an engine back to the version before."""
+    client, deadline = _client(url, control_key, control_key_file), Deadline.after(timeout)
+    print(f"{url} serves {label_of(client.undo(deadline)['version'])}")
+
+
+def pause(
+    url: Url,
+    mode: Mode = "keep",
+    timeout: Timeout = 60.0,
+    control_key: ControlKey = None,
+    control_key_file: ControlKeyFile = None,
+) -> None:
+    """Let an engine's requests stand still."""
+    client, deadline = _client(url, control_key, control_key_file), Deadline.after(timeout)
+    print(f"{url} is {client.pause(mode, deadline)['state']}")
+
+
+def resume(
+    url: Url, timeout: Timeout = 60.0, control_key: ControlKey = None, control_key_file: ControlKeyFile = None
+) -> None:
+    """Let an engine's requests go on."""
+    client, deadline = _client(url, control_key, control_key_file), Deadline.after(timeout)
+    print(f"{url} is {client.resume(deadline)['state']}")
+
+
+def label_of(version: Mapping[str, Any] | None) -> str:
+    """A version's label; an engine without one serves what it was started on."""
+    return "the checkpoint of its start" if version is None else str(version["label"])
+
+
+def _client(url: str, key: str | None, key_file: Path | None) -> EngineClient:
+    return EngineClient(url, key_of(key, key_file, "control key"))
+
+
+def _asked(url: str, key: str | None, deadline: Deadline) -> dict[str, Any]:
+    try:
+        return {"url": url, **EngineClient(url, key).weights(deadline)}
+    except LiveWeightError as error:
+        return {"url": url, "error": f"{error.code} {error}"}
+
+
+def _row(answer: Mapping[str, Any]) -> Sequence[str]:
+    if "error" in answer:
+        return (answer["url"], *("-" for _ in _COLUMNS[1:]))
+    version, rounds = answer["version"] or {"label": "initial", "digest": None}, answer["rounds"]
+    last = (
+        "-" if not rounds else f"{rounds[-1]['version']} {rounds[-1]['outcome']} {rounds[-1]['took_s']:.2f} s"
+    )
+    digest = (version["digest"] or "-")[:12]
+    round_id = "-" if answer["round"] is None else answer["round"]
+    told = (answer["model"], str(version["label"]), digest, answer["state"], answer["paused"], round_id, last)
+    return (answer["url"], *told)
+
+
+def _show(rows: Sequence[Sequence[str]]) -> None:
+    widths = [max(len(row[at]) for row in rows) for at in range(len(_COLUMNS))]
+    for row in rows:
+        print("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())

@@ -1,0 +1,113 @@
+"""A round as its operator sees it: a line per engine that grows with every step.
+
+Stands between a publisher and a replica, hands every call on, and says what came of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from liveweight.spec.deadline import Deadline
+    from liveweight.spec.manifest import Manifest
+    from liveweight.trainer.replica import Replica
+    from liveweight.wire import messages as m
+    from liveweight.wire.values import RoundId
+
+SEPARATOR = " · "
+
+
+class Line:
+    """The steps of one engine so far. Alone it grows as they are taken; beside others it is written when it ends."""
+
+    def __init__(self, name: str, write: Callable[[str], None], *, alone: bool) -> None:
+        self._name, self._write, self._alone = name, write, alone
+        self._steps: list[str] = []
+
+    def add(self, step: str) -> None:
+        """A step was taken."""
+        if self._alone:
+            self._write(f"{SEPARATOR}{step}" if self._steps else step)
+        self._steps.append(step)
+
+    def end(self) -> None:
+        """No more steps. Twice is fine."""
+        if self._steps:
+            self._write("\n" if self._alone else f"{self._name}: {SEPARATOR.join(self._steps)}\n")
+        self._steps = []
+
+
+class ToldReplica:
+    """A replica whose line says how far its round has come. `ranks` is how many of them it has."""
+
+    def __init__(self, replica: Replica, line: Line, *, ranks: int, verify: bool) -> None:
+        self._replica, self._line, self._ranks, self._verify = replica, line, ranks, verify
+        self._tensors = 0
+        self._reached: set[str] = set()
+
+    @property
+    def name(self) -> str:
+        """See Replica."""
+        return self._replica.name
+
+    def standing(self, deadline: Deadline) -> m.Standing:
+        """See Replica."""
+        standing = self._replica.standing(deadline)
+        self._tensors = len(standing.expected.tensors)
+        return standing
+
+    def describe(self, structure: str, manifest: Manifest, deadline: Deadline) -> None:
+        """See Replica."""
+        self._replica.describe(structure, manifest, deadline)
+
+    def open(self, body: m.Open, deadline: Deadline) -> m.Opened:
+        """See Replica."""
+        opened = self._replica.open(body, deadline)
+        self._line.add(f"open {self._tensors}/{self._tensors}")
+        if opened.round is None:
+            self._line.add("installed already")
+        return opened
+
+    def status(self, round_id: RoundId, until: m.Phase, deadline: Deadline) -> m.Progress:
+        """See Replica."""
+        from liveweight.wire.messages import ORDER
+
+        progress = self._replica.status(round_id, until, deadline)
+        reached = progress.fault is None and ORDER[progress.phase] >= ORDER[until]
+        if reached and until not in self._reached:
+            self._reached.add(until)
+            self._line.add(self._step(until, progress))
+        return progress
+
+    def vote(self, round_id: RoundId, lease_s: float, deadline: Deadline) -> None:
+        """See Replica."""
+        self._replica.vote(round_id, lease_s, deadline)
+        self._line.add(f"voted {self._ranks}/{self._ranks}")
+
+    def commit(self, round_id: RoundId, deadline: Deadline) -> m.Committed:
+        """See Replica."""
+        committed = self._replica.commit(round_id, deadline)
+        self._line.add(f"commit {committed.stall_s * 1e3:.1f} ms")
+        return committed
+
+    def abort(self, round_id: RoundId, reason: str, deadline: Deadline) -> tuple[int, ...]:
+        """See Replica."""
+        return self._replica.abort(round_id, reason, deadline)
+
+    def undo(self, publisher: str, deadline: Deadline) -> m.Committed:
+        """See Replica."""
+        return self._replica.undo(publisher, deadline)
+
+    def interrupt(self) -> None:
+        """See Replica."""
+        self._replica.interrupt()
+
+    def close(self) -> None:
+        """See Replica."""
+        self._replica.close()
+
+    def _step(self, until: m.Phase, progress: m.Progress) -> str:
+        if until == "staged":
+            return f"staged {progress.staged_bytes / 1e6:.1f} MB"
+        return f"verified {self._ranks}/{self._ranks}" if self._verify else "not verified"

@@ -1,0 +1,90 @@
+"""`liveweight push`: a checkpoint directory into running engines."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+import typer
+
+from liveweight.cli.control import Timeout, Urls, label_of
+from liveweight.cli.keys import ControlKey, ControlKeyFile, SecretFile, key_of
+from liveweight.cli.progress import Line, ToldReplica
+from liveweight.control.client import EngineClient, leader_of
+from liveweight.errors import Refused, RoundFailed
+from liveweight.spec.deadline import Deadline
+
+if TYPE_CHECKING:
+    from liveweight.trainer.report import Report
+
+Source = Annotated[Path, typer.Argument(metavar="DIR", help="An HF checkpoint directory.")]
+Label = Annotated[str, typer.Option("--version", help="What the engines are to call it, such as step_100.")]
+Offer = Annotated[Literal["frozen", "live"], typer.Option(help="How the weights are held ready.")]
+Verify = Annotated[bool, typer.Option("--verify/--no-verify", help="Compare what arrived with the source.")]
+
+
+def push(
+    directory: Source,
+    urls: Urls,
+    version: Label,
+    offer: Offer = "frozen",
+    verify: Verify = True,
+    timeout: Timeout = 60.0,
+    control_key: ControlKey = None,
+    control_key_file: ControlKeyFile = None,
+    secret_file: SecretFile = None,
+) -> None:
+    """Put a checkpoint's weights into running engines: verified, all or nothing, while they serve."""
+    from liveweight.api import Publisher, default_secret_file
+    from liveweight.trainer.replica import WireReplica
+    from liveweight.wire.credentials import load_or_create_secret
+
+    key, deadline = key_of(control_key, control_key_file, "control key"), Deadline.after(timeout)
+    before = {url: EngineClient(url, key).weights(deadline) for url in urls}
+    secret = load_or_create_secret(default_secret_file() if secret_file is None else secret_file)
+    lines = {url: Line(url, _write, alone=len(before) == 1) for url in before}
+    engines = [
+        ToldReplica(WireReplica(leader_of(url, said), secret), lines[url], ranks=said["tp"], verify=verify)
+        for url, said in before.items()
+    ]
+    with (
+        _told(before, lines.values()),
+        Publisher(
+            directory, engines=engines, secret=secret, offer=offer, verify=verify, timeout_s=timeout
+        ) as publisher,
+    ):
+        report = publisher.publish(version)
+    _show(list(before), report)
+
+
+@contextmanager
+def _told(before: Mapping[str, Mapping[str, Any]], lines: Collection[Line]) -> Iterator[None]:
+    """Ends the lines. A refusal also says what the engines serve, since nothing was touched."""
+    try:
+        yield
+    except RoundFailed as error:
+        problem = str(error)
+    except Refused as error:
+        serving = ", ".join(dict.fromkeys(label_of(said["version"]) for said in before.values()))
+        problem = f"{error.code} {error}. Still serving {serving}."
+    else:
+        return
+    finally:
+        for line in lines:
+            line.end()
+    print(problem, file=sys.stderr)
+    raise typer.Exit(1)
+
+
+def _show(urls: Sequence[str], report: Report) -> None:
+    for url, replica in zip(urls, report.replicas, strict=True):
+        print(
+            f"{url} serves {replica.serving or 'the checkpoint of its start'}, digest {report.version.digest}"
+        )
+
+
+def _write(text: str) -> None:
+    print(text, end="", flush=True)

@@ -1,0 +1,73 @@
+"""From the options of `liveweight serve` to what the engine and its server are started with."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from liveweight.cli.keys import key_of
+from liveweight.errors import EngineConfigInvalid
+
+if TYPE_CHECKING:
+    from liveweight.engine.config import EngineConfig, Updates
+
+_AS_THEY_ARE = (
+    *("served_name", "tp", "dtype", "context", "max_running", "threads"),
+    *("max_waiting", "batch_tokens", "overlap", "draft", "prefix_cache"),
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Front:
+    """What the server is told beside the engine's configuration."""
+
+    host: str = "127.0.0.1"
+    port: int = 8000
+    api_key: str | None = None
+    control_key: str | None = None
+    max_body_bytes: int = 8 << 20
+    grace_s: float = 30.0
+    access_log: bool = False
+
+
+def settings_of(given: Mapping[str, Any]) -> tuple[EngineConfig, Front]:
+    """Both, from the options by their names. EngineConfigInvalid where they contradict each other."""
+    from liveweight.engine.config import EngineConfig
+
+    front = Front(
+        host=given["host"],
+        port=given["port"],
+        api_key=key_of(given["api_key"], given["api_key_file"]),
+        control_key=key_of(given["control_key"], given["control_key_file"], "control key"),
+        max_body_bytes=given["max_body_mb"] << 20,
+        grace_s=given["grace"],
+        access_log=given["access_log"],
+    )
+    options = {name: given[name] for name in _AS_THEY_ARE}
+    options |= {"model": str(given["directory"]), "kv_bytes": given["kv_mb"] << 20}
+    config = msgspec.convert(options, EngineConfig)
+    return msgspec.structs.replace(config, updates=_updates(given)), front
+
+
+def _updates(given: Mapping[str, Any]) -> Updates | None:
+    from liveweight.api import default_directory, default_secret_file
+    from liveweight.engine.config import Updates
+
+    address, secret = given["weights_address"], given["secret_file"]
+    if not given["updates"]:
+        for what, value in {"weights address": address, "secret file": secret}.items():
+            if value is not None:
+                raise EngineConfigInvalid(f"a {what} was given, and live updates are off")
+        return None
+    if address is None:
+        address = f"ipc://{default_directory()}/engine-{os.getpid()}.sock"
+    return Updates(
+        address=address,
+        secret_file=str(default_secret_file() if secret is None else secret),
+        kv_policy=given["kv_policy"],
+        staging_threads=given["staging_threads"],
+    )

@@ -1,0 +1,30 @@
+"""The directory of open requests: from the id that an answer has to the engine's numbers behind it. For the loop's thread."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+from liveweight.control.exchange import Exchange
+
+
+class Directory:
+    """Knows a request for as long as it is open, so it never grows beyond what the engine takes."""
+
+    def __init__(self) -> None:
+        self._open: dict[str, Exchange] = {}
+
+    @contextmanager
+    def listed(self, id_: str, exchange: Exchange) -> Iterator[None]:
+        """Known by this id until the block ends."""
+        self._open[id_] = exchange
+        try:
+            yield
+        finally:
+            del self._open[id_]
+
+    def find(self, ids: Sequence[str]) -> tuple[list[int], list[str]]:
+        """The engine's numbers of these, each once, and the ids that no open request has."""
+        known = {id_: self._open[id_] for id_ in ids if id_ in self._open}
+        numbers = [number for exchange in known.values() for number in exchange.requests]
+        return numbers, [id_ for id_ in dict.fromkeys(ids) if id_ not in known]
