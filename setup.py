@@ -26,6 +26,7 @@ setup(
             ["attention_module", "attention", "attention_avx2", "attention_portable"],
             "attention.h",
         ),
+        kernels("liveweight.engine._shared", ["shared"], "attention.h"),
         kernels(
             "liveweight.engine._linear",
             ["linear_module", "linear", "linear_avx2", "linear_portable"],

@@ -12,13 +12,15 @@ from liveweight.engine import group, rank
 
 
 class Counting:
-    """A process group that counts every call of every method."""
+    """A group, or what is below it, that counts every call of every method."""
 
     def __init__(self, inner: Any, counts: Counter[str]) -> None:
         self._inner, self._counts = inner, counts
 
     def __getattr__(self, name: str) -> Any:
         method = getattr(self._inner, name)
+        if not callable(method):
+            return method
 
         def called(*arguments: Any) -> Any:
             self._counts[name] += 1
@@ -30,7 +32,8 @@ class Counting:
 def main(config: dict[str, Any]) -> None:
     """Be a rank until the stream ends."""
     counts: Counter[str] = Counter()
-    make = group._collectives
+    make, meet = group._collectives, group.meet
     group._collectives = lambda *arguments: Counting(make(*arguments), counts)
+    vars(rank)["meet"] = lambda **arguments: Counting(meet(**arguments), counts)
     rank.main(os.dup(0), parent=None)
     Path(config["counts"]).write_text(json.dumps(counts))

@@ -34,7 +34,7 @@ class EngineSettings:
     model: Path | None = None
     size: Literal["tiny", "small", "1b"] = "small"
     arch: Literal["qwen3", "qwen3_moe"] = "qwen3"
-    tp: int = 1
+    tp: int = 2
     prompts: int = 16
     prompt_tokens: int = 32
     new_tokens: int = 64

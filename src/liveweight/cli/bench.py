@@ -101,7 +101,7 @@ def engine(
     ] = None,
     size: Annotated[Literal["tiny", "small", "1b"], typer.Option(help="Of the random weights.")] = "small",
     arch: Annotated[Literal["qwen3", "qwen3_moe"], typer.Option(help="Of the random weights.")] = "qwen3",
-    tp: Annotated[int, typer.Option(min=1, help="Ranks of the engine, one thread each.")] = 1,
+    tp: Annotated[int, typer.Option(min=1, help="Ranks of the engine, one thread each.")] = 2,
     prompts: Annotated[int, typer.Option(min=1, help="Requests at once.")] = 16,
     new_tokens: Annotated[int, typer.Option(min=1, help="Tokens per request.")] = 64,
     repeats: Annotated[int, typer.Option(min=1, help="Repetitions of both.")] = 5,

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from liveweight.engine.forward import Group, Solo
+from liveweight.engine.shared_group import SharedGroup, Store
 from liveweight.errors import ChannelClosed, Unavailable
 
 if TYPE_CHECKING:
@@ -34,16 +35,24 @@ def meet(*, rank: int, size: int, meeting: Path, device: str, timeout_s: float) 
             f"{size} ranks on {device} need torch.distributed with {backend}, and this torch has none"
         )
     try:
-        return Ranks(_collectives(dist, backend, rank, size, meeting, timeout_s), rank=rank, size=size)
+        store: Any = dist.FileStore(str(meeting), size)  # type: ignore[attr-defined]
+        ranks = Ranks(_collectives(dist, backend, rank, size, store, timeout_s), rank=rank, size=size)
+        return ranks if backend == "nccl" else _nearer(ranks, store, timeout_s)
     except RuntimeError as error:
         raise ChannelClosed(f"the ranks did not meet: {error}") from error
 
 
-def _collectives(
-    dist: Any, backend: str, rank: int, size: int, meeting: Path, timeout_s: float
-) -> Collectives:
+def _nearer(ranks: Ranks, store: Store, timeout_s: float) -> Group:
+    """Shared memory in place of sockets, where its C part was built: on one host that is so for all ranks or for none."""
+    try:
+        return SharedGroup(ranks, store, timeout_s=timeout_s)
+    except ImportError:
+        return ranks
+
+
+def _collectives(dist: Any, backend: str, rank: int, size: int, store: Any, timeout_s: float) -> Collectives:
     """The backend itself. (torch has no types for this part of it.)"""
-    store, timeout = dist.FileStore(str(meeting), size), timedelta(seconds=timeout_s)
+    timeout = timedelta(seconds=timeout_s)
     if backend == "nccl":
         options = dist.ProcessGroupNCCL.Options()
         options._timeout = timeout
