@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from liveweight.engine import shared_group
-from liveweight.engine.shared_group import SharedGroup
+from liveweight.engine.shared_group import SegmentUnshared, SharedGroup
 from liveweight.errors import ChannelClosed
 
 native = pytest.importorskip("liveweight.engine._shared")
@@ -113,6 +113,21 @@ def test_a_rank_that_does_not_come_is_named() -> None:
 
     together(3, work, timeout_s=0.2)
     assert failed.get_nowait().startswith("rank 1 did not come")
+
+
+def test_memory_that_one_rank_cannot_map_is_used_by_none() -> None:
+    class Blind(Board):
+        def get(self, key: str) -> bytes:
+            return b"/nowhere" if key == "segment" else super().get(key)
+
+    board = Blind()
+
+    def run(rank: int) -> None:
+        with pytest.raises(SegmentUnshared):
+            SharedGroup(Others(rank, 2), board, timeout_s=WITHIN_S)
+
+    with ThreadPoolExecutor(2) as pool:
+        assert [future.result() for future in [pool.submit(run, rank) for rank in range(2)]] == [None, None]
 
 
 def test_the_sum_of_numbers_that_are_none_is_none() -> None:

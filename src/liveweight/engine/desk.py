@@ -82,9 +82,10 @@ class Desk:
     def close(self) -> None:
         """Let go of the leader and the bus."""
         self._subscription.close()
-        for replica in (self._leader, self._decider):
-            replica.interrupt()
-            replica.close()
+        for lock, replica in ((self._asking, self._leader), (self._deciding, self._decider)):
+            replica.interrupt()  # ends the call that holds the lock
+            with lock:
+                replica.close()
 
     def _hear(self, event: ev.AnyEvent) -> None:
         """The bus's reader, on the leader's thread: one round ends before the next begins."""

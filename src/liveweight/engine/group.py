@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from liveweight.engine.forward import Group, Solo
-from liveweight.engine.shared_group import SharedGroup, Store
+from liveweight.engine.shared_group import SegmentUnshared, SharedGroup, Store
 from liveweight.errors import ChannelClosed, Unavailable
 
 if TYPE_CHECKING:
@@ -43,10 +43,10 @@ def meet(*, rank: int, size: int, meeting: Path, device: str, timeout_s: float) 
 
 
 def _nearer(ranks: Ranks, store: Store, timeout_s: float) -> Group:
-    """Shared memory in place of sockets, where its C part was built: on one host that is so for all ranks or for none."""
+    """Shared memory in place of sockets, where its C part was built and every rank can map it: so for all ranks, or for none."""
     try:
         return SharedGroup(ranks, store, timeout_s=timeout_s)
-    except ImportError:
+    except (ImportError, SegmentUnshared):
         return ranks
 
 

@@ -51,7 +51,7 @@ class Pump:
             logging.getLogger("liveweight").exception("the engine's thread failed")
             self._fail(LiveWeightError(f"{type(error).__name__}: {error}"))
         finally:
-            self.ranks.close()
+            self.ranks.close(at_once=self.fault is not None)
             finished()
             with self.lock:
                 self.state = "stopped" if self.fault is None else "failed"

@@ -71,7 +71,6 @@ class Ranks:
         self._processes: list[Process] = []
         self._sent: deque[tuple[str, Deadline]] = deque()
         self._answers: list[deque[Done]] = [deque() for _ in range(config.tp)]
-        self._broken = False
         self._meeting = tempfile.TemporaryDirectory(prefix="liveweight-ranks-")
         try:
             for rank in range(config.tp):
@@ -81,8 +80,7 @@ class Ranks:
                 pipe.send(Setup(config, rank, blocks, context, meeting))
             self.ready = self._await_ready(Deadline.after(config.start_timeout_s))
         except BaseException:
-            self._broken = True
-            self.close()
+            self.close(at_once=True)
             raise
 
     @property
@@ -113,13 +111,6 @@ class Ranks:
 
         RankLost names the rank that died, failed or did not answer in time.
         """
-        try:
-            return self._wait()
-        except RankLost:
-            self._broken = True
-            raise
-
-    def _wait(self) -> list[tuple[Done, ...]]:
         timeout = self._sent[0][1].remaining_s() if self._sent else None
         ready = self._selector.select(timeout)
         if not ready and self._sent:
@@ -132,14 +123,14 @@ class Ranks:
                 self._note(key.data, answer)
         return self._complete()
 
-    def close(self) -> None:
+    def close(self, *, at_once: bool = False) -> None:
         """End the streams and with them the processes; those that do not end in time are killed.
 
-        Where one was lost, all are killed at once: the others may be waiting for it.
+        `at_once` is for when one was lost, or all are still starting: then they may be waiting for each other, and not read.
         """
         for pipe in self._pipes:
             pipe.close()
-        deadline = Deadline.after(0.0 if self._broken else END_S)
+        deadline = Deadline.after(0.0 if at_once else END_S)
         for process in self._processes:
             try:
                 process.wait(deadline.remaining_s())

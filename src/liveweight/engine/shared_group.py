@@ -21,6 +21,10 @@ HEADER_BYTES = 4096
 SLOT_BYTES = 8 << 20
 
 
+class SegmentUnshared(Exception):
+    """A rank could not map the others' memory: a hardened /proc, another namespace."""
+
+
 class Store(Protocol):
     """Where ranks leave word for each other at the start."""
 
@@ -89,18 +93,27 @@ class SharedGroup:
 
 
 def _segment(store: Store, *, rank: int, size: int) -> mmap.mmap:
-    """Rank 0's memory, mapped by all; it has no name, and is gone when the last rank is."""
+    """Rank 0's memory, mapped by all; it has no name, and is gone when the last rank is. SegmentUnshared, on every rank, where
+    one could not map it."""
     bytes_needed = HEADER_BYTES + 2 * size * SLOT_BYTES
-    if rank == 0:
-        descriptor = os.memfd_create("liveweight-group", os.MFD_CLOEXEC)
-        os.ftruncate(descriptor, bytes_needed)
-        store.set("segment", f"/proc/{os.getpid()}/fd/{descriptor}")
-    else:
-        descriptor = os.open(store.get("segment").decode(), os.O_RDWR | os.O_CLOEXEC)
-    segment = mmap.mmap(descriptor, bytes_needed)
-    store.set(f"mapped/{rank}", "yes")
-    if rank == 0:
-        for other in range(size):
-            store.get(f"mapped/{other}")  # until then the descriptor must stay
-    os.close(descriptor)
+    descriptor, segment = -1, None
+    try:
+        if rank == 0:
+            descriptor = os.memfd_create("liveweight-group", os.MFD_CLOEXEC)
+            os.ftruncate(descriptor, bytes_needed)
+            store.set("segment", f"/proc/{os.getpid()}/fd/{descriptor}")
+        else:
+            descriptor = os.open(store.get("segment").decode(), os.O_RDWR | os.O_CLOEXEC)
+        segment = mmap.mmap(descriptor, bytes_needed)
+    except OSError:
+        if rank == 0:
+            store.set("segment", "none")
+    store.set(f"mapped/{rank}", "no" if segment is None else "yes")
+    mapped = [
+        store.get(f"mapped/{other}") == b"yes" for other in range(size)
+    ]  # rank 0's descriptor stays until then
+    if descriptor >= 0:
+        os.close(descriptor)
+    if segment is None or not all(mapped):
+        raise SegmentUnshared
     return segment
