@@ -1,0 +1,19 @@
+"""What every message is, and the answer that may stand in for any reply."""
+
+from __future__ import annotations
+
+import msgspec
+
+from liveweight.spec.manifest import Version
+from liveweight.wire.values import Fault
+
+
+class Body(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag=True):
+    """Base of all messages; the tag is the class's name."""
+
+
+class Refusal(Body, frozen=True):
+    """Instead of any reply: the request had no effect, for this reason; what serves meanwhile."""
+
+    fault: Fault
+    serving: Version | None = None

@@ -1,0 +1,140 @@
+"""Between a publisher and a replica's leader: a round from open to commit, and back."""
+
+from __future__ import annotations
+
+from typing import Literal, TypeAlias
+
+from liveweight.spec.manifest import Manifest, Version
+from liveweight.wire.body import Body
+from liveweight.wire.values import Fault, KvPolicy, Offer, RoundId
+
+Phase: TypeAlias = Literal["open", "staged", "verified", "ready", "committing", "done", "failed"]
+"""How far a round has come, in order; `done` and `failed` are ends."""
+ORDER: dict[Phase, int] = {
+    "open": 0,
+    "staged": 1,
+    "verified": 2,
+    "ready": 3,
+    "committing": 4,
+    "done": 5,
+    "failed": 6,
+}
+
+
+class Inquire(Body, frozen=True):
+    """What does the replica expect, and what does it serve? Answered once all its ranks have joined. -> Standing."""
+
+    wait_s: float
+
+
+class Standing(Body, frozen=True):
+    """A replica's standing: what it expects, what it serves, in which state, and the round that holds it."""
+
+    replica: str
+    boot: str
+    state: str
+    expected: Manifest
+    serving: Version | None
+    undo: Version | None
+    round: RoundId | None
+
+
+class Describe(Body, frozen=True):
+    """The tensors that a publisher will offer, said once; rounds name them by `structure`. -> Described."""
+
+    structure: str
+    manifest: Manifest
+
+
+class Described(Body, frozen=True):
+    """The manifest fits what the replica expects."""
+
+
+class Open(Body, frozen=True):
+    """Begin a round. `digests` holds 16 bytes per tensor of the structure, in its order; none: content unknown. -> Opened.
+
+    `kv_policy` is for requests that run at its commit; None: as the engine is set.
+    """
+
+    publisher: str
+    version: Version
+    structure: str
+    digests: bytes | None
+    offer: Offer
+    verify: bool
+    timeout_s: float
+    kv_policy: KvPolicy | None = None
+
+
+class Opened(Body, frozen=True):
+    """The round is open, or, with `round` None, its version is installed already and there is nothing to do."""
+
+    round: RoundId | None
+    serving: Version | None
+
+
+class Await(Body, frozen=True):
+    """Say when the round has come that far, or failed, or the wait is over. -> Progress."""
+
+    round: RoundId
+    until: Phase
+    wait_s: float
+
+
+class Progress(Body, frozen=True):
+    """How far a round has come; which ranks are missing from its next step; what failed."""
+
+    phase: Phase
+    missing: tuple[int, ...]
+    fault: Fault | None
+    stage_s: float
+    verify_s: float
+    staged_bytes: int
+    readers: tuple[int, ...]
+
+
+class Ask(Body, frozen=True):
+    """Ask for the vote. A yes is held for `lease_s`, from when it is given. -> Voted."""
+
+    round: RoundId
+    lease_s: float
+
+
+class Voted(Body, frozen=True):
+    """Yes: every rank holds the version, verified if that was asked. (A no is a Refusal.)"""
+
+
+class Commit(Body, frozen=True):
+    """Make the version visible at the next boundary, all ranks or none. -> Committed."""
+
+    round: RoundId
+    timeout_s: float
+
+
+class Committed(Body, frozen=True):
+    """All ranks serve this version; how long the slowest stood still for it."""
+
+    serving: Version | None
+    undo: Version | None
+    stall_s: float
+
+
+class Abort(Body, frozen=True):
+    """Give the round up. Answered when no rank reads its source any more, or the wait is over. -> Aborted."""
+
+    round: RoundId
+    reason: str
+    wait_s: float
+
+
+class Aborted(Body, frozen=True):
+    """The round is over; these ranks may still be reading the source's memory."""
+
+    readers: tuple[int, ...]
+
+
+class Undo(Body, frozen=True):
+    """Go back to the version before, at the next boundary. -> Committed."""
+
+    publisher: str
+    timeout_s: float
