@@ -1,0 +1,124 @@
+"""Files that are there whole or not at all, and locks on them.
+
+Owns the order that makes it so: a temporary file, fsync, rename, fsync of the directory. What is in the files is format's.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import fcntl
+import os
+import secrets
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from liveweight.errors import OutOfSpace, SnapshotDamaged
+
+TEMPORARY = ".tmp-"
+# Not os.posix_fallocate, which writes a byte into every block where the file system does not know how.
+_fallocate = ctypes.CDLL(None, use_errno=True).fallocate
+_fallocate.argtypes = (ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64)
+_fallocate.restype = ctypes.c_int
+_FLAGS = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW
+
+
+@contextmanager
+def written(path: Path, *, durable: bool) -> Iterator[int]:
+    """A descriptor to write to; at the end the file has its name. If anything is raised, there is no such file, nor a part of it."""
+    temporary = path.with_name(f"{TEMPORARY}{secrets.token_hex(8)}-{path.name}")
+    try:
+        descriptor = os.open(temporary, _FLAGS, 0o644)
+        try:
+            yield descriptor
+            if durable:
+                os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+        temporary.rename(path)
+    except BaseException as error:
+        with suppress(OSError):
+            temporary.unlink()
+        if isinstance(error, OSError):
+            raise out_of_space(path, error) from error
+        raise
+
+
+def write_whole(path: Path, data: bytes, *, durable: bool) -> None:
+    """A small file, whole or not at all."""
+    with written(path, durable=durable) as descriptor:
+        write_all(descriptor, memoryview(data))
+
+
+def write_all(descriptor: int, data: memoryview) -> None:
+    """All of it; OSError where that cannot be."""
+    while data:
+        data = data[os.write(descriptor, data) :]
+
+
+def reserve(descriptor: int, size_bytes: int) -> None:
+    """Let the file system set a file's space aside: a disk that is too small says so before anything is written, and files lie in
+    one piece. One that cannot is no error."""
+    if _fallocate(descriptor, 0, 0, size_bytes) == 0:
+        return
+    number = ctypes.get_errno()
+    if number not in (errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL):
+        raise OSError(number, os.strerror(number))
+
+
+def read_all(descriptor: int, into: memoryview, offset_bytes: int) -> int:
+    """Fill `into` from there on; how many bytes there were, which are fewer only at the file's end."""
+    done = 0
+    while done < len(into):
+        count = os.preadv(descriptor, [into[done:]], offset_bytes + done)
+        if count == 0:
+            break
+        done += count
+    return done
+
+
+def sync_directory(path: Path) -> None:
+    """Let the names in a directory survive a crash of the machine."""
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+    except OSError as error:
+        raise out_of_space(path, error) from error
+
+
+def open_locked(path: Path, *, exclusive: bool) -> int | None:
+    """A descriptor of that file with a lock on it; None where somebody holds one that excludes ours. FileNotFoundError as it comes.
+
+    The lock is gone with the descriptor, however its process ends. A file that was removed meanwhile is not found.
+    """
+    descriptor = os.open(path, (os.O_RDWR if exclusive else os.O_RDONLY) | os.O_CLOEXEC)
+    try:
+        fcntl.flock(descriptor, (fcntl.LOCK_EX if exclusive else fcntl.LOCK_SH) | fcntl.LOCK_NB)
+        removed = os.fstat(descriptor).st_nlink == 0
+    except BlockingIOError:
+        os.close(descriptor)
+        return None
+    except BaseException:
+        os.close(descriptor)
+        raise
+    if removed:
+        os.close(descriptor)
+        raise FileNotFoundError(errno.ENOENT, "removed meanwhile", str(path))
+    return descriptor
+
+
+def read_small(path: Path) -> bytes:
+    """A manifest or commit file; SnapshotDamaged where it is missing."""
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise SnapshotDamaged(str(path.parent), [f"{path.name} missing: {error.strerror}"]) from error
+
+
+def out_of_space(path: Path, error: OSError) -> OutOfSpace:
+    """The error for a file that could not be written."""
+    return OutOfSpace(f"{path} could not be written: {error.strerror or error}")

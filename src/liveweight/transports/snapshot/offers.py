@@ -1,0 +1,125 @@
+"""What both halves of `ipc_snapshot` agree on: where an offer's files lie, and how a rank learns that it was revoked.
+
+    {directory}/snapshots-{token}/              the outlet's own, named by offers as file://...
+        .lock                                   held while the outlet lives
+        arena-{token}                           an arena's generation, 8 bytes, little-endian; gone with the arena
+        offer-{kind}-{layout}.json              which snapshot is offered, with a proof that its writer holds the secret
+        {snapshot}/                             a snapshot, committed and not synced
+
+No socket: whoever sees the files reads them, also after the source was killed. An offer may as well name one snapshot of a store.
+"""
+
+from __future__ import annotations
+
+import hmac
+from collections.abc import Sequence
+from pathlib import Path
+
+import msgspec
+
+from liveweight.errors import MessageInvalid, VersionNotOffered, WrongSecret
+from liveweight.observe.events import OfferKind
+from liveweight.transports.ipc.arena import CLOSED, combined
+from liveweight.transports.snapshot.names import COMMIT
+from liveweight.transports.snapshot.opened import Snapshot
+from liveweight.wire.credentials import Secret
+from liveweight.wire.values import Offer
+
+MODE = "ipc_snapshot"
+SCHEME = "file://"
+LOCK = ".lock"
+_PURPOSE = "liveweight snapshot offer v1"
+
+
+class Record(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What is offered of a layout now: a snapshot's directory, and the arenas whose generations must still be that."""
+
+    kind: OfferKind
+    layout: str
+    snapshot: str
+    arenas: tuple[str, ...]
+    generation: int
+
+
+class _Proved(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    proof: str
+    record: msgspec.Raw
+
+
+def record_name(kind: OfferKind, layout: str) -> str:
+    """The file of a record."""
+    return f"offer-{kind}-{layout}.json"
+
+
+def encode_record(record: Record, secret: Secret) -> bytes:
+    """With the proof."""
+    body = msgspec.json.encode(record)
+    return msgspec.json.encode(_Proved(proof=secret.derive(_PURPOSE, body).hex(), record=msgspec.Raw(body)))
+
+
+def read_record(directory: Path, kind: OfferKind, layout: str, secret: Secret) -> Record:
+    """What the outlet in that directory offers. VersionNotOffered where it does not; WrongSecret where its writer holds another."""
+    path = directory / record_name(kind, layout)
+    try:
+        data = path.read_bytes()
+    except OSError:
+        offered = sorted(_told(found.name) for found in directory.glob("offer-*.json"))
+        raise VersionNotOffered(f"{kind} layout {layout}", offered) from None
+    try:
+        proved = msgspec.json.decode(data, type=_Proved)
+        record = msgspec.json.decode(proved.record, type=Record)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise MessageInvalid(f"{path} is no offer of ours: {error}") from error
+    if not hmac.compare_digest(secret.derive(_PURPOSE, bytes(proved.record)).hex(), proved.proof):
+        raise WrongSecret(f"{path} was written by a source that holds another secret")
+    if (record.kind, record.layout) != (kind, layout):
+        raise MessageInvalid(f"{path} is an offer of {record.kind} layout {record.layout}")
+    return record
+
+
+def _told(name: str) -> str:
+    _, kind, layout = name.removesuffix(".json").split("-", 2)
+    return f"{kind} layout {layout}"
+
+
+def generation_of(directory: Path, arenas: Sequence[str]) -> int:
+    """The generation of an offer's arenas, as the offer carries it; CLOSED if one of them is gone."""
+    return combined(_generation(directory / arena) for arena in arenas)
+
+
+def _generation(path: Path) -> int:
+    try:
+        return int.from_bytes(path.read_bytes(), "little")
+    except OSError:
+        return CLOSED
+
+
+def directory_of(address: str) -> Path:
+    """The directory that an offer's source names; MessageInvalid for any other address."""
+    if not address.startswith(SCHEME):
+        raise MessageInvalid(f"{address} is no directory of files, as in {SCHEME}/snapshots/000001-step_1")
+    return Path(address.removeprefix(SCHEME))
+
+
+def offer_of(snapshot: Snapshot) -> Offer:
+    """A complete snapshot as an offer, for a round without a trainer: ranks read it through `reader`, and verify as always.
+
+    Its digests are those of `snapshot.commit.manifest`.
+    """
+    return Offer(
+        mode=MODE,
+        kind="frozen",
+        source=f"{SCHEME}{snapshot.path.absolute()}",
+        layout=snapshot.commit.snapshot,
+        generation=generation_of_snapshot(snapshot),
+    )
+
+
+def generation_of_snapshot(snapshot: Snapshot) -> int:
+    """A complete snapshot never changes: its id stands in for a generation."""
+    return int(snapshot.commit.snapshot[:12], 16)
+
+
+def is_snapshot(directory: Path) -> bool:
+    """Whether a directory is one complete snapshot, and not an outlet's."""
+    return (directory / COMMIT).exists()

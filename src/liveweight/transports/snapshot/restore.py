@@ -1,0 +1,124 @@
+"""Restoring: a rank's memory filled from files, whether ours or FastDeploy's, and what was taken.
+
+The call for programs without rounds: recovery at start-up, the command line, tests. In a round, ranks read through `reader`.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+
+from liveweight.devices.device import CPU, Device
+from liveweight.devices.kernels import Kernels, choose
+from liveweight.devices.memory import Memory
+from liveweight.plan.copies import row_bytes
+from liveweight.spec.layout import Layout
+from liveweight.spec.manifest import Version
+from liveweight.transports.snapshot.foreign import SHARED_DIRECTORY, Level, contents_of, find
+from liveweight.transports.snapshot.names import COMMIT
+from liveweight.transports.snapshot.opened import Contents, Snapshot
+from liveweight.transports.snapshot.reading import SnapshotReading
+from liveweight.transports.snapshot.writer import Cancelled, Progress, Stop
+
+_ROWS = 64
+"""So many rows are read before it is looked whether to stop."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Restored:
+    """What was read: from which place, whether every byte was compared with a manifest of ours, and which files were passed over.
+
+    `version` is None where no manifest says it.
+    """
+
+    level: Level
+    verified: bool
+    version: Version | None
+    files: tuple[Path, ...]
+    passed_over: tuple[Path, ...]
+    size_bytes: int
+    took_s: float
+
+
+def restore(
+    directory: Path,
+    target: Layout,
+    memories: Sequence[Memory],
+    *,
+    rank: int = 0,
+    device_id: int | None = None,
+    shared: Path | None = SHARED_DIRECTORY,
+    device: Device = CPU,
+    kernels: Kernels | None = None,
+    stop: Stop = lambda: False,
+    progress: Progress = lambda _: None,
+) -> Restored | Cancelled:
+    """Fill these memories, which the target describes, from a snapshot of any layout, or from FastDeploy's files of this rank.
+
+    With a commit file of ours in the directory, everything is compared and every difference refused by name (SnapshotDamaged).
+    Without, FastDeploy's four places are looked at, and the report says `verified=False`. If anything is raised, the memories hold a
+    mixture: they must be a shadow, or weights that do not serve.
+    """
+    began_s, number = time.monotonic(), rank if device_id is None else device_id
+    with ExitStack() as stack:
+        taken = _take(directory, target, rank, number, shared, stack)
+        chosen = (device.choose() if device is not CPU else choose()).kernels if kernels is None else kernels
+        reading = SnapshotReading(
+            taken.contents, target, memories, kernels=chosen, device=device, check=taken.check
+        )
+        done_bytes = _read_all(reading, stop, progress)
+        if done_bytes is None:
+            return Cancelled(written_bytes=0)
+        return Restored(
+            level=taken.level,
+            verified=taken.verified,
+            version=taken.version,
+            files=_files(taken.contents, reading),
+            passed_over=taken.passed_over,
+            size_bytes=done_bytes,
+            took_s=time.monotonic() - began_s,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Taken:
+    """What is to be read, and what is known about it."""
+
+    contents: Contents
+    level: Level = "parts"
+    verified: bool = False
+    version: Version | None = None
+    passed_over: tuple[Path, ...] = ()
+    check: Callable[[], None] = lambda: None
+
+
+def _take(
+    directory: Path, target: Layout, rank: int, device_id: int, shared: Path | None, stack: ExitStack
+) -> _Taken:
+    """A snapshot of ours, which the stack keeps open, or what is found in FastDeploy's places."""
+    if (directory / COMMIT).exists():
+        snapshot = stack.enter_context(Snapshot(directory))
+        version = snapshot.commit.version
+        return _Taken(contents=snapshot.contents(), verified=True, version=version, check=snapshot.check)
+    found = find(directory, rank=rank, device_id=device_id, shared=shared)
+    return _Taken(contents=contents_of(found, target), level=found.level, passed_over=found.passed_over)
+
+
+def _files(contents: Contents, reading: SnapshotReading) -> tuple[Path, ...]:
+    return tuple(contents.files[number].path for number in reading.files)
+
+
+def _read_all(reading: SnapshotReading, stop: Callable[[], bool], progress: Progress) -> int | None:
+    sizes = row_bytes(reading.rows)
+    reading.check()
+    for first in range(0, len(sizes), _ROWS):
+        if stop():
+            return None
+        last = min(first + _ROWS, len(sizes))
+        reading.read(first, last)
+        progress(int(sizes[first:last].sum()))
+    reading.check()
+    return int(sizes.sum())

@@ -1,0 +1,25 @@
+"""A process that writes snapshots, or prunes them, over and over, until it is killed or told to stop."""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+from typing import Any
+
+from liveweight.transports.snapshot.store import Store
+from tests.support.program import Console
+from tests.support.snapshots import save_label
+
+
+def main(config: dict[str, Any]) -> None:
+    """The config has `role` (`write`, `prune` or `both`), `store`, and the `first` label."""
+    console, store = Console(), Store(Path(config["store"]))
+    console.say(ready="")
+    for label in itertools.count(config["first"]):
+        if not console.commands.empty():
+            break
+        if config["role"] in ("write", "both"):
+            save_label(store, label, world=2, progress=lambda size: console.say(wrote=size))
+            console.say(saved=label)
+        if config["role"] in ("prune", "both"):
+            store.prune(1)
