@@ -1,0 +1,119 @@
+"""Attaching, the part that all transfer modes share: a rank asks a source where the memory of a layout lies.
+
+Owns both ends of that one question: the source's socket with the thread that answers, and a rank's call. What the answer says is the
+mode's.
+"""
+
+from __future__ import annotations
+
+import socket
+import threading
+from collections.abc import Callable
+from contextlib import suppress
+
+from liveweight.errors import ChannelClosed, DeadlineExceeded, MessageInvalid
+from liveweight.spec.deadline import Deadline
+from liveweight.wire.channel import Channel
+from liveweight.wire.codec import Codec
+from liveweight.wire.credentials import Secret
+from liveweight.wire.limits import Limits
+from liveweight.wire.listener import Incoming, Listener
+from liveweight.wire.messages import Attach, Attached, Message, Refusal
+from liveweight.wire.sockets import unix_path
+from liveweight.wire.values import Offer, fault_of
+
+_IDLE_S = 3600.0
+_PROBE_S = 2.0
+
+
+class AttachServer:
+    """Answers ranks in a thread of its own, until closed. `reply` is called there."""
+
+    def __init__(
+        self, address: str, secret: Secret, limits: Limits, reply: Callable[[Attach], Message], *, name: str
+    ) -> None:
+        self._reply = reply
+        codec: Codec[Message] = Codec(Message)
+        self._listener = Listener(address, secret, codec, limits)
+        self._waker = self._listener.waker()
+        self._thread = threading.Thread(target=self._serve, name=name, daemon=True)
+
+    @property
+    def address(self) -> str:
+        """Where ranks attach."""
+        return self._listener.address
+
+    def start(self) -> None:
+        """Begin to answer; before this, what cannot be set up closes the listener by `abandon`."""
+        self._thread.start()
+
+    def abandon(self) -> None:
+        """Close what was never started."""
+        self._listener.close()
+
+    def close(self) -> None:
+        """End the thread and remove the socket. Twice is fine."""
+        self._waker.wake()
+        self._thread.join()
+
+    def _serve(self) -> None:
+        """The thread's work, until it is woken."""
+        with self._listener as listener:
+            while True:
+                try:
+                    incoming = listener.receive_or_wake(Deadline.after(_IDLE_S), "a rank to attach")
+                except DeadlineExceeded:
+                    continue
+                if incoming is None:
+                    return
+                self._answer(listener, incoming)
+
+    def _answer(self, listener: Listener[Message], incoming: Incoming[Message]) -> None:
+        """Now or not at all: a rank that is gone, or does not read, delays nobody."""
+        body = incoming.body
+        if isinstance(body, Attach):
+            reply = self._reply(body)
+        else:
+            error = MessageInvalid(f"a source is asked to attach, not {type(body).__name__}")
+            reply = Refusal(fault=fault_of(error, step="attach"))
+        with suppress(ChannelClosed, DeadlineExceeded):
+            listener.send(incoming.peer, reply, incoming.call, Deadline.after(0.0))
+
+
+def ask_source(
+    offer: Offer, layout: str, secret: Secret, codec: Codec[Message], limits: Limits, deadline: Deadline
+) -> Attached:
+    """Where the offer's memory lies, as the source says; its layout is the one that was offered."""
+    if nobody_listens(offer.source, deadline):
+        raise ChannelClosed(f"{offer.source} is gone: nobody listens there")
+    with Channel(offer.source, secret, codec, limits, deadline=deadline) as channel:
+        reply = channel.request(
+            Attach(layout=layout, kind=offer.kind),
+            deadline,
+            f"{offer.source} to say where its memory lies",
+        )
+    match reply:
+        case Attached():
+            if reply.layout.fingerprint != offer.layout:
+                raise MessageInvalid(f"{offer.source} answered with another layout than {offer.layout}")
+            return reply
+        case Refusal(fault=fault):
+            raise fault.to_error()
+        case _:
+            raise MessageInvalid(f"{offer.source} answered with {type(reply).__name__}")
+
+
+def nobody_listens(address: str, deadline: Deadline) -> bool:
+    """Whether an address refuses at once: a socket file whose process was killed, a port that nobody holds."""
+    path = unix_path(address)
+    family = socket.AF_INET if path is None else socket.AF_UNIX
+    host, _, port = address.removeprefix("tcp://").rpartition(":")
+    with socket.socket(family, socket.SOCK_STREAM) as probe:
+        probe.settimeout(0.0 if path is not None else min(_PROBE_S, deadline.remaining_s()))
+        try:
+            probe.connect((host, int(port)) if path is None else str(path))
+        except (FileNotFoundError, ConnectionRefusedError):
+            return True
+        except OSError:  # busy, for instance: somebody is there, or the connect proper will say what is wrong
+            return False
+    return False

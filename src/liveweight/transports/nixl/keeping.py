@@ -1,0 +1,109 @@
+"""The publisher's end of the keeper: starts it, has it keep arenas, and starts it again if it was lost.
+
+Owns the process: it has ended when `close` returns. What the keeper does is keeper's.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import socket
+import subprocess
+import sys
+from dataclasses import dataclass
+
+import msgspec
+
+from liveweight.errors import ChannelClosed, DeadlineExceeded
+from liveweight.transports.ipc.arena import SharedArena
+from liveweight.transports.nixl.keeper import MESSAGE_BYTES, Drop, Keep, Kept, NotKept, answer_of
+
+ANSWER_S = 60.0
+"""How long the keeper may take: to start NIXL, and to register an arena of any size."""
+END_S = 5.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Lent:
+    """An arena as readers reach it: the address of its header page in the keeper, and NIXL's description. `life` is the keeper's."""
+
+    address: int
+    description: bytes
+    life: int
+
+
+class Keeper:
+    """For one thread at a time. Nothing is started before the first arena is kept."""
+
+    def __init__(self) -> None:
+        self.life = 0
+        """Which process it is: raised by every start. What an earlier one lent is gone."""
+        self._process: subprocess.Popen[bytes] | None = None
+        self._end: socket.socket | None = None
+
+    @property
+    def pid(self) -> int | None:
+        """The process; None while there is none."""
+        return None if self._process is None else self._process.pid
+
+    def lends(self, lent: Lent) -> bool:
+        """Whether the process that lent this is still there."""
+        process = self._process
+        return lent.life == self.life and process is not None and process.poll() is None
+
+    def keep(self, arena: SharedArena) -> Lent:
+        """Let readers reach an arena, header and all. A keeper that was lost is replaced."""
+        if self._process is None or self._process.poll() is not None:
+            self._start()
+        size = os.fstat(arena.descriptor).st_size
+        answer = self._ask(Keep(size), [arena.descriptor])
+        return Lent(address=answer.address, description=answer.description, life=self.life)
+
+    def drop(self, lent: Lent) -> None:
+        """Let nobody reach it any more."""
+        if self.lends(lent):
+            self._ask(Drop(lent.address), [])
+
+    def close(self) -> None:
+        """End the process, and with it every registration. Twice is fine."""
+        process, end = self._process, self._end
+        self._process = self._end = None
+        if end is not None:
+            end.close()
+        if process is not None:
+            process.kill()
+            process.wait(END_S)
+
+    def _start(self) -> None:
+        self.close()
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        ours.settimeout(ANSWER_S)
+        with theirs:
+            name = f"liveweight-{secrets.token_hex(8)}"
+            code = (
+                f"from liveweight.transports.nixl.keeper import main; main({theirs.fileno()}, name={name!r})"
+            )
+            self._process = subprocess.Popen(
+                [sys.executable, "-c", code],
+                pass_fds=[theirs.fileno()],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+            )
+        self._end, self.life = ours, self.life + 1
+
+    def _ask(self, order: Keep | Drop, descriptors: list[int]) -> Kept:
+        if self._end is None:
+            raise ChannelClosed("the keeper of this source was closed")
+        try:
+            socket.send_fds(self._end, [msgspec.msgpack.encode(order)], descriptors)
+            answer = answer_of(self._end.recv(MESSAGE_BYTES))
+        except TimeoutError as error:
+            self.close()
+            raise DeadlineExceeded("the keeper to register memory", ANSWER_S) from error
+        except OSError as error:
+            raise ChannelClosed(f"the keeper of this source is gone: {error}") from error
+        match answer:
+            case Kept():
+                return answer
+            case NotKept(fault=fault):
+                raise fault.to_error()
