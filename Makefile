@@ -5,7 +5,7 @@ BIN    := $(VENV)/bin
 # The only CPU build of torch that all our machines have. Other versions are a matter for `make soak`.
 TORCH  ?= 2.13.0
 
-.PHONY: venv test check soak bench wheel clean
+.PHONY: venv demo test check soak bench wheel clean
 venv: $(VENV)/.ready
 
 # torch first: a range alone would pull the newest build with gigabytes of CUDA.
@@ -13,8 +13,11 @@ $(VENV)/.ready: pyproject.toml setup.py $(wildcard native/*.c native/*.h)
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --upgrade "pip>=25.1"
 	$(BIN)/python -m pip install --quiet "torch==$(TORCH)"
-	$(BIN)/python -m pip install --quiet --editable ".[engine]" --group dev
+	$(BIN)/python -m pip install --quiet --editable ".[demo,nixl]" --group dev
 	touch $@
+
+demo: venv
+	$(BIN)/liveweight demo
 
 test: venv
 	$(BIN)/python -m pytest -m "not soak"

@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from liveweight.spec.layout import Piece
     from liveweight.spec.manifest import TensorSpec, Version
     from liveweight.spec.region import box, whole
+    from liveweight.trainer.errands import Verification
     from liveweight.trainer.report import Report
 
 _HOMES = {
@@ -23,6 +24,7 @@ _HOMES = {
     "Report": "liveweight.trainer.report",
     "RoundFailed": "liveweight.errors",
     "TensorSpec": "liveweight.spec.manifest",
+    "Verification": "liveweight.trainer.errands",
     "Version": "liveweight.spec.manifest",
     "box": "liveweight.spec.region",
     "share_module": "liveweight.api",
@@ -39,6 +41,7 @@ __all__ = [
     "Report",
     "RoundFailed",
     "TensorSpec",
+    "Verification",
     "Version",
     "box",
     "share_module",

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, TypeAlias
 
 from liveweight.control.client import is_url, wire_address
 from liveweight.devices.cuda import CudaDevice
-from liveweight.devices.device import CPU, CpuDevice, Device, open_device
+from liveweight.devices.device import CpuDevice, Device, open_device
 from liveweight.devices.kernels import choose_kernels
 from liveweight.errors import Refused
 from liveweight.observe.bus import Bus
@@ -27,24 +27,27 @@ from liveweight.spec.deadline import Deadline
 from liveweight.spec.layout import Piece
 from liveweight.spec.manifest import Version
 from liveweight.trainer import publisher as publishing
-from liveweight.trainer.live import SharedModule
+from liveweight.trainer.live import SharedModule, source_device
 from liveweight.trainer.live import share_module as _share_module
-from liveweight.trainer.meeting import describe_to, meet_replicas
+from liveweight.trainer.meeting import check_terms, describe_to, meet_replicas, own_terms
 from liveweight.trainer.offers import Offers
 from liveweight.trainer.registry import Registry
 from liveweight.trainer.replica import Replica, WireReplica
+from liveweight.trainer.settings import PublisherSettings
+from liveweight.trainer.shelf import Shelf
 from liveweight.trainer.source import Source
 from liveweight.trainer.sources import ModuleSource, as_source
 from liveweight.transports.ipc.source import allocate
-from liveweight.transports.registry import TRANSPORTS, mode
+from liveweight.transports.registry import TRANSPORTS, Mode, mode
 from liveweight.wire.credentials import Secret, load_or_create_secret, socket_directory
+from liveweight.wire.sockets import host_towards
 from liveweight.wire.values import KvPolicy
 from liveweight.worker import receiver as receiving
 from liveweight.worker.agent import StagingSettings
 from liveweight.worker.committer import Hook
 from liveweight.worker.target import Target
 from liveweight.worker.torch_layout import device_of
-from liveweight.worker.torch_target import ExchangeMode, TensorTarget, module_target
+from liveweight.worker.torch_target import ExchangeMode, ShadowPlace, as_target
 
 if TYPE_CHECKING:
     import torch
@@ -67,22 +70,32 @@ class Publisher(publishing.Publisher):
     here, before training starts. Every method is for one thread. `offer="live"` lets ranks read the parameters where they lie; where
     that is not possible the publisher says why and freezes. `device` is where offers lie, and must be where the ranks' weights are: by
     default a shared module's, else the host. `threads` are for host memory; on a GPU one thread queues the work.
+
+    `transfer_mode="gdr"` or `"rdma"` reaches engines on other hosts; `host` is the address of this one that they are told, by default the
+    one on the way to the first of them.
+
+    With `address`, engines that were started with `--weights-from` may ask there for the version that `offer` made last; `engines` may
+    then be left out. Without any, nobody says which dtypes are expected: the weights are offered in their own, or in `dtype`.
     """
 
     def __init__(
         self,
         model: object,
         *,
-        engines: Sequence[str | Replica],
+        engines: Sequence[str | Replica] = (),
+        address: str | None = None,
+        dtype: str | torch.dtype | None = None,
         control_key: str | None = None,
         secret: Secret | Path | None = None,
         directory: Path | None = None,
         transfer_mode: str = "ipc",
+        host: str | None = None,
         device: DeviceName | None = None,
         offer: OfferKind = "frozen",
         verify: bool = True,
         timeout_s: float = 60.0,
         lease_s: float = 10.0,
+        release_s: float = 5.0,
         quorum: int | None = None,
         kv_policy: KvPolicy | None = None,
         threads: int | None = None,
@@ -95,42 +108,54 @@ class Publisher(publishing.Publisher):
         chosen = mode(transfer_mode)
         if offer not in chosen.offers:
             raise Refused(f"{transfer_mode} has no {offer} offers, but {', '.join(chosen.offers)}")
+        check_terms(engines, address, dtype, offer)
         source, shared = _source(model)
-        there = _source_device(device, shared)
+        there = source_device(_opened(device), shared)
         deadline = Deadline.after(timeout_s)
         with ExitStack() as stack:
             replicas = [_replica(engine, held, control_key, deadline) for engine in engines]
             for replica in replicas:
                 stack.callback(replica.close)
-            expected = meet_replicas(replicas, deadline)
-            outlet = chosen.outlet(place, held, there)
+            if engines or address is None:
+                met = meet_replicas(replicas, deadline)
+            else:
+                met = own_terms(source, None if dtype is None else str(dtype))
+            outlet = chosen.outlet(place, held, there, _host(host, chosen, replicas, address))
             stack.callback(outlet.close)
             offers = Offers(
                 source=source,
-                expected=expected,
+                expected=met.expected,
                 outlet=outlet,
                 kernels=choose_kernels(bus, there.choose()),
                 shared=shared,
                 threads=_threads(threads, there),
                 bus=bus,
             )
-            describe_to(replicas, offers, expected, deadline)
+            describe_to(replicas, offers, met, deadline)
+            shelf = None
+            if address is not None:
+                shelf = Shelf(address, held, structure=offers.structure, manifest=offers.manifest, bus=bus)
+                stack.callback(shelf.close)
             super().__init__(
                 name=f"{os.uname().nodename}/{os.getpid()}",
                 run=run or secrets.token_hex(8),
                 replicas=replicas,
                 offers=offers,
-                settings=publishing.PublisherSettings(
+                shelf=shelf,
+                settings=PublisherSettings(
                     offer=offer,
                     verify=verify,
                     timeout_s=timeout_s,
                     lease_s=lease_s,
+                    release_s=release_s,
                     quorum=quorum,
                     kv_policy=kv_policy,
                 ),
             )
             stack.pop_all()
         self._outlet = outlet
+        self.address = None if shelf is None else shelf.address
+        """Where engines ask for what it offers; None if they may not."""
 
     def close(self) -> None:
         """Abort a round that is not committed yet, and let go of everything."""
@@ -149,7 +174,9 @@ class Receiver(receiving.Receiver):
 
     `target` is a torch module, a mapping of names to tensors (or to a tensor and the pieces of full tensors that it holds), or a
     Target. A replica of several ranks gives every rank the same `address` and a gloo `group`. `device` is where the weights are:
-    their tensors', which must agree with it if it is given; of a Target of one's own, the host unless it is given.
+    their tensors', which must agree with it if it is given; of a Target of one's own, the host unless it is given. `shadow="host"` keeps
+    the second copy of the weights in the host's memory, reads sources there, and exchanges by copying: a longer stall for a device that
+    has no room for two.
     """
 
     def __init__(
@@ -166,6 +193,7 @@ class Receiver(receiving.Receiver):
         replica: str | None = None,
         serving: Version | None = None,
         exchange: ExchangeMode = "swap",
+        shadow: ShadowPlace = "device",
         hooks: Sequence[Hook] = (),
         threads: int = 1,
         pace_bytes_per_s: float | None = None,
@@ -173,16 +201,17 @@ class Receiver(receiving.Receiver):
         timeout_s: float = 60.0,
     ) -> None:
         held, bus = _secret(secret), logging_bus() if bus is None else bus
-        weights, there = _target(target, pieces, exchange, device)
-        kernels = choose_kernels(bus, there.choose())
+        placed = as_target(target, pieces, exchange=exchange, shadow=shadow, device=_opened(device))
+        kernels, home = choose_kernels(bus, placed.home.choose()), placed.home
         if address is None:
             address = f"ipc://{default_directory()}/receiver-{os.getpid()}-{secrets.token_hex(4)}.sock"
         super().__init__(
-            weights,
+            placed.target,
             address=address,
             secret=held,
             kernels=kernels,
-            readers={name: found.reader(held, kernels, there) for name, found in TRANSPORTS.items()},
+            readers={name: found.reader(held, kernels, home) for name, found in TRANSPORTS.items()},
+            live_kernels=kernels if home is placed.device else placed.device.choose().kernels,
             rank=rank,
             world=world,
             group=group,
@@ -237,6 +266,14 @@ def _replica(engine: str | Replica, secret: Secret, key: str | None, deadline: D
     return WireReplica(wire_address(engine, key, deadline) if is_url(engine) else engine, secret)
 
 
+def _host(given: str | None, chosen: Mode, replicas: Sequence[Replica], address: str | None) -> str | None:
+    """The address of this host that ranks are told: the one on the way to the first engine on another, or where engines ask."""
+    if given is not None or chosen.reach != "any host":
+        return given
+    names = [replica.name for replica in replicas] + ([] if address is None else [address])
+    return next((host_towards(name) for name in names if name.startswith("tcp://")), None)
+
+
 def _source(model: object) -> tuple[Source, SharedModule | None]:
     if isinstance(model, SharedModule):
         return ModuleSource(model.module), model
@@ -249,38 +286,8 @@ def _opened(device: DeviceName | None) -> Device | None:
     return open_device(str(device))
 
 
-def _source_device(given: DeviceName | None, shared: SharedModule | None) -> Device:
-    """Where offers lie. Refused where a module was shared elsewhere."""
-    device = _opened(given)
-    if shared is None:
-        return CPU if device is None else device
-    home = shared.arena.device
-    if device is not None and device.identity != home.identity:
-        raise Refused(f"the module was shared on {home.name}, and the publisher's device is {device.name}")
-    return home
-
-
 def _threads(given: int | None, device: Device) -> int:
     """On a GPU one, the caller's own: another would not queue its work behind what the caller has queued."""
     if device.handles is not None:
         return 1
     return (os.cpu_count() or 1) if given is None else given
-
-
-def _target(
-    target: torch.nn.Module | Mapping[str, torch.Tensor | tuple[torch.Tensor, Sequence[Piece]]] | Target,
-    pieces: Mapping[str, Sequence[Piece]] | None,
-    exchange: ExchangeMode,
-    device: DeviceName | None,
-) -> tuple[Target, Device]:
-    """The target, and the device that it is on."""
-    import torch
-
-    given = _opened(device)
-    if isinstance(target, torch.nn.Module):
-        built = module_target(target, pieces, exchange=exchange, device=given)
-        return built, built.device
-    if isinstance(target, Mapping):
-        built = TensorTarget(target, exchange=exchange, device=given)
-        return built, built.device
-    return target, CPU if given is None else given

@@ -9,7 +9,10 @@ LiveWeightError
 │   ├── VersionNotOffered      LW-105   the source holds another version
 │   ├── RoundOpen              LW-106   another round holds the replica
 │   ├── WrongState             LW-107   not possible in the state the rank is in
-│   └── ReplicaIncomplete      LW-108   ranks of the replica have not joined
+│   ├── ReplicaIncomplete      LW-108   ranks of the replica have not joined
+│   ├── WeightsExchanged       LW-109   weights changed while they were being verified
+│   ├── SnapshotNotFound       LW-110   no snapshot in any place that was looked at
+│   └── SnapshotRefused        LW-111   files that could be another rank's, or not all of them
 ├── WireError                  two processes do not understand each other
 │   ├── ProtocolMismatch       LW-201   another protocol version
 │   ├── WrongSecret            LW-202   the peer does not hold the shared secret
@@ -22,10 +25,12 @@ LiveWeightError
 ├── Damage                     bytes are not what they should be
 │   ├── DigestMismatch         LW-401   content differs from the manifest
 │   ├── ChecksumMismatch       LW-402   a piece was damaged on its way
-│   └── OfferChanged           LW-403   the source's memory changed while it was read
+│   ├── OfferChanged           LW-403   the source's memory changed while it was read
+│   └── SnapshotDamaged        LW-404   files of a snapshot are missing, extra, truncated, stale or corrupted
 ├── Unavailable                this machine cannot do it
 │   ├── MissingExtra           LW-501   an optional dependency is not installed
-│   └── OutOfMemory            LW-502   memory for an arena or a shadow could not be had
+│   ├── OutOfMemory            LW-502   memory for an arena or a shadow could not be had
+│   └── OutOfSpace             LW-503   a snapshot could not be written where it should be
 ├── Torn                       LW-601   an in-place update failed: a mixture, which does not serve
 ├── OutcomeUnknown             LW-602   the decision of a round could not be learned in time
 ├── RoundAborted               LW-603   the round was given up by its publisher
@@ -156,6 +161,35 @@ class ReplicaIncomplete(Refused):
     retryable = True
 
 
+class WeightsExchanged(Refused):
+    """The weights were exchanged while they were being verified, and again at the second try."""
+
+    code = "LW-109"
+    remedy = "verify again when no round is about to commit"
+    retryable = True
+
+
+class SnapshotNotFound(Refused):
+    """No complete snapshot was found; every place that was looked at is named."""
+
+    code = "LW-110"
+    remedy = "name the directory of a complete snapshot; `liveweight snapshot list` shows them"
+    places: tuple[str, ...] = ()
+
+    def __init__(self, what: str, places: Sequence[str]) -> None:
+        super().__init__(f"{what}; looked at: {', '.join(places) or 'nothing'}")
+        self.places = tuple(places)
+
+
+class SnapshotRefused(Refused):
+    """Files without a manifest that leave open what they are: gaps, ambiguous names, or another rank's shard."""
+
+    code = "LW-111"
+    remedy = (
+        "leave exactly one rank's files, numbered without gaps; or restore a snapshot that liveweight wrote"
+    )
+
+
 class WireError(LiveWeightError):
     """Two processes do not understand each other."""
 
@@ -267,7 +301,23 @@ class OfferChanged(Damage):
     """The source's memory changed while it was read."""
 
     code = "LW-403"
-    remedy = "do not change parameters of a live offer before publish() returned; or offer frozen"
+    remedy = (
+        "try again; do not change parameters of a live offer before publish() returned; "
+        "give those who ask longer (release_s)"
+    )
+
+
+class SnapshotDamaged(Damage):
+    """Files of a snapshot are missing, extra, truncated, stale or corrupted; each is named."""
+
+    code = "LW-404"
+    remedy = "restore another snapshot, and remove this one; `liveweight snapshot verify` looks at all of it"
+    retryable = False
+    problems: tuple[str, ...] = ()
+
+    def __init__(self, where: str, problems: Sequence[str]) -> None:
+        super().__init__(f"{where}: {_listed(problems)}")
+        self.problems = tuple(problems)
 
 
 class Unavailable(LiveWeightError):
@@ -294,6 +344,14 @@ class OutOfMemory(Unavailable):
 
     code = "LW-502"
     remedy = "free memory, raise the limit, or use a mode that needs less"
+
+
+class OutOfSpace(Unavailable):
+    """A snapshot could not be written: no space, no permission, or a file system that failed; nothing of it exists."""
+
+    code = "LW-503"
+    remedy = "free space, prune older snapshots, or write elsewhere"
+    retryable = True
 
 
 class Torn(LiveWeightError):

@@ -54,6 +54,25 @@ def test_memory_is_zero_aligned_and_where_it_was_asked_for(device: Device) -> No
     device.synchronise()
 
 
+def test_host_memory_beside_it_is_the_hosts_and_takes_what_lies_on_it(device: Device) -> None:
+    sizes = [5, 0, 4096]
+    parts = device.allocate_host(sizes, "a test")
+    assert [part.numel() for part in parts] == sizes
+    for part in parts:
+        assert part.device == torch.device("cpu")
+        assert part.untyped_storage().nbytes() == part.numel()
+        assert not part.any()
+    (there,) = device.allocate([4096], "a test")
+    there.fill_(7)
+    rows = np.array([[0, 0, 0, 0, 1, 0, 0, 1, 0, 0, 4096]])
+    to_host = device.to_host().bind_copy(rows, [Memory.of_view(there)], [Memory.of_view(parts[2])])
+    to_host.run(0, 1)
+    assert parts[2].eq(7).all()
+    parts[2].fill_(8)
+    device.choose().kernels.bind_copy(rows, [Memory.of_view(parts[2])], [Memory.of_view(there)]).run(0, 1)
+    assert there.cpu().eq(8).all()
+
+
 def test_memory_had_in_inference_mode_is_ordinary_memory(device: Device) -> None:
     with torch.inference_mode():
         (part,) = device.allocate([8], "a test")

@@ -26,6 +26,7 @@ from liveweight.wire.credentials import load_or_create_secret
 from liveweight.wire.values import RoundId
 from tests.arch.source_tree import ROOT
 from tests.control.test_control_routes import Stream
+from tests.support import noted_hooks
 from tests.support.engines import WITHIN_S, Models, forking
 from tests.support.http_server import Served, serving
 from tests.support.zygote import Zygote
@@ -78,12 +79,12 @@ def said(url: str, **changes: Any) -> dict[str, Any]:
 
 
 @contextmanager
-def served_program(place: Path, model: Path) -> Iterator[tuple[str, str]]:
+def served_program(place: Path, model: Path, *options: str, **environment: str) -> Iterator[tuple[str, str]]:
     """`liveweight serve` on two ranks: its URL and its address. It ends well."""
     command = [sys.executable, "-m", "liveweight.cli.main", "serve", str(model)]
-    command += ["--tp", "2", "--port", "0", "--threads", "1"]
-    environment = {**os.environ, "TMPDIR": str(place)}
-    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, env=environment) as server:
+    command += ["--tp", "2", "--port", "0", "--threads", "1", *options]
+    given = {**os.environ, "TMPDIR": str(place), **environment}
+    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, env=given) as server:
         try:
             assert server.stdout is not None
             line = server.stdout.readline()
@@ -102,7 +103,9 @@ def test_a_push_changes_what_a_served_engine_says_and_an_undo_takes_it_back(
         expected = said(reference.url)["text"]
     with served_program(short_path, old) as (url, address):
         before = said(url)
-        assert before["weight_version"] == {"label": "initial", "digest": None}
+        start = httpx.get(f"{url}/v1/weights").json()
+        assert before["weight_version"] == {"label": "initial", "digest": start["version"]["digest"]}
+        assert (start["state"], start["version"]["run"], start["undo"]) == ("serving initial", "start", None)
 
         pushed = liveweight(short_path, "push", new, url, "--version", "step_1")
         assert pushed.returncode == 0, pushed.stderr
@@ -114,6 +117,7 @@ def test_a_push_changes_what_a_served_engine_says_and_an_undo_takes_it_back(
         assert address.startswith(f"ipc://{secret_file(short_path).parent}/engine-")
         version = {name: weights["version"][name] for name in ("label", "digest")}
         assert version == after["weight_version"] == {"label": "step_1", "digest": version["digest"]}
+        assert weights["undo"] == start["version"]
         assert [(row["version"], row["outcome"]) for row in weights["rounds"]] == [("step_1", "committed")]
 
         refused = liveweight(short_path, "push", other, url, "--version", "step_2")
@@ -123,8 +127,36 @@ def test_a_push_changes_what_a_served_engine_says_and_an_undo_takes_it_back(
         assert said(url)["text"] == expected
 
         undone = liveweight(short_path, "undo", url)
-        assert undone.stdout == f"{url} serves the checkpoint of its start\n", undone.stderr
+        assert undone.stdout == f"{url} serves initial\n", undone.stderr
         assert said(url)["text"] == before["text"]
+        again = liveweight(short_path, "undo", url)
+        assert (again.returncode, again.stderr.partition(" ")[0]) == (1, "LW-107")
+
+
+def test_the_options_of_rounds_reach_the_ranks_and_a_run_holds_across_pushes(
+    models: Models, short_path: Path
+) -> None:
+    options = ["--draft-weights", "keep", "--shadow", "host", "--hook", f"{noted_hooks.__name__}:first"]
+    notes, without = short_path / "notes", models.directory(seed=1)
+    notes.mkdir()
+    environment = {noted_hooks.DIRECTORY: str(notes), "PYTHONPATH": str(ROOT)}
+    named = ("--run", "experiment", "--version", "step_1")
+    with served_program(short_path, models.directory(mtp=True), *options, **environment) as (url, _):
+        pushed = liveweight(short_path, "push", without, url, *named)
+        assert pushed.returncode == 0, pushed.stderr
+        assert re.match(r"open 46/(58|59|6\d) · draft kept · staged ", pushed.stdout), pushed.stdout
+        weights = httpx.get(f"{url}/v1/weights").json()
+        assert (weights["version"]["run"], weights["version"]["label"]) == ("experiment", "step_1")
+        assert (weights["draft"], weights["draft_weights"]) == ("kept", "keep")
+        assert weights["rounds"][-1]["draft"] == "kept"
+        again = liveweight(short_path, "push", without, url, *named)
+        assert "installed already" in again.stdout, again.stderr
+        other = liveweight(short_path, "push", models.directory(seed=2), url, *named)
+        assert (other.returncode, "LW-104" in other.stderr) == (1, True)
+        elsewhere = liveweight(short_path, "push", models.directory(seed=2), url, "--version", "step_1")
+        assert elsewhere.returncode == 0, elsewhere.stderr  # a run of its own
+    ran = [file.read_text().count('"hook": "first"') for file in notes.iterdir()]
+    assert ran == [3, 3]  # the start and two commits, on both ranks
 
 
 def test_status_is_a_table_or_json_and_pause_and_resume_say_what_came_of_them(
@@ -201,7 +233,7 @@ def test_health_and_weights_answer_during_a_round_and_an_undo_is_refused(
         after = http.get("/v1/weights").json()
     assert (health.status_code, health.json()["weight_version"]["label"]) == (200, "initial")
     assert weights.status_code == 200
-    assert (weights.json()["version"], weights.json()["rounds"]) == (None, [])
+    assert (weights.json()["version"]["label"], weights.json()["rounds"]) == ("initial", [])
     assert weights.json()["round"] is not None
     assert (undo.status_code, undo.json()["error"]["code"]) == (409, "LW-106")
     assert before["weight_version"]["label"] == "initial"

@@ -11,6 +11,7 @@ import httpx
 import pytest
 
 from liveweight.engine.config import EngineConfig, Updates
+from liveweight.spec.manifest import Version
 from tests.support.echo_engine import EchoEngine
 from tests.support.http_server import Served, serving
 
@@ -52,6 +53,8 @@ OPERATIONS = [
 CONTROL = [
     ("GET", "/v1/weights"),
     ("POST", "/v1/weights/undo"),
+    ("POST", "/v1/weights/verify"),
+    ("POST", "/v1/update_weights"),
     ("POST", "/v1/pause"),
     ("POST", "/v1/resume"),
     ("GET", "/v1/is_paused"),
@@ -68,8 +71,10 @@ def api(served: Served[EchoEngine]) -> Any:
 @pytest.fixture(scope="module")
 def control_api(model_dir: Path) -> Iterator[Any]:
     """An engine of its own: these routes leave it paused."""
-    updates = Updates(address="ipc:///nowhere", secret_file="none")
-    with serving(EchoEngine(EngineConfig(model=str(model_dir), updates=updates))) as running:
+    updates = Updates(address="ipc:///nowhere", secret_file="none", source="ipc:///nowhere")
+    engine = EchoEngine(EngineConfig(model=str(model_dir), updates=updates))
+    engine.offers = [Version(run="run", label="step_1", digest="1" * 32)]
+    with serving(engine) as running:
         yield schemathesis.openapi.from_url(f"{running.url}/openapi.json")
 
 

@@ -1,33 +1,60 @@
-"""What the engine's suites share: the word of transformers."""
+"""What the engine's suites share: engines that take updates, and publishers to them."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
-from tests.support.engines import Logits
+import liveweight as lw
+from liveweight.engine.config import EngineConfig, Updates
+from liveweight.engine.engine import Engine
+from liveweight.wire.values import KvPolicy
+from tests.support.engines import forking
+from tests.support.zygote import Zygote
 
 
-@pytest.fixture(scope="session")
-def transformers_logits() -> Callable[[Path], Logits]:
-    """HF's own logits for a directory, in float32."""
-    loaded: dict[Path, Any] = {}
+@pytest.fixture
+def start(zygote: Zygote, short_path: Path) -> Iterator[Callable[..., Engine]]:
+    """Starts engines that take updates and end with the test."""
+    with ExitStack() as stack:
 
-    def of(directory: Path) -> Logits:
-        if directory not in loaded:
-            from transformers import AutoModelForCausalLM
+        def start(
+            model: Path,
+            *,
+            kv_policy: KvPolicy = "recompute",
+            updates: dict[str, Any] | None = None,
+            environ: dict[str, str] | None = None,
+            **settings: Any,
+        ) -> Engine:
+            given = Updates(
+                address=f"ipc://{short_path}/engine-{len(list(short_path.iterdir()))}.sock",
+                secret_file=str(short_path / "secret"),
+                kv_policy=kv_policy,
+                **(updates or {}),
+            )
+            config = EngineConfig(model=str(model), threads=1, updates=given, **settings)
+            return stack.enter_context(Engine(config, launch=forking(zygote, environ)))
 
-            loaded[directory] = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
+        yield start
 
-        def logits(tokens: Sequence[int]) -> torch.Tensor:
-            with torch.no_grad():
-                table: torch.Tensor = loaded[directory](torch.tensor([list(tokens)])).logits[0]
-            return table
 
-        return logits
+@pytest.fixture
+def publisher(short_path: Path) -> Iterator[Callable[..., lw.Publisher]]:
+    """Publishers, of checkpoint directories and of modules, that close with the test."""
+    with ExitStack() as stack:
 
-    return of
+        def make(engine: Engine, source: object, **settings: Any) -> lw.Publisher:
+            made = lw.Publisher(
+                source,
+                engines=[engine.address or ""],
+                secret=short_path / "secret",
+                directory=short_path / "trainer",
+                **settings,
+            )
+            return stack.enter_context(made)
+
+        yield make

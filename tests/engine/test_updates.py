@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import threading
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,60 +12,23 @@ import pytest
 import liveweight as lw
 from liveweight.engine.config import EngineConfig, Updates
 from liveweight.engine.engine import Engine
-from liveweight.errors import DeadlineExceeded
-from liveweight.wire.values import KvPolicy
+from liveweight.engine.stream import weights_text
+from liveweight.errors import DeadlineExceeded, WrongState
 from tests.support.engines import (
     WITHIN_S,
-    Answer,
     Arch,
     Logits,
     Models,
     answers,
     ask,
     counting,
-    first_difference,
-    forking,
     greedy,
 )
+from tests.support.versions import Clients, mixtures, spans
 from tests.support.zygote import Zygote
 
 Start = Callable[..., Engine]
 PROMPTS = [[5, 6, 7, 8], [9, 10, 11], [300, 20, 7, 7, 7, 100], list(range(40, 75))]
-
-
-@pytest.fixture
-def start(zygote: Zygote, short_path: Path) -> Iterator[Start]:
-    """Starts engines that take updates and end with the test."""
-    with ExitStack() as stack:
-
-        def start(model: Path, *, kv_policy: KvPolicy = "recompute", **settings: Any) -> Engine:
-            updates = Updates(
-                address=f"ipc://{short_path}/engine-{len(list(short_path.iterdir()))}.sock",
-                secret_file=str(short_path / "secret"),
-                kv_policy=kv_policy,
-            )
-            config = EngineConfig(model=str(model), threads=1, updates=updates, **settings)
-            return stack.enter_context(Engine(config, launch=forking(zygote)))
-
-        yield start
-
-
-@pytest.fixture
-def publisher(short_path: Path) -> Iterator[Callable[[Engine, Path], lw.Publisher]]:
-    """Publishers of checkpoint directories that close with the test."""
-    with ExitStack() as stack:
-
-        def make(engine: Engine, source: Path, **settings: Any) -> lw.Publisher:
-            made = lw.Publisher(
-                source,
-                engines=[engine.address or ""],
-                secret=short_path / "secret",
-                directory=short_path / "trainer",
-                **settings,
-            )
-            return stack.enter_context(made)
-
-        yield make
 
 
 def tokens_of(engine: Engine, count: int = 24) -> list[list[int]]:
@@ -86,67 +47,10 @@ def test_after_a_round_the_engine_answers_as_one_started_on_the_new_weights(
     report = with_new.publish("new")
     assert tokens_of(engine) == tokens_of(start(new, tp=tp)) != before
     assert engine.status().weights == f"new@{report.version.digest}"
-    with_new.undo()
+    assert with_new.undo() == (engine.start,)
     assert tokens_of(engine) == before
-    assert engine.status().weights == "initial"
-    assert engine.standing().serving is None
-
-
-def spans(answer: Answer) -> list[tuple[int, int, str]]:
-    """The runs of tokens that came from the same weights: first, end, weights."""
-    found: list[tuple[int, int, str]] = []
-    for index, token in enumerate(answer.tokens):
-        if found and found[-1][2] == token.weights:
-            found[-1] = (found[-1][0], index + 1, token.weights)
-        else:
-            found.append((index, index + 1, token.weights))
-    return found
-
-
-def mixtures(asked: list[tuple[list[int], Answer]], logits: dict[str, Logits]) -> list[str]:
-    """Tokens that their own version would not have drawn, given all tokens before them."""
-    wrong = []
-    for prompt, answer in asked:
-        for first, end, weights in spans(answer):
-            difference = first_difference(
-                logits[weights], [*prompt, *answer.ids[:first]], answer.ids[first:end]
-            )
-            if difference is not None:
-                wrong.append(f"{prompt} under {weights} from {first}: {difference}")
-    return wrong
-
-
-class Clients:
-    """Threads that ask one request after the other, until told to stop; every answer is kept."""
-
-    def __init__(self, engine: Engine, count: int, tokens: int) -> None:
-        self._engine, self._tokens, self._stop = engine, tokens, threading.Event()
-        self.answers: list[tuple[list[int], Answer]] = []
-        self.began = threading.Semaphore(0)
-        self._threads = [threading.Thread(target=self._run, args=(number,)) for number in range(count)]
-
-    def _run(self, number: int) -> None:
-        turn = 0
-        while not self._stop.is_set():
-            prompt = [4 + number, 20 + turn % 50, 30, 31 + number]
-            answer = ask(self._engine, prompt, greedy(self._tokens))
-            self.answers.append((prompt, answer))
-            answer.piece()
-            self.began.release()
-            answer.wait()
-            turn += 1
-
-    def __enter__(self) -> Clients:
-        for thread in self._threads:
-            thread.start()
-        for _ in self._threads:
-            assert self.began.acquire(timeout=WITHIN_S)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._stop.set()
-        for thread in self._threads:
-            thread.join()
+    assert engine.status().weights == f"initial@{engine.start.digest}"
+    assert (engine.standing().serving, engine.standing().undo) == (engine.start, None)
 
 
 LOADS = [
@@ -170,7 +74,7 @@ def test_no_token_comes_from_a_mixture_while_rounds_commit(
 ) -> None:
     directories = [models.directory(), models.directory(seed=1), models.directory(seed=2)]
     engine = start(directories[0], tp=tp, overlap=overlap)
-    logits = {"initial": transformers_logits(directories[0])}
+    logits = {weights_text(engine.start): transformers_logits(directories[0])}
     publishers = [publisher(engine, directory) for directory in directories]
     with Clients(engine, clients, 60) as asking:
         for number in range(rounds):
@@ -178,10 +82,28 @@ def test_no_token_comes_from_a_mixture_while_rounds_commit(
             logits[f"{number}@{report.version.digest}"] = transformers_logits(directories[(number + 1) % 3])
             assert asking.began.acquire(timeout=WITHIN_S)  # requests go on in between
     assert all(answer.finish == "length" and len(answer.ids) == 60 for _, answer in asking.answers)
-    assert mixtures(asking.answers, logits) == []
+    assert mixtures(asking.answers, logits.__getitem__) == []
     assert sum(len(spans(answer)) > 1 for _, answer in asking.answers) >= rounds / 2
     status = engine.status()
     assert (status.running, status.waiting, status.blocks_free) == (0, 0, status.blocks_total)
+
+
+def test_with_shadows_on_the_host_no_token_comes_from_a_mixture_either(
+    start: Start, publisher: Any, models: Models, transformers_logits: Callable[[Path], Logits]
+) -> None:
+    directories = [models.directory(), models.directory(seed=1)]
+    engine = start(directories[0], tp=2, updates={"shadow": "host", "staging_threads": 2})
+    logits = {weights_text(engine.start): transformers_logits(directories[0])}
+    publishers = [publisher(engine, directory) for directory in directories]
+    with Clients(engine, 3, 60) as asking:
+        for number in range(4):
+            report = publishers[(number + 1) % 2].publish(number)
+            logits[weights_text(report.version)] = transformers_logits(directories[(number + 1) % 2])
+            assert asking.began.acquire(timeout=WITHIN_S)
+    assert mixtures(asking.answers, logits.__getitem__) == []
+    now = tokens_of(engine)
+    engine.undo(WITHIN_S)
+    assert tokens_of(engine) != now == tokens_of(start(directories[0], tp=2))
 
 
 def test_with_reuse_every_token_says_its_weights_and_old_pages_are_not_found_again(
@@ -195,7 +117,10 @@ def test_with_reuse_every_token_says_its_weights_and_old_pages_are_not_found_aga
     report = publisher(engine, new).publish("new")
     for answer in asked:
         assert answer.wait().finish == "length"
-        assert [weights for _, _, weights in spans(answer)] == ["initial", f"new@{report.version.digest}"]
+        assert [weights for _, _, weights in spans(answer)] == [
+            weights_text(engine.start),
+            weights_text(report.version),
+        ]
         assert answer.last is not None
         assert answer.last.reused_kv
     assert engine.status().counts.preemptions == 0
@@ -216,7 +141,7 @@ def test_with_drop_running_requests_end_with_what_they_have(
     publisher(engine, models.directory(seed=1), **(policy if who == "publisher" else {})).publish("new")
     for answer in asked:
         assert answer.wait().finish == "abort"
-        assert [weights for _, _, weights in spans(answer)] == ["initial"]
+        assert [weights for _, _, weights in spans(answer)] == [weights_text(engine.start)]
 
 
 def test_an_idle_engine_commits_at_once(start: Start, publisher: Any, models: Models) -> None:
@@ -224,15 +149,43 @@ def test_an_idle_engine_commits_at_once(start: Start, publisher: Any, models: Mo
     source = publisher(engine, models.directory(seed=1))
     report = source.publish("new")
     standing = engine.standing()
-    assert (standing.serving, standing.undo, standing.round) == (report.version, None, None)
+    assert (standing.serving, standing.undo, standing.round) == (report.version, engine.start, None)
     assert engine.status().counts.steps == 0
-    assert engine.undo(WITHIN_S) is None
-    assert engine.standing().serving is None
+    assert engine.undo(WITHIN_S) == engine.start
+    assert (engine.standing().serving, engine.standing().undo) == (engine.start, None)
     assert [(r.version, r.outcome) for r in engine.standing().rounds] == [
         ("new", "committed"),
         ("new", "undone"),
     ]
-    assert engine.undo(WITHIN_S) == report.version  # an undo is taken back in the same way
+    with pytest.raises(WrongState, match="no version before it"):
+        engine.undo(WITHIN_S)
+    assert source.publish("new").version == report.version  # the way forward is a round
+    assert engine.standing().serving == report.version
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+@pytest.mark.parametrize(
+    ("arch", "tied", "mtp"), [("qwen3", True, False), ("qwen3", False, True), ("qwen3_moe", True, False)]
+)
+def test_the_weights_of_the_start_have_the_digest_that_a_push_of_the_same_directory_has(
+    start: Start, publisher: Any, models: Models, arch: Arch, tied: bool, mtp: bool, tp: int
+) -> None:
+    directory = models.directory(arch, tied=tied, mtp=mtp, dtype="bfloat16")
+    engine = start(directory, tp=tp, dtype="float32")
+    assert (engine.start.run, engine.start.label) == ("start", "initial")
+    asked = ask(engine, PROMPTS[0], greedy(400))
+    asked.piece()
+    report = publisher(engine, directory).publish("same")
+    assert report.unchanged is False  # another name: run and label identify a version
+    assert report.version.digest == engine.start.digest
+    assert engine.standing().serving == report.version
+    assert asked.wait().finish == "length"  # under the same content requests go on as they are
+    assert [weights for _, _, weights in spans(asked)] == [
+        weights_text(engine.start),
+        "same@" + report.version.digest,
+    ]
+    assert asked.last is not None
+    assert (asked.last.reused_kv, engine.status().counts.preemptions) == (False, 0)
 
 
 def test_a_pause_that_keeps_requests_lets_them_go_on_where_they_were(

@@ -54,14 +54,21 @@ def test_a_killed_trainer_leaves_the_old_version_serving(
     assert_holds(ranks, 3)
 
 
-def test_a_trainer_killed_after_the_votes_leaves_the_old_version_serving(cluster: Cluster) -> None:
+@pytest.mark.parametrize(
+    ("sent", "seen"),
+    [(signal.SIGKILL, "Aborted"), (signal.SIGSTOP, "LeaseExpired")],
+    ids=["killed", "stopped"],
+)
+def test_a_trainer_gone_after_the_votes_leaves_the_old_version_serving(
+    cluster: Cluster, sent: signal.Signals, seen: str
+) -> None:
     ranks, trainer = ready(cluster, "frozen", lease_s=1.0)
     trainer.ask("hold", event="Committing")
-    ranks[0].ask("hold", event="LeaseExpired")
+    ranks[0].ask("hold", event=seen)
     trainer.begin("publish", label=2)
     trainer.held("Committing")
-    trainer.kill()
-    ranks[0].held("LeaseExpired")
+    trainer.signal(sent)
+    ranks[0].held(seen)
     ranks[0].ask("go")
     assert_holds(ranks, 1)
     assert "error" not in cluster.trainer(run="successor").ask("publish", label=3)
@@ -96,11 +103,10 @@ def test_a_killed_rank_fails_the_round_at_once_and_by_name(cluster: Cluster, off
         trainer.ask("go")
     error = trainer.end(call)["error"]
     assert (error["code"], error["serving"], error["retryable"]) == ("LW-205", "1", True)
-    # Held at the vote, the trainer hears of it only when rank 0, whose group has failed, may be gone too.
-    assert error["rank"] in ((1, None) if moment == VOTE else (1,))
+    assert error["rank"] == 1
     lost = ranks[0].expect("lost")
     assert lost["fingerprint"] == model.expected(1, 0, WORLD)
-    ranks[0].ended()
+    ranks[0].finish()
     replaced = cluster.replica(WORLD, label=1)
     assert "error" not in trainer.ask("publish", label=3)
     assert_holds(replaced, 3)
@@ -263,13 +269,13 @@ def test_a_publisher_killed_between_two_commits_leaves_each_replica_whole(cluste
     assert "error" not in trainer.ask("publish", label=1)
     trainer.ask("hold", event="Committing", rank=1)
     first[0].ask("hold", event="Committed", rank=REPLICA)
-    second[0].ask("hold", event="LeaseExpired")
+    second[0].ask("hold", event="Aborted")
     trainer.begin("publish", label=2)
     trainer.held("Committing")
     first[0].held("Committed")
     trainer.kill()
     first[0].ask("go")
-    second[0].held("LeaseExpired")
+    second[0].held("Aborted")
     second[0].ask("go")
     assert_holds(first, 2)
     assert_holds(second, 1)
@@ -297,7 +303,7 @@ def test_a_killed_leader_ends_the_round_and_its_successor_is_found(
     assert error["code"] in ("LW-205", "LW-602")  # gone; or gone after it was told to commit
     lost = ranks[1].expect("lost")
     assert lost["fingerprint"] in (model.expected(1, 1, WORLD), model.expected(2, 1, WORLD))
-    ranks[1].ended()
+    ranks[1].finish()
     replaced = cluster.replica(WORLD, label=1)
     assert "error" not in trainer.ask("publish", label=3)
     assert_holds(replaced, 3)

@@ -16,7 +16,7 @@ from liveweight.devices.device import CPU
 from liveweight.errors import LayoutInvalid, Refused, RoundFailed
 from liveweight.observe.events import OfferKind
 from liveweight.trainer.report import Report
-from liveweight.worker.torch_target import ExchangeMode
+from liveweight.worker.torch_target import ExchangeMode, TensorTarget
 from tests.support.fake_cuda import GPUS, fake_cuda
 from tests.support.wire import SECRET
 
@@ -141,3 +141,63 @@ sys.exit(f"loaded {loaded}" if loaded else 0)
 def test_a_round_in_host_memory_touches_nothing_of_cuda() -> None:
     run = subprocess.run([sys.executable, "-c", HOST_ONLY], capture_output=True, timeout=100, text=True)
     assert run.returncode == 0, run.stderr
+
+
+@pytest.mark.parametrize("offer", ["live", "frozen"])
+def test_a_rank_whose_shadow_is_on_the_host_reads_sources_there(offer: OfferKind, short_path: Path) -> None:
+    trained, there = Net(1.0), fake_cuda(short_path)
+    held = {
+        name: part.view(torch.float32).view(like.shape)
+        for (name, like), part in zip(
+            Net(0.0).state_dict().items(), there.allocate([192, 64, 192, 12], "weights"), strict=True
+        )
+        if name != "tied"
+    }
+    addresses = [tensor.data_ptr() for tensor in held.values()]
+    with (
+        lw.share_module(trained) as shared,
+        lw.Receiver(held, device=there, secret=SECRET, shadow="host") as receiver,
+        lw.Publisher(
+            shared if offer == "live" else trained,
+            engines=[receiver.address],
+            secret=SECRET,
+            directory=short_path,
+            offer=offer,
+        ) as publisher,
+    ):
+        report = answered(receiver, lambda: publisher.publish(1))
+        assert (report.offer, report.verified) == (offer, True)
+        assert all(torch.equal(tensor, trained.state_dict()[name]) for name, tensor in held.items())
+        with torch.no_grad():
+            trained.q.fill_(7.0)
+        answered(receiver, lambda: publisher.publish(2))
+        assert held["q"].eq(7.0).all()
+        with ThreadPoolExecutor(1) as pool:
+            undone = pool.submit(publisher.undo)
+            while not undone.done():
+                receiver.at_boundary(0.01)
+            undone.result()
+        assert held["q"].eq(1.0).all()
+    assert [tensor.data_ptr() for tensor in held.values()] == addresses
+
+
+def test_a_rank_whose_shadow_is_on_the_host_refuses_a_source_on_a_device(short_path: Path) -> None:
+    here = fake_cuda(short_path)
+    with (
+        lw.Receiver({"w": torch.zeros(4)}, device=here, secret=SECRET, shadow="host") as receiver,
+        lw.Publisher(
+            {"w": torch.ones(4)},
+            device=here,
+            engines=[receiver.address],
+            secret=SECRET,
+            directory=short_path,
+        ) as publisher,
+        pytest.raises(RoundFailed, match="cpu"),
+    ):
+        answered(receiver, lambda: publisher.publish(1))
+
+
+def test_a_target_of_ones_own_says_itself_where_its_shadow_is() -> None:
+    own = TensorTarget({"w": torch.zeros(4)})
+    with pytest.raises(ValueError, match="decides itself"):
+        lw.Receiver(own, secret=SECRET, shadow="host")

@@ -71,13 +71,16 @@ def test_a_restarted_trainer_is_a_new_run(cluster: Cluster) -> None:
     assert_holds(ranks, 2, 0)
 
 
-def test_an_undo_can_itself_be_undone(cluster: Cluster) -> None:
+def test_an_undo_cannot_be_undone_and_the_way_forward_is_a_round(cluster: Cluster) -> None:
     ranks = cluster.replica(1)
     trainer = cluster.trainer()
     trainer.ask("publish", label=1)
     trainer.ask("publish", label=2)
     assert trainer.ask("undo")["serving"] == [1]
-    assert trainer.ask("undo")["serving"] == [2]  # the shadow holds what was live before
+    refused = trainer.ask("undo")["error"]
+    assert (refused["code"], refused["serving"]) == ("LW-107", "1")
+    assert_holds(ranks, 1)
+    assert trainer.ask("publish", label=2)["unchanged"] is False
     assert_holds(ranks, 2)
 
 

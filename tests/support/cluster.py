@@ -2,24 +2,22 @@
 
 from __future__ import annotations
 
-import json
 import os
-import queue
 import select
 import signal
-import threading
-import time
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
+from liveweight.engine.config import EngineConfig
+from tests.support.conversation import ANSWER_S, Conversation
 from tests.support.zygote import Zygote
 
-ANSWER_S = 60.0
 
-
-class Program:
+class Program(Conversation):
     """One process of a test, and what it says."""
 
     def __init__(self, zygote: Zygote, module: str, config: dict[str, Any]) -> None:
@@ -29,52 +27,7 @@ class Program:
         self._pidfd = os.pidfd_open(self.pid)
         os.close(its_input)
         os.close(its_output)
-        self._stdin = os.fdopen(our_output, "w")
-        self._stdout = os.fdopen(our_input)
-        self._said: queue.Queue[dict[str, Any] | None] = queue.Queue()
-        self._kept: list[dict[str, Any]] = []
-        self._calls = 0
-        self._reader = threading.Thread(target=self._read, daemon=True)
-        self._reader.start()
-
-    def _read(self) -> None:
-        for line in self._stdout:
-            self._said.put(json.loads(line))
-        self._said.put(None)
-
-    def expect(self, key: str, value: object = None, within_s: float = ANSWER_S) -> dict[str, Any]:
-        """The next thing said that has that key (and value); what else was said is kept."""
-        ends_s = time.monotonic() + within_s
-        looked = 0
-        while True:
-            for number in range(looked, len(self._kept)):
-                said = self._kept[number]
-                if key in said and value in (None, said[key]):
-                    return self._kept.pop(number)
-            looked = len(self._kept)
-            said_now = self._said.get(timeout=max(0.0, ends_s - time.monotonic()))
-            if said_now is None:
-                raise AssertionError(f"process {self.pid} ended before it said {key}")
-            self._kept.append(said_now)
-
-    def begin(self, do: str, **arguments: object) -> int:
-        """Give a command; `end` has its answer."""
-        self._calls += 1
-        self._stdin.write(json.dumps({"do": do, "id": self._calls, **arguments}) + "\n")
-        self._stdin.flush()
-        return self._calls
-
-    def end(self, call: int, within_s: float = ANSWER_S) -> dict[str, Any]:
-        """The answer to a command."""
-        return self.expect("id", call, within_s)
-
-    def ask(self, do: str, within_s: float = ANSWER_S, **arguments: object) -> dict[str, Any]:
-        """Give a command and wait for its answer."""
-        return self.end(self.begin(do, **arguments), within_s)
-
-    def held(self, event: str, within_s: float = ANSWER_S) -> None:
-        """Wait until the program holds in that moment."""
-        self.expect("held", event, within_s)
+        super().__init__(f"process {self.pid}", reads=os.fdopen(our_input), writes=os.fdopen(our_output, "w"))
 
     def signal(self, number: signal.Signals) -> None:
         """Stop, continue or kill it."""
@@ -109,11 +62,8 @@ class Program:
     def close(self) -> None:
         """Make sure that it is gone."""
         self.kill()
-        self._reader.join()
         os.close(self._pidfd)
-        self._stdout.close()
-        with suppress(BrokenPipeError):
-            self._stdin.close()
+        super().close()
 
 
 class Cluster:
@@ -174,6 +124,19 @@ class Cluster:
             "dtype": "bfloat16",
         }
         return self._start("tests.support.trainer_program", config | options)
+
+    def engine(self, config: EngineConfig, consoles: list[str]) -> Program:
+        """Start an engine in a process of its own; it says when it is ready."""
+        told = {"engine": msgspec.to_builtins(config), "consoles": consoles}
+        return self._start("tests.support.engine_program", told)
+
+    def snapshots(self, role: str, store: Path, first: int = 0) -> Program:
+        """Start a process that writes or prunes snapshots until it is killed, and wait until it begins."""
+        program = self._start(
+            "tests.support.snapshot_program", {"role": role, "store": str(store), "first": first}
+        )
+        program.expect("ready")
+        return program
 
     def finish(self, ranks: list[Program]) -> list[int]:
         """End a replica the ordinary way (one rank's word to stop reaches all); the exit codes."""

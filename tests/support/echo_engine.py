@@ -8,26 +8,32 @@ from __future__ import annotations
 import itertools
 import threading
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from liveweight.engine.account import Counts
 from liveweight.engine.config import EngineConfig
 from liveweight.engine.desk import Standing
 from liveweight.engine.models.spec import ModelSpec
+from liveweight.engine.requested import Steps, Updated, Wish
 from liveweight.engine.requests import Delta, Finish, Sampling, Sink, Token
 from liveweight.engine.status import PauseMode, Pausing, State, Status
+from liveweight.engine.stream import weights_text
 from liveweight.engine.text import TextStream, Tokenizer
+from liveweight.engine.verifying import Answer, Question
 from liveweight.errors import (
     EngineStopping,
     LiveWeightError,
     QueueFull,
     RankLost,
     RequestInvalid,
+    VersionNotOffered,
     WrongState,
 )
 from liveweight.spec.deadline import Deadline
 from liveweight.spec.manifest import Version
+from liveweight.wire.values import RankTimes
+from tests.support.echo_weights import HELD, look
 
 BLOCK = 16
 PADDING = 5
@@ -54,7 +60,8 @@ class Row:
 class EchoEngine:
     """The whole facade. `pace_s` is the time of a step; `gate` lets steps run; `switch` maps a token's index to new weights.
 
-    `told` is what it says of its rounds, and `objection` what an undo is refused with.
+    `told` is what it says of its rounds, `offers` what its source has, and `objection` what an undo, an update or a
+    verification is refused with; `damaged` weights are not what was installed.
     """
 
     def __init__(
@@ -68,8 +75,13 @@ class EchoEngine:
         self.gate = threading.Event()
         self.gate.set()
         self.switch: dict[int, str] = {}
-        self.told = Standing(state="serving", serving=None, undo=None, round=None, rounds=())
+        self.start = Version(run="start", label="initial", digest="0" * 32)
+        self.told = Standing(state="serving initial", serving=self.start, undo=None, round=None, rounds=())
         self.objection: LiveWeightError | None = None
+        self.questions: list[Question] = []
+        self.damaged = False
+        self.offers: list[Version] = []
+        self.wishes: list[Wish] = []
         self.total_blocks = 4096
         self._held: set[int] | None = None  # while paused: the requests that still run
         self._pace_s = pace_s
@@ -123,7 +135,7 @@ class EchoEngine:
                 blocks_total=self.total_blocks,
                 blocks_free=self.total_blocks - sum(row.blocks for row in running),
                 fault=self._fault,
-                weights="w0",
+                weights=weights_text(self.start),
                 paused=self.paused,
                 counts=self._counts.copy(),
             )
@@ -178,6 +190,50 @@ class EchoEngine:
             raise WrongState("serving, without an undo", "undo")
         self.told = Standing(state="serving", serving=back, undo=None, round=None, rounds=self.told.rounds)
         return back
+
+    def verify(self, question: Question) -> Answer:
+        if self.config.updates is None:
+            raise WrongState("started without live updates", "a verification")
+        if self.objection is not None:
+            raise self.objection
+        self.questions.append(question)
+        source = question.against == "source"
+        offered = [version for version in self.offers if question.version in (None, version.label)]
+        if source and not offered:
+            raise VersionNotOffered(str(question.version), [str(version) for version in self.offers])
+        answer = look(
+            replace(question, manifest=HELD) if source else question,
+            self.told.serving or self.start,
+            damaged=self.damaged,
+        )
+        return replace(answer, compared_with=offered[-1]) if source else answer
+
+    def update_weights(self, wish: Wish) -> Updated:
+        if self.config.updates is None or self.config.updates.source is None:
+            raise WrongState("started without a source (--weights-from)", "an update that is asked for")
+        self.wishes.append(wish)
+        if self.objection is not None:
+            raise self.objection
+        labels = [str(version.label) for version in self.offers]
+        wanted = labels[-1] if labels and wish.version is None else str(wish.version)
+        if wanted not in labels:
+            raise VersionNotOffered(wanted, labels)
+        version = self.offers[labels.index(wanted)]
+        unchanged = self.told.serving == version
+        self.told = Standing(state=f"serving {version}", serving=version, undo=None, round=None, rounds=())
+        times = [0.0] * 8 if unchanged else [0.25, 1.5, 0.5, 0.0, 0.01, 0.02, 0.002, 2.5]
+        ranks = tuple(RankTimes(rank=rank) if unchanged else _times(rank) for rank in range(self.config.tp))
+        return Updated(
+            version=version,
+            outcome="unchanged" if unchanged else "committed",
+            round=None if unchanged else "boot/1",
+            mode="ipc",
+            verified=wish.verify and not unchanged,
+            tensors=46,
+            kept=(),
+            steps=Steps(**dict(zip(Steps.__slots__, times, strict=True))),
+            ranks=ranks,
+        )
 
     def on_failure(self, callback: Callable[[LiveWeightError], None]) -> None:
         with self._changed:
@@ -272,11 +328,15 @@ class EchoEngine:
         shift = 0 if sampling.temperature == 0 else sampling.seed
         chosen = row.prompt[(at + shift) % len(row.prompt)]
         since = [index for index in self.switch if index <= at]
-        weights = self.switch[max(since)] if since else "w0"
+        weights = self.switch[max(since)] if since else weights_text(self.start)
         if sampling.logprobs is None:
             return Token(id=chosen, weights=weights)
         top = tuple(((chosen + n) % self.tokenizer.size, -0.5 - n) for n in range(sampling.logprobs))
         return Token(id=chosen, weights=weights, logprob=-0.5, top=top)
+
+
+def _times(rank: int) -> RankTimes:
+    return RankTimes(rank=rank, staged_bytes=100, stage_s=1.0 + rank, verify_s=0.5, swap_s=0.25)
 
 
 def _spec(vocab: int, *, sparse: bool) -> ModelSpec:

@@ -1,18 +1,59 @@
-"""A rank of the embedded engine, forked from the zygote: standard input is its end of the stream."""
+"""A rank of the embedded engine. Forked from the zygote, standard input is its end of the stream.
+
+With a console it tells the test the moments of its part in rounds, and holds there.
+"""
 
 from __future__ import annotations
 
+import ctypes
+import gc
 import os
+import socket
 from typing import Any
 
 import liveweight.engine.loading
 import liveweight.engine.models.model
 from liveweight.engine import rank
+from liveweight.observe.bus import Bus
+from liveweight.worker.torch_target import TensorTarget
+from tests.support.program import Console
 
 del liveweight
+HOLD = f"{__name__}:hold"
+"""The hook in which a rank can be held."""
+consoles: list[Console] = []
 
 
 def main(config: dict[str, Any]) -> None:
-    """Be a rank until the stream ends."""
-    del config
-    rank.main(os.dup(0), parent=None)
+    """Be a rank until the stream ends, with the variables that it was given.
+
+    `console` is where the test listens; `stream` and `parent` are for a rank that was not forked.
+    """
+    os.environ.update(config.get("environ", {}))
+    stream, parent = config.get("stream"), config.get("parent")
+    if stream is None:
+        stream = os.dup(0)
+    if "console" not in config:
+        rank.main(stream, parent=parent)
+        return
+    with socket.socket(socket.AF_UNIX) as link:
+        link.connect(config["console"])
+        console = Console(link.makefile("r"), link.makefile("w"))
+        consoles.append(console)
+        console.at_once["damage"] = damage
+        console.say(pid=os.getpid())
+        bus = Bus()
+        with bus.subscribe(console.on_event):
+            rank.main(stream, parent=parent, bus=bus)
+
+
+def hold(model: object) -> None:
+    """The hook: a moment."""
+    del model
+    consoles[0].moment("Hook")
+
+
+def damage() -> None:
+    """Flip one bit of the shadow."""
+    target = next(found for found in gc.get_objects() if isinstance(found, TensorTarget))
+    ctypes.c_ubyte.from_address(target.shadow()[0].address).value ^= 1

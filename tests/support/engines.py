@@ -53,12 +53,13 @@ class Forked:
         return 0
 
 
-def forking(zygote: Zygote) -> Launch:
-    """Start ranks by forking."""
+def forking(zygote: Zygote, environ: dict[str, str] | None = None) -> Launch:
+    """Start ranks by forking, with these variables."""
 
     def launch(rank: int, end: socket.socket) -> Process:
         del rank
-        return Forked(zygote.start("tests.support.engine_rank_program", {}, end.fileno(), 1))
+        config: dict[str, object] = {"environ": environ or {}}
+        return Forked(zygote.start("tests.support.engine_rank_program", config, end.fileno(), 1))
 
     return launch
 

@@ -27,6 +27,11 @@ class FakeDriver:
         self.directory, self.gpus = directory, gpus
         self.homes, self.totals_bytes = [torch.device("cpu")] * len(gpus), [TOTAL_BYTES] * len(gpus)
         self.files: dict[int, str] = {}
+        self.used_bytes = 0
+        """Memory of all GPUs that was had so far."""
+        self.pinned: dict[int, int] = {}
+        """Host memory that is pinned: address and size."""
+        self.may_pin = True
         self.synchronised: list[int] = []
         """The GPUs that were waited for, in order."""
         self.runs: list[int] = []
@@ -58,6 +63,7 @@ class FakeDriver:
             raise torch.OutOfMemoryError(f"tried to allocate {size_bytes} bytes")
         if size_bytes == 0:
             return torch.empty(0, dtype=torch.uint8)
+        self.used_bytes += size_bytes
         name = f"{self.gpu(index)}-{secrets.token_hex(8)}"
         storage = self._map(name, size_bytes)
         self.files[storage.data_ptr()] = name
@@ -81,6 +87,18 @@ class FakeDriver:
         if not name.startswith(self.gpu(index)):
             raise RuntimeError("invalid device context")
         return self._map(name, handle.size_bytes)
+
+    def pin(self, index: int, address: int, size_bytes: int) -> None:
+        """Noted. RuntimeError, as the driver's, for what is pinned already, or where there is no more to be had."""
+        del index
+        if not self.may_pin or address in self.pinned:
+            raise RuntimeError("CUDA error: out of memory")
+        self.pinned[address] = size_bytes
+
+    def unpin(self, index: int, address: int) -> None:
+        """Forgotten."""
+        del index
+        del self.pinned[address]
 
     def synchronise(self, index: int) -> None:
         """Counted."""

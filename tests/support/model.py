@@ -111,8 +111,16 @@ def expected(label: int, rank: int, world: int, dtype: torch.dtype = torch.bfloa
 
 def module(label: int, dtype: torch.dtype = torch.bfloat16) -> torch.nn.Module:
     """The full weights as a module tree, as a trainer has them."""
+    values = full(label, dtype)
+    kept = values["layers.0.down.weight"]
+    values["layers.0.down.weight"] = kept.T.contiguous().T  # a trainer may keep it transposed
+    return tree(values)
+
+
+def tree(tensors: Mapping[str, torch.Tensor]) -> torch.nn.Module:
+    """Modules whose parameters have these names and values."""
     root = torch.nn.Module()
-    for name, tensor in full(label, dtype).items():
+    for name, tensor in tensors.items():
         *path, last = name.split(".")
         parent = root
         for part in path:
@@ -122,15 +130,13 @@ def module(label: int, dtype: torch.dtype = torch.bfloat16) -> torch.nn.Module:
             if child is None:
                 raise ValueError(name)
             parent = child
-        if name == "layers.0.down.weight":
-            tensor = tensor.T.contiguous().T  # a trainer may keep it transposed
         parent.register_parameter(last, torch.nn.Parameter(tensor, requires_grad=False))
     return root
 
 
-def load(weights: torch.nn.Module, label: int) -> None:
-    """Give a module the values of that version, in place, as an optimiser would."""
+def load(weights: torch.nn.Module, values: Mapping[str, torch.Tensor]) -> None:
+    """Give a module these values, in place, as an optimiser would."""
     parameters = dict(weights.named_parameters())
     with torch.no_grad():
-        for name, tensor in full(label).items():
+        for name, tensor in values.items():
             parameters[name].copy_(tensor)

@@ -12,7 +12,7 @@ import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from liveweight.errors import LiveWeightError, RoundFailed
 from liveweight.observe.events import AnyEvent
@@ -25,11 +25,15 @@ REPLICA = -1
 class Console:
     """Commands for the main thread, and holds that other threads wait in."""
 
-    def __init__(self) -> None:
+    def __init__(self, reads: TextIO | None = None, writes: TextIO | None = None) -> None:
+        """Standard input and output, unless others are given."""
+        self._reads, self._writes = reads or sys.stdin, writes or sys.stdout
         self.commands: queue.Queue[dict[str, Any]] = queue.Queue()
         self._print = threading.Lock()
         self._hold: tuple[str, int | None] | None = None
         self._go = threading.Event()
+        self.at_once: dict[str, Callable[[], None]] = {}
+        """Commands that are carried out where they are read, while other threads may hold."""
         self.armed: str | None = None
         """Damage that the program does to itself once, when the test asked for it."""
         threading.Thread(target=self._read, daemon=True, name="console").start()
@@ -37,8 +41,8 @@ class Console:
     def say(self, **facts: object) -> None:
         """One line to the test."""
         with self._print:
-            sys.stdout.write(json.dumps(facts) + "\n")
-            sys.stdout.flush()
+            self._writes.write(json.dumps(facts) + "\n")
+            self._writes.flush()
 
     def on_event(self, event: AnyEvent) -> None:
         """The bus's reader: tells the test what happened, and holds where it was asked to."""
@@ -54,7 +58,7 @@ class Console:
             self._go.clear()
 
     def _read(self) -> None:
-        for line in sys.stdin:
+        for line in self._reads:
             command = json.loads(line)
             match command["do"]:
                 case "hold":
@@ -68,6 +72,9 @@ class Console:
                     self.say(id=command["id"])
                 case "go":
                     self._go.set()
+                    self.say(id=command["id"])
+                case do if do in self.at_once:
+                    self.at_once[do]()
                     self.say(id=command["id"])
                 case _:
                     self.commands.put(command)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import queue
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,9 @@ from liveweight.worker.torch_target import TensorTarget
 from tests.support import model
 from tests.support.program import Console
 
+GROUP_S = 30.0
+"""Longer than a test holds a rank, and shorter than it waits for one: gloo may miss that a peer was killed."""
+
 
 def main(config: dict[str, Any]) -> None:
     """The config has address, secret, rank, world, store, exchange, threads, label."""
@@ -25,7 +29,13 @@ def main(config: dict[str, Any]) -> None:
     console, bus = Console(), Bus()
     group = None
     if world > 1:
-        dist.init_process_group("gloo", init_method=f"file://{config['store']}", rank=rank, world_size=world)
+        dist.init_process_group(
+            "gloo",
+            init_method=f"file://{config['store']}",
+            rank=rank,
+            world_size=world,
+            timeout=timedelta(seconds=GROUP_S),
+        )
         group = dist.group.WORLD
     held = model.parameters(rank, world, config["label"], getattr(torch, config["dtype"]))
     target = TensorTarget(held, exchange=config["exchange"])
@@ -76,6 +86,7 @@ def serve(console: Console, receiver: lw.Receiver, tensors: dict[str, torch.Tens
             stop = meet(console, receiver, tensors)
         except (lw.LiveWeightError, RuntimeError) as error:  # gloo's errors are RuntimeErrors
             console.say(lost=str(error), fingerprint=model.fingerprint(tensors))
+            console.commands.get()  # the replica's leader lives until the test has seen what it makes of this
             raise
         if stop:
             return
@@ -117,5 +128,8 @@ def act(
                 "version": None if version is None else version.label,
                 "fingerprint": model.fingerprint(tensors),
             }
+        case "flip":
+            ctypes.c_ubyte.from_address(tensors[command["name"]].data_ptr()).value ^= 1
+            return {}
         case other:
             raise ValueError(other)

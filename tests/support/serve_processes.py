@@ -104,6 +104,16 @@ def ranks_of(started: subprocess.Popen[str]) -> list[Process]:
     return [by_rank["0"], by_rank["1"]]
 
 
+def descendants_of(started: subprocess.Popen[str]) -> list[Process]:
+    """All processes that it started, and those that they started."""
+    known = {int(path.name): _fields(int(path.name)) for path in Path("/proc").glob("[0-9]*")}
+    family, found = {started.pid}, list[Process]()
+    while more := [pid for pid, f in known.items() if f and pid not in family and int(f["parent"]) in family]:
+        family |= set(more)
+        found += [Process(pid, fields["born"]) for pid in more if (fields := known[pid]) is not None]
+    return found
+
+
 def alive(processes: Iterable[Process]) -> list[Process]:
     """Those that have not ended."""
     return [process for process in processes if process.alive]

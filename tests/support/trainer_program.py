@@ -1,20 +1,23 @@
-"""A trainer: holds a version of the test model and publishes it when it is told to."""
+"""A trainer: holds a version of the test model, or of a checkpoint, and publishes it when it is told to."""
 
 from __future__ import annotations
 
 import ctypes
 import gc
 import threading
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file
 
 import liveweight as lw
 from liveweight.errors import DeadlineExceeded
 from liveweight.observe.bus import Bus
 from liveweight.observe.events import AnyEvent, OfferMade
 from liveweight.spec.deadline import Deadline
+from liveweight.trainer.errands import ReplicaVerdict
 from liveweight.trainer.replica import WireReplica
 from liveweight.transports.ipc.arena import SharedArena
 from liveweight.wire.credentials import Secret, load_or_create_secret
@@ -25,10 +28,14 @@ from tests.support.program import Console
 
 
 def main(config: dict[str, Any]) -> None:
-    """The config has engines, secret, directory, offer, verify, timeout_s, run, dtype, quorum."""
+    """The config has engines, secret, directory, offer, verify, timeout_s, run, dtype, quorum; and `checkpoints`, if those are to be
+    published, in the place of labels from 0 on."""
     torch.set_num_threads(1)
     console, bus = Console(), Bus()
-    weights = model.module(0, getattr(torch, config["dtype"]))
+    values = values_of(config.get("checkpoints"))
+    weights = (
+        model.tree(values(0)) if "checkpoints" in config else model.module(0, getattr(torch, config["dtype"]))
+    )
     secret = load_or_create_secret(Path(config["secret"]))
     source: object = lw.share_module(weights) if config["offer"] == "live" else weights
     with (
@@ -45,14 +52,32 @@ def main(config: dict[str, Any]) -> None:
             lease_s=config["lease_s"],
             quorum=config["quorum"],
             run=config["run"],
+            transfer_mode=config.get("transfer_mode", "ipc"),
             threads=2,
             bus=bus,
         ) as publisher,
     ):
         console.say(ready="")
         while (command := console.commands.get())["do"] != "stop":
-            console.serve(command, lambda asked: act(asked, publisher, weights))
+            console.serve(command, lambda asked: act(asked, publisher, weights, values))
         console.say(id=command["id"])
+
+
+Values = Callable[[int], Mapping[str, torch.Tensor]]
+
+
+def values_of(checkpoints: list[str] | None) -> Values:
+    """The weights that a label stands for."""
+    return model.full if checkpoints is None else lambda label: read_checkpoint(checkpoints[label])
+
+
+def read_checkpoint(directory: str) -> dict[str, torch.Tensor]:
+    """All its tensors."""
+    return {
+        name: tensor
+        for file in Path(directory).glob("*.safetensors")
+        for name, tensor in load_file(file).items()
+    }
 
 
 class Watched(WireReplica):
@@ -93,21 +118,23 @@ def damage(console: Console, weights: torch.nn.Module, event: AnyEvent) -> None:
         ctypes.c_ubyte.from_address(address).value ^= 1
 
 
-def act(command: dict[str, Any], publisher: lw.Publisher, weights: torch.nn.Module) -> dict[str, object]:
+def act(
+    command: dict[str, Any], publisher: lw.Publisher, weights: torch.nn.Module, values: Values
+) -> dict[str, object]:
     """What the test may ask of a trainer."""
     match command["do"]:
         case "set":
-            model.load(weights, command["label"])
+            model.load(weights, values(command["label"]))
             return {}
         case "offer":
-            model.load(weights, command["label"])
+            model.load(weights, values(command["label"]))
             publisher.offer(command["label"])
             return {}
         case "close":
             publisher.close()
             return {"threads": [thread.name for thread in threading.enumerate()]}
         case "publish":
-            model.load(weights, command["label"])
+            model.load(weights, values(command["label"]))
             report = publisher.publish(command.get("name", command["label"]))
             return {
                 "unchanged": report.unchanged,
@@ -118,5 +145,21 @@ def act(command: dict[str, Any], publisher: lw.Publisher, weights: torch.nn.Modu
             }
         case "undo":
             return {"serving": [None if v is None else v.label for v in publisher.undo()]}
+        case "verify":
+            found = publisher.verify()
+            return {
+                "match": found.match,
+                "version": found.version.label,
+                "replicas": [told(replica) for replica in found.replicas],
+            }
         case other:
             raise ValueError(other)
+
+
+def told(replica: ReplicaVerdict) -> dict[str, object]:
+    """A replica's verdict, as JSON has it."""
+    fault, verdict = replica.fault, replica.verdict
+    facts: dict[str, object] = {"name": replica.name, "match": replica.match}
+    if verdict is not None:
+        facts |= {"digest": verdict.digest, "mismatches": [[m.name, m.ranks] for m in verdict.mismatches]}
+    return facts if fault is None else facts | {"code": fault.code, "text": str(fault)}

@@ -15,12 +15,17 @@ import sys
 import traceback
 from pathlib import Path
 
+from tests.support.two_hosts import enter
+
 ROOT = Path(__file__).parents[2]
 PROGRAMS = (
     "tests.support.rank_program",
     "tests.support.trainer_program",
+    "tests.support.source_program",
     "tests.support.engine_rank_program",
     "tests.support.counting_rank_program",
+    "tests.support.engine_program",
+    "tests.support.snapshot_program",
 )
 REQUEST_BYTES = 1 << 16
 
@@ -78,6 +83,8 @@ def _run(program: object, config: dict[str, object], descriptors: list[int]) -> 
         for number, descriptor in enumerate(descriptors):
             os.dup2(descriptor, number)
             os.close(descriptor)
+        if "host" in config:
+            enter(str(config["host"]))
         program(config)  # type: ignore[operator]
         code = 0
     except BaseException:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -21,9 +21,9 @@ from liveweight.wire.credentials import Secret
 from liveweight.wire.listener import Listener
 from liveweight.wire.messages import Message, Settled, Swapped
 from liveweight.wire.values import RoundId
-from liveweight.worker.agent import Turnstile
 from liveweight.worker.boundary import Decision
 from liveweight.worker.committer import Committer, Hook
+from liveweight.worker.turnstile import Turnstile
 
 COMMIT = Decision(epoch=1, undo=False, timeout_s=20.0)
 OLD, NEW = Version(run="r", label="old"), Version(run="r", label="new")
@@ -44,6 +44,9 @@ class Words:
 
     def shadow(self) -> Sequence[Memory]:
         return []
+
+    def keep(self, tensors: Collection[str]) -> None:
+        del tensors
 
     def swap(self) -> None:
         self.swaps += 1
@@ -117,6 +120,21 @@ def test_a_commit_that_all_ranks_keep(short_path: Path) -> None:
         assert s.committer.carry_out(COMMIT) == KEEP
         assert (target.holds, s.turnstile.doubt, s.turnstile.staged) == ("new", False, None)
         assert s.committer.resolve(1.0) is None
+
+
+def test_whoever_reads_live_weights_can_tell_every_exchange_before_it_begins(short_path: Path) -> None:
+    target, seen = Words(), list[tuple[int, bool]]()
+    swap = target.swap
+
+    def noted() -> None:
+        seen.append((s.turnstile.exchanges, s.turnstile.doubt))
+        swap()
+
+    target.swap = noted  # type: ignore[method-assign]
+    with scene(short_path, target, [], [BACK]) as s:
+        s.committer.carry_out(COMMIT)
+        assert seen == [(1, True), (2, True)]  # there, and back
+        assert s.turnstile.certain(0)
 
 
 def test_another_ranks_failure_takes_this_one_back_and_its_hooks_run_again(short_path: Path) -> None:

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import gc
+import itertools
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import get_args
+from typing import Any, get_args
 
 import pytest
 import torch
@@ -16,16 +20,28 @@ from liveweight.spec.dtype import DType
 from liveweight.spec.layout import Piece
 from liveweight.spec.manifest import TensorSpec
 from liveweight.spec.region import whole
+from liveweight.worker.exchange import LINK_CHUNK_BYTES
 from liveweight.worker.torch_layout import device_of
 from liveweight.worker.torch_target import ExchangeMode, TensorTarget, module_target
 from tests.support.fake_cuda import FakeDriver, fake_cuda
 
-both_modes = pytest.mark.parametrize("exchange", get_args(ExchangeMode))
+How = dict[str, Any]
+HOWS: dict[str, How] = {
+    **{mode: {"exchange": mode} for mode in get_args(ExchangeMode)},
+    "host": {"shadow": "host"},
+}
+every_way = pytest.mark.parametrize("how", HOWS.values(), ids=HOWS)
 
 
 def driver(device: Device) -> FakeDriver:
     assert isinstance(device, CudaDevice) and isinstance(device._driver, FakeDriver)
     return device._driver
+
+
+def only(tensor: torch.Tensor) -> int:
+    """The one value that all its bytes have."""
+    (value,) = set(tensor.tolist())
+    return int(value)
 
 
 def tensors() -> dict[str, torch.Tensor]:
@@ -38,12 +54,12 @@ def tensors() -> dict[str, torch.Tensor]:
     }
 
 
-@both_modes
-def test_weights_are_exchanged_and_back_on_the_device(exchange: ExchangeMode, short_path: Path) -> None:
+@every_way
+def test_weights_are_exchanged_and_back_on_the_device(how: How, short_path: Path) -> None:
     held = tensors()
     before = {name: tensor.clone() for name, tensor in held.items()}
     device = fake_cuda(short_path, "cuda:1")
-    target = TensorTarget(held, exchange=exchange, device=device)
+    target = TensorTarget(held, **how, device=device)
     for memory in target.shadow():
         memory.tensor().fill_(1) if memory.size_bytes else None
     target.swap()
@@ -55,10 +71,10 @@ def test_weights_are_exchanged_and_back_on_the_device(exchange: ExchangeMode, sh
     assert set(driver(device).synchronised) == {1}
 
 
-@both_modes
-def test_the_device_is_waited_for_before_an_exchange(exchange: ExchangeMode, short_path: Path) -> None:
+@every_way
+def test_the_device_is_waited_for_before_an_exchange(how: How, short_path: Path) -> None:
     held, device = {"w": torch.zeros(100)}, fake_cuda(short_path)
-    target = TensorTarget(held, exchange=exchange, device=device)
+    target = TensorTarget(held, **how, device=device)
     target.shadow()
     address, seen = held["w"].data_ptr(), []
 
@@ -76,6 +92,95 @@ def test_the_shadow_is_the_devices_memory(short_path: Path) -> None:
     shadow = target.shadow()
     assert [memory.address in driver(device).files for memory in shadow] == [True, True]
     assert isinstance(target._kernels, TorchKernels)
+
+
+def test_a_shadow_on_the_host_is_pinned_as_long_as_it_is_held(short_path: Path) -> None:
+    device = fake_cuda(short_path)
+    (weights,) = device.allocate([1 << 20], "weights")
+    target = TensorTarget(
+        {"w": weights.view(torch.float32), "v": torch.zeros(3)}, device=device, shadow="host"
+    )
+    shadow = target.shadow()
+    assert (target.device, target.home) == (device, CPU)
+    (pinned,) = driver(device).pinned.items()
+    for memory in shadow:
+        assert memory.address not in driver(device).files  # no memory of the device
+        assert pinned[0] <= memory.address < pinned[0] + pinned[1]
+    assert pinned[1] < (1 << 20) + 4096  # one copy of the weights, and no more
+    target.swap()
+    assert list(driver(device).pinned) == [pinned[0]]
+    target.release_shadow()
+    assert len(driver(device).pinned) == 1  # somebody holds it still
+    del shadow, memory
+    gc.collect()
+    assert driver(device).pinned == {}
+
+
+def test_a_shadow_on_the_host_costs_the_device_two_chunks_whatever_the_weights_are(short_path: Path) -> None:
+    device = fake_cuda(short_path)
+    sizes = [5 * LINK_CHUNK_BYTES + 3, 100, LINK_CHUNK_BYTES]
+    held = dict(enumerate(device.allocate(sizes, "weights")))
+    named = {f"w{number}": tensor for number, tensor in held.items()}
+    for number, tensor in held.items():
+        tensor.fill_(number + 1)
+    used_bytes, addresses = driver(device).used_bytes, [tensor.data_ptr() for tensor in held.values()]
+    target = TensorTarget(named, device=device, shadow="host")
+    for memory in target.shadow():
+        memory.tensor().fill_(9)
+    for expected in ([9, 9, 9], [1, 2, 3], [9, 9, 9]):
+        target.swap()
+        assert [only(tensor) for tensor in held.values()] == expected
+        assert [tensor.data_ptr() for tensor in held.values()] == addresses
+    assert driver(device).used_bytes - used_bytes <= 2 * LINK_CHUNK_BYTES
+
+
+@pytest.mark.parametrize("failing", range(1, 10))
+def test_an_exchange_with_the_host_that_fails_at_any_copy_gives_every_byte_back(
+    failing: int, short_path: Path
+) -> None:
+    device = fake_cuda(short_path)
+    held = device.allocate([2 * LINK_CHUNK_BYTES + 7, LINK_CHUNK_BYTES], "weights")
+    held[0].fill_(1)
+    target = TensorTarget({"a": held[0], "b": held[1]}, device=device, shadow="host")
+    for memory in target.shadow():
+        memory.tensor().fill_(9)
+    calls, aside = itertools.count(1), driver(device).aside
+
+    @contextmanager
+    def breaking(index: int) -> Iterator[None]:
+        with aside(index):
+            yield
+        if next(calls) == failing:
+            raise RuntimeError("the link is down")
+
+    driver(device).aside = breaking  # type: ignore[method-assign]
+    with pytest.raises(RuntimeError, match="the link is down"):
+        target.swap()
+    assert [only(tensor) for tensor in held] == [1, 0]
+    assert {only(memory.tensor()) for memory in target.shadow()} == {9}
+    target.swap()
+    assert {only(tensor) for tensor in held} == {9}
+
+
+def test_a_shadow_on_the_host_that_cannot_be_pinned_changes_nothing(short_path: Path) -> None:
+    held, device = {"w": torch.zeros(100)}, fake_cuda(short_path)
+    driver(device).may_pin = False
+    target = TensorTarget(held, device=device, shadow="host")
+    with pytest.raises(OutOfMemory, match="a shadow, pinned for cuda:0"):
+        target.shadow()
+    assert driver(device).pinned == {}
+
+
+def test_what_is_kept_crosses_to_a_shadow_on_the_host(short_path: Path) -> None:
+    device = fake_cuda(short_path)
+    kept, other = device.allocate([1000, 1000], "weights")
+    kept.fill_(3)
+    target = TensorTarget({"kept": kept, "other": other}, device=device, shadow="host")
+    target.shadow()
+    target.keep(["kept"])
+    assert [only(memory.tensor()) for memory in target.shadow()] == [3, 0]
+    target.swap()
+    assert only(kept) == 3
 
 
 def test_padding_is_kept_on_a_device(short_path: Path) -> None:

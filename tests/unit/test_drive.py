@@ -37,6 +37,7 @@ class Engine:
     fails: dict[str, LiveWeightError | ReplicaRefused] = field(default_factory=dict)
     commits: bool = True
     quiet: int = 0
+    slow: int = 0
     vote_takes: Deadline | None = None
     serving: Version = OLD
     done: list[str] = field(default_factory=list)
@@ -60,6 +61,9 @@ class Engine:
             round=None,
         )
 
+    def verify(self, body: m.Verify, deadline: Deadline) -> m.Verdict:
+        raise AssertionError("a round does not ask for it")
+
     def describe(self, structure: str, manifest: Manifest, deadline: Deadline) -> None:
         del structure, manifest, deadline
         self._do("describe")
@@ -75,8 +79,15 @@ class Engine:
         if self.quiet:
             self.quiet -= 1
             raise DeadlineExceeded("a sign of life", 0.5)
+        self.slow -= 1
         return m.Progress(
-            phase=until, missing=(), fault=None, stage_s=0.1, verify_s=0.1, staged_bytes=4, readers=()
+            phase="open" if self.slow >= 0 else until,
+            missing=(),
+            fault=None,
+            stage_s=0.1,
+            verify_s=0.1,
+            staged_bytes=4,
+            readers=(),
         )
 
     def vote(self, round_id: RoundId, lease_s: float, deadline: Deadline) -> None:
@@ -114,6 +125,8 @@ def drive(
     quorum: int | None = None,
     lease_s: float = 5.0,
     meanwhile: Callable[[], None] = lambda: None,
+    look: Callable[[], None] = lambda: None,
+    before_vote: Callable[[], None] = lambda: None,
 ) -> list[Part]:
     parts = [Part(engine) for engine in engines]
     offer = Offer(mode="ipc", kind="frozen", source="s", layout="l", generation=1)
@@ -137,6 +150,8 @@ def drive(
             on_staged=lambda: None,
             closing=lambda: False,
             meanwhile=meanwhile,
+            look=look,
+            before_vote=before_vote,
         ).run()
     return parts
 
@@ -214,6 +229,36 @@ def test_what_is_found_while_ranks_stage_ends_the_round_before_any_vote() -> Non
     with pytest.raises(RoundFailed, match="moved"):
         drive(engine, meanwhile=strayed)
     assert engine.done == ["open", "abort"]
+
+
+def test_who_looks_while_ranks_stage_can_end_the_round_and_is_not_asked_afterwards() -> None:
+    looks: list[str] = []
+
+    def gone() -> None:
+        looks.append("look")
+        raise GONE
+
+    engine = Engine(slow=3)
+    with pytest.raises(RoundFailed) as failed:
+        drive(engine, look=gone)
+    assert (failed.value.code, failed.value.step, failed.value.serving) == ("LW-205", "stage", "1")
+    assert failed.value.retryable
+    assert (looks, engine.done) == (["look"], ["open", "staged", "abort"])
+    drive(fast := Engine(), look=gone)
+    assert (looks, fast.serving) == (["look"], NEW)
+
+
+def test_what_is_to_be_done_before_the_vote_is_done_once_all_have_verified() -> None:
+    engine = Engine()
+
+    def late() -> None:
+        assert engine.done == ["open", "staged", "verified"]
+        raise DeadlineExceeded("running requests to finish", 5.0)
+
+    with pytest.raises(RoundFailed, match="running requests to finish") as failed:
+        drive(engine, before_vote=late)
+    assert (failed.value.code, failed.value.step) == ("LW-301", "vote")
+    assert engine.done == ["open", "staged", "verified", "abort"]
 
 
 def test_an_interrupted_commit_is_not_told_as_one_that_did_not_take_place() -> None:

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from liveweight.errors import ManifestInvalid, ManifestMismatch
 from liveweight.spec.dtype import DType
-from liveweight.spec.manifest import Manifest, TensorSpec, Version, compare
+from liveweight.spec.manifest import Manifest, OptionalGroup, TensorSpec, Version, compare, left_out
 
 EMBED = TensorSpec(
     name="embed",
@@ -129,3 +129,17 @@ def test_run_and_label_name_a_version() -> None:
     assert one.same_name(Version(run="r", label=1))
     assert not one.same_name(Version(run="s", label=1))
     assert not one.same_name(Version(run="r", label="1"))
+
+
+def test_a_group_may_be_left_out_whole_or_not_at_all() -> None:
+    more = [TensorSpec(name=name, dtype=DType.FLOAT32, shape=(2,)) for name in ("draft.a", "draft.b")]
+    expected = Manifest(tensors=(EMBED, *more))
+    group = OptionalGroup(name="draft", tensors=("draft.a", "draft.b"))
+    compare(expected, Manifest(tensors=(EMBED,)), [group])
+    compare(expected, expected, [group])
+    with pytest.raises(ManifestMismatch, match=r"draft.a missing, draft.b missing"):
+        compare(expected, Manifest(tensors=(EMBED,)))
+    with pytest.raises(ManifestMismatch, match=r"refused: draft.b missing"):
+        compare(expected, Manifest(tensors=(EMBED, more[0])), [group])
+    assert left_out(Manifest(tensors=(EMBED,)), [group]) == (group,)
+    assert left_out(Manifest(tensors=(EMBED, more[0])), [group]) == ()

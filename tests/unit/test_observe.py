@@ -44,8 +44,12 @@ def examples() -> Iterator[ev.AnyEvent]:
     yield ev.LeaseExpired(replica="a", round="b7.3.p", version="step_2", lease_s=10.0)
     for outcome in ev.Outcome:
         yield ended(outcome)
+    yield ev.AuditBegan(replica="a", rank=1)
+    for match in (True, False, None):
+        yield audited(match)
     yield ev.OfferMade(version="step_2", kind="frozen", tensors=3, size_bytes=640)
     yield ev.Frozen(version="step_2", rank=0, size_bytes=640, took_s=0.125)
+    yield ev.ReadersRevoked(readers=("engine, asked by operator/1",), waited_s=5.0)
     yield ev.LiveOfferImpossible(version="step_2", reason="w is float32, the engine wants bfloat16")
     yield ev.PeerRefused(code="LW-202", reason="no proof of the secret")
     yield KERNELS
@@ -61,6 +65,13 @@ def ended(outcome: ev.Outcome, serving: str | None = "step_2", verified: bool = 
         took_s=1.0,
         verified=verified,
         serving=serving,
+    )
+
+
+def audited(match: bool | None) -> ev.Audited:
+    differing = ("w", "norm") if match is False else ()
+    return ev.Audited(
+        replica="a", serving="step_2", match=match, differing=differing, count=len(differing), took_s=0.25
     )
 
 
@@ -299,6 +310,7 @@ SAMPLES: list[tuple[str, dict[str, str], float]] = [
     ("liveweight_bytes_total", {"step": "freeze"}, 640),
     ("liveweight_offers_total", {"kind": "frozen"}, 1),
     ("liveweight_leases_expired_total", {}, 1),
+    *(("liveweight_audits_total", {"match": match}, 1) for match in ("yes", "no", "unknown")),
     ("liveweight_peers_refused_total", {"code": "LW-202"}, 1),
     ("liveweight_version_info", {"replica": "a", "version": "step_2"}, 1),
 ]

@@ -18,10 +18,10 @@ from liveweight.plan.tally import lanes_to_bytes
 from liveweight.spec.digest import Lanes, partial
 from liveweight.spec.dtype import DType
 from liveweight.spec.layout import Layout, Piece, packed, place
-from liveweight.spec.manifest import Manifest, TensorSpec, Version
+from liveweight.spec.manifest import Manifest, OptionalGroup, TensorSpec, Version
 from liveweight.spec.region import box, whole
 from liveweight.wire import messages as m
-from liveweight.wire.values import Fault, Offer, RoundId
+from liveweight.wire.values import Fault, Offer, RankTimes, RoundId
 from liveweight.worker.rounds import Action, Decide, Reply, Say, Tell, Withdraw
 from liveweight.worker.scheduler import Scheduler
 from liveweight.worker.states import Serving
@@ -79,6 +79,7 @@ class World:
     actions: list[Action] = field(default_factory=list)
     calls: int = 0
     seats: dict[int, int] = field(default_factory=dict)
+    optional: tuple[OptionalGroup, ...] = ()
 
     def __post_init__(self) -> None:
         self.scheduler = Scheduler(replica="engine", boot="boot", world=self.world)
@@ -87,7 +88,13 @@ class World:
         self.ask(m.Describe(structure="s", manifest=MANIFEST), m.Described)
 
     def join(self, rank: int, serving: Version | None = None, peer: bytes | None = None) -> None:
-        body = m.Join(rank=rank, pid=100 + rank, layout=layout_of(rank, self.world), serving=serving)
+        body = m.Join(
+            rank=rank,
+            pid=100 + rank,
+            layout=layout_of(rank, self.world),
+            serving=serving,
+            optional=self.optional,
+        )
         self.seats[rank] = self.ask(body, m.Joined, peer=peer or b"rank%d" % rank).seat
 
     def tell(self, body: m.Message, peer: bytes = PUBLISHER, call: int = 0) -> list[Action]:
@@ -183,6 +190,25 @@ class World:
         return [a.event for a in self.actions if isinstance(a, Say) and isinstance(a.event, kind)]
 
 
+def test_a_commit_tells_what_every_rank_did() -> None:
+    world = World()
+    round_id = world.opened(1)
+    for rank in range(2):
+        staged = m.Staged(round=round_id, rank=rank, size_bytes=10 + rank, seconds=0.5 + rank)
+        world.tell(staged, b"rank%d" % rank)
+        world.verified(round_id, rank, 1)
+    world.ask(m.Ask(round=round_id, lease_s=5), m.Voted)
+    commit = world.call(m.Commit(round=round_id, timeout_s=5))
+    for rank in range(2):
+        world.swapped(round_id, rank)
+    answer = world.answer(commit)
+    assert isinstance(answer, m.Committed)
+    assert answer.ranks == tuple(
+        RankTimes(rank=rank, staged_bytes=10 + rank, stage_s=0.5 + rank, verify_s=0.1, swap_s=0.01)
+        for rank in range(2)
+    )
+
+
 def test_a_whole_round_commits_and_can_be_undone() -> None:
     world = World()
     world.committed(1)
@@ -195,8 +221,9 @@ def test_a_whole_round_commits_and_can_be_undone() -> None:
         world.swapped(decide.round, rank)
     answer = world.answer(call)
     assert isinstance(answer, m.Committed)
-    assert str(answer.serving) == "1"
+    assert (str(answer.serving), answer.undo) == ("1", None)
     assert world.serving == "1"
+    assert world.refused(m.Undo(publisher="p", timeout_s=5)).code == "LW-107"
     assert [e.outcome for e in world.said(events.RoundEnded) if isinstance(e, events.RoundEnded)] == [
         "committed",
         "committed",
@@ -251,6 +278,127 @@ def test_the_same_label_with_other_content_is_refused() -> None:
         version=Version(run="another run", label=1, digest="f" * 32),
     )
     assert world.ask(restarted, m.Opened).round is not None
+
+
+NORMS = OptionalGroup(name="norms", tensors=("norm",))
+ONLY_W = Manifest(tensors=(W,))
+
+
+def without_norms(world: World, label: int) -> m.Open:
+    """A round whose offer leaves the norms out."""
+    digest = f"{label:031x}f"  # of other names, so another one
+    return msgspec.structs.replace(
+        world.open(label),
+        version=Version(run="run", label=f"{label} alone", digest=digest),
+        structure="alone",
+        digests=lanes_to_bytes(offered(label)[:1]),
+    )
+
+
+def commit_without_norms(world: World, label: int) -> RoundId:
+    """The ranks keep the norms of version 0."""
+    opened = world.ask(without_norms(world, label), m.Opened)
+    assert opened.round is not None
+    assert opened.kept == ("norms",)
+    for rank in range(world.world):
+        world.staged(opened.round, rank)
+        lanes = held(label, rank, world.world)[:16] + held(0, rank, world.world)[16:]
+        world.tell(m.Verified(round=opened.round, rank=rank, lanes=lanes, seconds=0.1), b"rank%d" % rank)
+    world.ask(m.Ask(round=opened.round, lease_s=5), m.Voted)
+    call = world.call(m.Commit(round=opened.round, timeout_s=5))
+    for rank in range(world.world):
+        world.swapped(opened.round, rank)
+    assert isinstance(world.answer(call), m.Committed)
+    return opened.round
+
+
+def kept(world: World) -> tuple[str, ...]:
+    return world.ask(m.Inquire(wait_s=0), m.Standing).kept
+
+
+def test_a_group_that_an_offer_may_leave_out_is_kept_and_not_compared() -> None:
+    world = World(optional=(NORMS,))
+    assert world.ask(m.Inquire(wait_s=0), m.Standing).optional == (NORMS,)
+    world.ask(m.Describe(structure="alone", manifest=ONLY_W), m.Described)
+    world.committed(1)
+    assert kept(world) == ()
+    commit_without_norms(world, 2)
+    assert world.serving == "2 alone"
+    assert kept(world) == ("norms",)
+    orders = [a.body for a in world.actions if isinstance(a, Tell) and isinstance(a.body, m.Stage)]
+    assert [order.keep for order in orders] == [(), (), ("norms",), ("norms",)]
+    again = world.ask(without_norms(world, 2), m.Opened)  # installed already
+    assert (again.round, again.kept) == (None, ("norms",))
+    call = world.call(m.Undo(publisher="p", timeout_s=5))
+    decide = [a for a in world.actions if isinstance(a, Decide)][-1]
+    for rank in range(2):
+        world.swapped(decide.round, rank)
+    assert isinstance(world.answer(call), m.Committed)
+    assert kept(world) == ()
+    assert [e.kept for e in world.said(events.RoundOpened) if isinstance(e, events.RoundOpened)] == [
+        (),
+        ("norms",),
+    ]
+
+
+def test_what_an_offer_without_a_group_does_bring_is_still_compared() -> None:
+    world = World(optional=(NORMS,))
+    world.ask(m.Describe(structure="alone", manifest=ONLY_W), m.Described)
+    opened = world.ask(without_norms(world, 2), m.Opened)
+    assert opened.round is not None
+    for rank in range(2):
+        world.staged(opened.round, rank)
+        lanes = held(3, rank, 2)
+        world.tell(m.Verified(round=opened.round, rank=rank, lanes=lanes, seconds=0.1), b"rank%d" % rank)
+    (aborted,) = world.said(events.Aborted)
+    assert isinstance(aborted, events.Aborted)
+    assert aborted.code == "LW-401"
+    assert "w" in aborted.reason
+    assert "norm" not in aborted.reason
+
+
+def test_ranks_whose_copies_of_a_kept_tensor_differ_do_not_commit() -> None:
+    world = World(optional=(NORMS,))
+    world.ask(m.Describe(structure="alone", manifest=ONLY_W), m.Described)
+    opened = world.ask(without_norms(world, 2), m.Opened)
+    assert opened.round is not None
+    for rank in range(2):
+        world.staged(opened.round, rank)
+        lanes = held(2, rank, 2)[:16] + held(rank, rank, 2)[16:]
+        world.tell(m.Verified(round=opened.round, rank=rank, lanes=lanes, seconds=0.1), b"rank%d" % rank)
+    (aborted,) = world.said(events.Aborted)
+    assert isinstance(aborted, events.Aborted)
+    assert "norm" in aborted.reason
+
+
+def test_without_such_a_group_an_offer_that_leaves_it_out_is_refused_by_name() -> None:
+    error = World().refused(m.Describe(structure="alone", manifest=ONLY_W))
+    assert (error.code, "norm missing" in str(error)) == ("LW-101", True)
+
+
+def test_a_part_of_a_group_is_refused_with_the_names_that_are_missing() -> None:
+    both = OptionalGroup(name="all", tensors=("w", "norm"))
+    error = World(optional=(both,)).refused(m.Describe(structure="alone", manifest=ONLY_W))
+    assert (error.code, "norm missing" in str(error)) == ("LW-101", True)
+
+
+def test_ranks_that_disagree_about_what_may_be_left_out_are_not_let_in() -> None:
+    scheduler = Scheduler(replica="engine", boot="boot", world=2)
+    for rank, (optional, code) in enumerate([((NORMS,), None), ((), "LW-103")]):
+        body = m.Join(rank=rank, pid=1, layout=layout_of(rank, 2), serving=None, optional=optional)
+        (action,) = scheduler.on_message(0.0, b"rank%d" % rank, 1, body)
+        assert isinstance(action, Reply)
+        assert (action.body.fault.code if isinstance(action.body, m.Refusal) else None) == code
+
+
+def test_a_group_of_tensors_that_nobody_owns_is_refused() -> None:
+    strange = OptionalGroup(name="strange", tensors=("nobody's",))
+    scheduler = Scheduler(replica="engine", boot="boot", world=1)
+    body = m.Join(rank=0, pid=1, layout=layout_of(0, 1), serving=None, optional=(strange,))
+    (action,) = scheduler.on_message(0.0, b"rank0", 1, body)
+    assert isinstance(action, Reply)
+    assert isinstance(action.body, m.Refusal)
+    assert "nobody's" in action.body.fault.message
 
 
 def relabelled(body: m.Open, digest: str) -> m.Open:
@@ -721,7 +869,7 @@ class Interleavings(RuleBasedStateMachine):
         """Given time alone, every call is answered."""
         self.world.pass_time(100)
         assert all(self.world.answer(call) is not None for call in self.asked)
-        assert not self.world.scheduler.in_round
+        assert not self.world.scheduler.needs_ranks
 
 
 TestInterleavings = Interleavings.TestCase

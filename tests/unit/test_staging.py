@@ -27,6 +27,7 @@ from liveweight.spec.dtype import DType
 from liveweight.spec.layout import Layout, packed
 from liveweight.spec.manifest import TensorSpec
 from liveweight.spec.region import whole
+from liveweight.transports.port import GoOn, patient
 from liveweight.worker.shadow_digest import ShadowDigest
 from liveweight.worker.staging import BATCH_BYTES, Pace, StageResult, Stopped, cut, share, stage
 from tests.support.layouts import Bytes, filled, fulls, placed, tilings, view
@@ -53,10 +54,12 @@ class ArrayReading:
     targets: Sequence[Bytes]
     generation: int = 0
     offered: int = 0
+    ends: int = 0
     reads: list[tuple[int, int]] = field(default_factory=list)
     threads: set[int] = field(default_factory=set)
 
-    def read(self, first: int, last: int) -> None:
+    def read(self, first: int, last: int, go_on: GoOn = patient) -> None:
+        del go_on
         self.reads.append((first, last))
         self.threads.add(threading.get_ident())
         for row in self.rows[first:last].tolist():
@@ -69,6 +72,9 @@ class ArrayReading:
         if self.generation != self.offered:
             raise OfferChanged(f"generation {self.generation}, offered was {self.offered}")
 
+    def end(self) -> None:
+        self.ends += 1
+
 
 @dataclass(slots=True, kw_only=True)
 class WatchedReading(ArrayReading):
@@ -76,9 +82,9 @@ class WatchedReading(ArrayReading):
 
     watch: Callable[[int], None]
 
-    def read(self, first: int, last: int) -> None:
+    def read(self, first: int, last: int, go_on: GoOn = patient) -> None:
         self.watch(len(self.reads))
-        ArrayReading.read(self, first, last)
+        ArrayReading.read(self, first, last, go_on)
 
 
 def flat(size_bytes: int, row_limit_bytes: int) -> tuple[Table, Bytes, Bytes]:

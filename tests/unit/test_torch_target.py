@@ -22,15 +22,20 @@ from liveweight.errors import LayoutInvalid, OutOfMemory, Torn, WrongState
 from liveweight.plan.copies import plan_copies
 from liveweight.plan.loops import Table
 from liveweight.spec.dtype import DType
-from liveweight.spec.layout import Piece, packed
+from liveweight.spec.layout import Layout, Piece, packed
 from liveweight.spec.manifest import TensorSpec
 from liveweight.spec.region import box, whole
 from liveweight.worker.exchange import CHUNK_BYTES
 from liveweight.worker.torch_target import ExchangeMode, TensorTarget, module_target
 from tests.support.layouts import Bytes
 
-MODES: tuple[ExchangeMode, ...] = get_args(ExchangeMode)
-both_modes = pytest.mark.parametrize("exchange", MODES)
+How = dict[str, Any]
+HOWS: dict[str, How] = {
+    **{mode: {"exchange": mode} for mode in get_args(ExchangeMode)},
+    "host": {"shadow": "host"},
+}
+every_way = pytest.mark.parametrize("how", HOWS.values(), ids=HOWS)
+"""Both exchanges, and a shadow on the host, which is a way of its own also where the device is the host."""
 
 
 def bytes_of(memory: Memory) -> Bytes:
@@ -63,7 +68,7 @@ def stored(memories: Sequence[Memory]) -> list[bytes]:
     return [bytes_of(memory).tobytes() for memory in memories]
 
 
-def publish(target: TensorTarget, tensors: Mapping[str, torch.Tensor]) -> None:
+def publish(target: TensorTarget, tensors: Mapping[str, torch.Tensor], layout: Layout | None = None) -> None:
     """Stage full tensors into the shadow with the plan that a round would use."""
     specs = [
         TensorSpec(name=name, dtype=DType(str(t.dtype).removeprefix("torch.")), shape=tuple(t.shape))
@@ -74,7 +79,7 @@ def publish(target: TensorTarget, tensors: Mapping[str, torch.Tensor]) -> None:
     for placement, tensor in zip(source.placements, tensors.values(), strict=True):
         raw = np.frombuffer(content(tensor), dtype=np.uint8)
         arena[placement.offset_bytes : placement.offset_bytes + len(raw)] = raw
-    plan = plan_copies(source, target.layout)
+    plan = plan_copies(source, layout or target.layout)
     copy = choose_kernels().bind_copy(plan.rows, [Memory.from_array(arena)], target.shadow())
     copy.run(0, len(plan.rows))
 
@@ -82,11 +87,9 @@ def publish(target: TensorTarget, tensors: Mapping[str, torch.Tensor]) -> None:
 # Exchanges.
 
 
-@both_modes
+@every_way
 @pytest.mark.parametrize("dtype", [dtype.value for dtype in DType])
-def test_an_exchange_shows_the_shadow_and_a_second_one_takes_it_back(
-    exchange: ExchangeMode, dtype: str
-) -> None:
+def test_an_exchange_shows_the_shadow_and_a_second_one_takes_it_back(how: How, dtype: str) -> None:
     tensors = {
         "matrix": random_tensor(dtype, (5, 7)),
         "scalar": random_tensor(dtype, ()),
@@ -96,7 +99,7 @@ def test_an_exchange_shows_the_shadow_and_a_second_one_takes_it_back(
         "lone": random_tensor(dtype, (1, 9, 1)),
     }
     before = {name: content(tensor) for name, tensor in tensors.items()}
-    target = TensorTarget(tensors, exchange=exchange)
+    target = TensorTarget(tensors, **how)
     live = stored(target.live())
     staged = fill(target.shadow())
     target.swap()
@@ -111,10 +114,11 @@ def test_an_exchange_shows_the_shadow_and_a_second_one_takes_it_back(
 
 
 def test_a_swap_moves_pointers_and_a_copy_moves_bytes() -> None:
-    for exchange, moves in (("swap", True), ("copy", False)):
+    for name, how in HOWS.items():
+        moves = name == "swap"
         tensor = torch.zeros(8)
         address, other = tensor.data_ptr(), tensor.view(2, 4)
-        target = TensorTarget({"w": tensor}, exchange=exchange)  # type: ignore[arg-type]
+        target = TensorTarget({"w": tensor}, **how)
         publish(target, {"w": torch.ones(8)})
         target.swap()
         assert (tensor.data_ptr() != address) is moves
@@ -122,37 +126,37 @@ def test_a_swap_moves_pointers_and_a_copy_moves_bytes() -> None:
         assert tensor.eq(1).all()
 
 
-@both_modes
+@every_way
 @pytest.mark.parametrize("threads", [1, 2, 3])
-def test_many_chunks_and_memories_are_exchanged_exactly(exchange: ExchangeMode, threads: int) -> None:
+def test_many_chunks_and_memories_are_exchanged_exactly(how: How, threads: int) -> None:
     sizes = [3 * CHUNK_BYTES + 17, 1, 0, CHUNK_BYTES, CHUNK_BYTES - 1, CHUNK_BYTES + 1, *range(200)]
     tensors = {f"w{i}": random_tensor("uint8", (size,), i) for i, size in enumerate(sizes)}
-    target = TensorTarget(tensors, exchange=exchange, threads=threads)
+    target = TensorTarget(tensors, **how, threads=threads)
     live, staged = stored(target.live()), fill(target.shadow())
     target.swap()
     assert stored(target.live()) == staged == [content(t) for t in tensors.values()]
     assert stored(target.shadow()) == live
 
 
-@both_modes
+@every_way
 @pytest.mark.parametrize("count", [0, 2])
-def test_targets_without_a_byte_are_exchanged(exchange: ExchangeMode, count: int) -> None:
-    target = TensorTarget({f"w{i}": torch.zeros(0, 3) for i in range(count)}, exchange=exchange)
+def test_targets_without_a_byte_are_exchanged(how: How, count: int) -> None:
+    target = TensorTarget({f"w{i}": torch.zeros(0, 3) for i in range(count)}, **how)
     assert [memory.size_bytes for memory in target.shadow()] == [0] * count
     target.swap()
     assert len(target.live()) == count
 
 
 @settings(max_examples=60, deadline=None)
-@given(st.data(), st.sampled_from(MODES))
-def test_any_tensors_survive_any_number_of_exchanges(data: st.DataObject, exchange: ExchangeMode) -> None:
+@given(st.data(), st.sampled_from(list(HOWS.values())))
+def test_any_tensors_survive_any_number_of_exchanges(data: st.DataObject, how: How) -> None:
     tensors = {}
     for number in range(data.draw(st.integers(1, 4))):
         shape = data.draw(st.lists(st.integers(0, 5), max_size=4))
         dtype = data.draw(st.sampled_from([dtype.value for dtype in DType]))
         order = data.draw(st.permutations(range(len(shape))))
         tensors[f"w{number}"] = random_tensor(dtype, shape, number).permute(order)
-    target = TensorTarget(tensors, exchange=exchange, threads=2)
+    target = TensorTarget(tensors, **how, threads=2)
     sides = [stored(target.live()), fill(target.shadow())]
     shapes = {name: (tensor.shape, tensor.stride()) for name, tensor in tensors.items()}
     for number in range(data.draw(st.integers(0, 3))):
@@ -171,14 +175,14 @@ def linear_pair() -> torch.nn.Sequential:
     return torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.BatchNorm1d(8), torch.nn.Linear(8, 2))
 
 
-@both_modes
-def test_a_module_computes_with_the_new_weights_and_stays_the_same_objects(exchange: ExchangeMode) -> None:
+@every_way
+def test_a_module_computes_with_the_new_weights_and_stays_the_same_objects(how: How) -> None:
     module, other = linear_pair().eval(), linear_pair().eval()
     first, *_, last = module.parameters()
     first.requires_grad_(False)
     last.grad = gradient = torch.ones_like(last)
     objects = [(id(p), p.requires_grad, type(p), p._version) for p in module.parameters()]
-    target = module_target(module, exchange=exchange)
+    target = module_target(module, **how)
     assert [spec.name for spec in target.layout.tensors] == [
         *(name for name, _ in module.named_parameters()),
         *(name for name, _ in module.named_buffers()),
@@ -195,10 +199,10 @@ def test_a_module_computes_with_the_new_weights_and_stays_the_same_objects(excha
     assert torch.equal(module(x), old)
 
 
-@both_modes
-def test_gradients_flow_into_the_memory_that_is_live(exchange: ExchangeMode) -> None:
+@every_way
+def test_gradients_flow_into_the_memory_that_is_live(how: How) -> None:
     module = torch.nn.Linear(3, 1, bias=False)
-    target = module_target(module, exchange=exchange)
+    target = module_target(module, **how)
     publish(target, {"weight": torch.full((1, 3), 2.0)})
     target.swap()
     module(torch.ones(1, 3)).sum().backward()
@@ -216,14 +220,14 @@ def test_non_persistent_buffers_and_parameters_without_pieces_take_no_part() -> 
     assert [spec.name for spec in target.layout.tensors] == ["w", "kept"]
 
 
-@both_modes
+@every_way
 @pytest.mark.parametrize("same_object", [True, False])
-def test_tied_parameters_are_one_and_stay_tied(exchange: ExchangeMode, same_object: bool) -> None:
+def test_tied_parameters_are_one_and_stay_tied(how: How, same_object: bool) -> None:
     module = torch.nn.Module()
     module.embed, module.head = torch.nn.Embedding(6, 4), torch.nn.Linear(4, 6, bias=False)
     weight = module.embed.weight
     module.head.weight = weight if same_object else torch.nn.Parameter(weight.data)
-    target = module_target(module, exchange=exchange)
+    target = module_target(module, **how)
     assert [spec.names for spec in target.layout.tensors] == [("embed.weight", "head.weight")]
     assert len(target.live()) == 1
     new = torch.randn(6, 4)
@@ -235,15 +239,45 @@ def test_tied_parameters_are_one_and_stay_tied(exchange: ExchangeMode, same_obje
         assert module.embed.weight.data_ptr() == module.head.weight.data_ptr()
 
 
-@both_modes
-def test_an_exchange_under_inference_mode_leaves_plain_parameters(exchange: ExchangeMode) -> None:
+@every_way
+def test_an_exchange_under_inference_mode_leaves_plain_parameters(how: How) -> None:
     module = torch.nn.Linear(2, 2)
     with torch.inference_mode():
-        target = module_target(module, exchange=exchange)
+        target = module_target(module, **how)
         fill(target.shadow())
         target.swap()
     assert not module.weight.is_inference()
     module(torch.ones(1, 2)).sum().backward()
+
+
+@every_way
+def test_what_is_kept_stays_through_a_commit_an_undo_and_a_later_round(how: How) -> None:
+    full = {"a": torch.randn(4, 3), "draft": torch.randn(3, 5)}
+    fused = torch.zeros(7, 3)  # a, and in the same memory a kept vector
+    vector = Piece(tensor=spec("vector", 3), region=whole((3,)), at=(4, 0), axes=(1,))
+    draft = torch.full((5, 3), 2.0).t()
+    target = TensorTarget(
+        {"a": (fused, [Piece(tensor=spec("a", 4, 3), region=whole((4, 3))), vector]), "draft": draft},
+        **how,
+    )
+    fused[4:] = 9.0
+    publish(target, full | {"vector": torch.full((3,), 8.0)})
+    target.swap()  # a whole round first: what is live now is not what the shadow began with
+    for new in (torch.randn(4, 3), torch.randn(4, 3)):
+        before = fused[:4].clone()
+        target.shadow()
+        target.keep(["draft", "vector"])
+        publish(target, {"a": new}, target.layout.without(["draft", "vector"]))
+        for expected in (new, before, new):
+            target.swap()
+            assert torch.equal(fused[:4], expected)
+            assert torch.equal(draft, full["draft"])
+            assert fused[4].eq(8.0).all()
+
+
+def test_keeping_needs_a_shadow() -> None:
+    with pytest.raises(WrongState, match="without a shadow"):
+        TensorTarget({"w": torch.zeros(1)}).keep(["w"])
 
 
 # Pieces.
@@ -253,8 +287,8 @@ def spec(name: str, *shape: int, dtype: DType = DType.FLOAT32) -> TensorSpec:
     return TensorSpec(name=name, dtype=dtype, shape=shape)
 
 
-@both_modes
-def test_fused_transposed_stacked_and_padded_parameters_take_their_regions(exchange: ExchangeMode) -> None:
+@every_way
+def test_fused_transposed_stacked_and_padded_parameters_take_their_regions(how: How) -> None:
     full = {
         "q": torch.randn(8, 6),
         "k": torch.randn(4, 6),
@@ -282,7 +316,7 @@ def test_fused_transposed_stacked_and_padded_parameters_take_their_regions(excha
             ),
             "vocab": (vocab, [Piece(tensor=s["vocab"], region=box((6, 11), (0, 4)))]),
         },
-        exchange=exchange,
+        **how,
     )
     publish(target, full)
     target.swap()
@@ -379,7 +413,9 @@ def test_pieces_of_an_unknown_parameter_are_refused() -> None:
         module_target(torch.nn.Linear(2, 2), {"wight": ()})
 
 
-def test_an_unknown_exchange_is_refused() -> None:
+def test_an_unknown_exchange_or_place_is_refused() -> None:
+    with pytest.raises(ValueError, match="'disk' is none of device, host"):
+        TensorTarget({"w": torch.zeros(1)}, shadow="disk")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="'move' is none of swap, copy"):
         TensorTarget({"w": torch.zeros(1)}, exchange="move")  # type: ignore[arg-type]
 
@@ -475,21 +511,25 @@ class FailingCopy:
         self.inner.run(first, last)
 
 
-def chunky(kernels: Kernels, threads: int) -> TensorTarget:
+by_copy = pytest.mark.parametrize("how", [HOWS["copy"], HOWS["host"]], ids=["copy", "host"])
+
+
+def chunky(kernels: Kernels, threads: int, how: How) -> TensorTarget:
     sizes = [3 * CHUNK_BYTES, 100, 100, CHUNK_BYTES + 5]
     tensors = {f"w{i}": random_tensor("uint8", (size,), i) for i, size in enumerate(sizes)}
-    return TensorTarget(tensors, exchange="copy", threads=threads, kernels=kernels)
+    return TensorTarget(tensors, threads=threads, kernels=kernels, **how)
 
 
+@by_copy
 @pytest.mark.parametrize("threads", [1, 2])
-def test_a_copy_that_fails_at_any_call_gives_every_byte_back(threads: int) -> None:
+def test_a_copy_that_fails_at_any_call_gives_every_byte_back(threads: int, how: How) -> None:
     count = FailingCopies(first=0, times=0)
-    target = chunky(count, threads)
+    target = chunky(count, threads, how)
     live, staged = stored(target.live()), fill(target.shadow())
     target.swap()
     assert count.calls >= 12
     for failing in range(1, count.calls + 1):
-        target = chunky(FailingCopies(first=failing), threads)
+        target = chunky(FailingCopies(first=failing), threads, how)
         fill(target.shadow())
         with pytest.raises(OSError, match=f"copy {failing} failed"):
             target.swap()
@@ -499,35 +539,36 @@ def test_a_copy_that_fails_at_any_call_gives_every_byte_back(threads: int) -> No
         assert stored(target.live()) == staged
 
 
-def test_a_copy_that_can_neither_go_on_nor_back_is_torn() -> None:
-    target = chunky(FailingCopies(first=5, times=100), threads=1)
+@by_copy
+def test_a_copy_that_can_neither_go_on_nor_back_is_torn(how: How) -> None:
+    target = chunky(FailingCopies(first=5, times=100), threads=1, how=how)
     target.shadow()
     with pytest.raises(Torn, match="way back"):
         target.swap()
 
 
-@both_modes
-def test_an_exchange_without_a_shadow_is_refused(exchange: ExchangeMode) -> None:
+@every_way
+def test_an_exchange_without_a_shadow_is_refused(how: How) -> None:
     with pytest.raises(WrongState, match="without a shadow"):
-        TensorTarget({"w": torch.zeros(1)}, exchange=exchange).swap()
+        TensorTarget({"w": torch.zeros(1)}, **how).swap()
 
 
-@both_modes
-def test_a_tensor_that_somebody_moved_is_named(exchange: ExchangeMode) -> None:
+@every_way
+def test_a_tensor_that_somebody_moved_is_named(how: How) -> None:
     module = torch.nn.Linear(2, 2)
-    target = module_target(module, exchange=exchange)
+    target = module_target(module, **how)
     target.shadow()
     module.bias.data = torch.zeros(2)
     with pytest.raises(LayoutInvalid, match=r"new target: bias$"):
         target.shadow()
 
 
-@both_modes
-def test_a_shadow_that_does_not_fit_into_memory_changes_nothing(exchange: ExchangeMode) -> None:
+@every_way
+def test_a_shadow_that_does_not_fit_into_memory_changes_nothing(how: How) -> None:
     flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | 0x4000  # MAP_NORESERVE, which Python 3.11 does not name
     huge = torch.from_numpy(np.frombuffer(mmap.mmap(-1, 1 << 42, flags=flags), dtype=np.uint8))
     address = huge.data_ptr()
-    target = TensorTarget({"huge": huge}, exchange=exchange)
+    target = TensorTarget({"huge": huge}, **how)
     for _ in range(2):
         with pytest.raises(OutOfMemory):
             target.shadow()
@@ -539,9 +580,9 @@ def test_a_shadow_that_does_not_fit_into_memory_changes_nothing(exchange: Exchan
 # The shadow's memory.
 
 
-@both_modes
-def test_the_shadow_is_aligned_and_kept_across_rounds(exchange: ExchangeMode) -> None:
-    target = TensorTarget({f"w{i}": torch.zeros(i) for i in range(5)}, exchange=exchange)
+@every_way
+def test_the_shadow_is_aligned_and_kept_across_rounds(how: How) -> None:
+    target = TensorTarget({f"w{i}": torch.zeros(i) for i in range(5)}, **how)
     shadow, live = target.shadow(), target.live()
     assert all(memory.address % 64 == 0 for memory in shadow if memory.size_bytes)
     target.swap()
@@ -598,10 +639,10 @@ def test_a_released_copy_shadow_leaves_the_weights_where_they_are() -> None:
     assert tensor.eq(2).all() and tensor.data_ptr() == address
 
 
-@both_modes
-def test_forty_thousand_small_tensors_are_exchanged(exchange: ExchangeMode) -> None:
+@every_way
+def test_forty_thousand_small_tensors_are_exchanged(how: How) -> None:
     tensors = {f"w{i}": torch.full((4,), float(i)) for i in range(40_000)}
-    target = TensorTarget(tensors, exchange=exchange)
+    target = TensorTarget(tensors, **how)
     target.shadow()
     target.swap()
     assert not any(float(tensor[3]) for tensor in tensors.values())

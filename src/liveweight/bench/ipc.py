@@ -30,7 +30,7 @@ from liveweight.plan.tally import Tally, lanes_from_bytes
 from liveweight.spec.deadline import Deadline
 from liveweight.spec.manifest import TensorSpec
 from liveweight.trainer.live import SharedModule, live_digest, share_module
-from liveweight.trainer.publisher import PublisherSettings
+from liveweight.trainer.settings import PublisherSettings
 from liveweight.transports.ipc.arena import SharedArena
 from liveweight.wire.credentials import load_or_create_secret
 from liveweight.worker.torch_layout import gather, layout_of

@@ -11,7 +11,7 @@ from liveweight.bench.child import Line
 from liveweight.bench.publishing import publishing
 from liveweight.spec.deadline import Deadline
 from liveweight.trainer.live import share_module
-from liveweight.trainer.publisher import PublisherSettings
+from liveweight.trainer.settings import PublisherSettings
 from liveweight.trainer.sources import as_source
 from liveweight.transports.ipc.arena import SharedArena
 

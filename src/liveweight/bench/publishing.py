@@ -14,8 +14,9 @@ from liveweight.spec.deadline import Deadline
 from liveweight.trainer.live import SharedModule
 from liveweight.trainer.meeting import describe_to, meet_replicas
 from liveweight.trainer.offers import Offers
-from liveweight.trainer.publisher import Publisher, PublisherSettings
+from liveweight.trainer.publisher import Publisher
 from liveweight.trainer.replica import WireReplica
+from liveweight.trainer.settings import PublisherSettings
 from liveweight.trainer.sources import ModuleSource
 from liveweight.transports.ipc.source import IpcOutlet
 from liveweight.wire.credentials import load_or_create_secret
@@ -37,17 +38,17 @@ def publishing(
     outlet = IpcOutlet(directory, secret)
     stack.callback(outlet.close)
     replica, deadline = WireReplica(address, secret), Deadline.after(timeout_s)
-    expected = meet_replicas([replica], deadline)
+    met = meet_replicas([replica], deadline)
     offers = Offers(
         source=ModuleSource(shared.module),
-        expected=expected,
+        expected=met.expected,
         outlet=outlet,
         kernels=choose().kernels,
         shared=shared,
         threads=os.cpu_count() or 1,
         bus=Bus(),
     )
-    describe_to([replica], offers, expected, deadline)
+    describe_to([replica], offers, met, deadline)
     publisher = Publisher(
         name="bench",
         run=secrets.token_hex(4),

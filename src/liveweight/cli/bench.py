@@ -161,3 +161,37 @@ def _show_live(report: dict[str, Any]) -> None:
             f"{policy:10} stall {found['stall_s'] * 1e3:8.1f} ms, {found['stall_ratio']:.3f} of a copy; "
             f"goodput {found['goodput']:.3f}; p99 gap {found['gap_p99_ratio']:.2f} of that without updates"
         )
+
+
+@app.command()
+def snapshot(
+    size_gb: Annotated[float, typer.Option(min=0.001, help="GB of bfloat16 weights.")] = 0.5,
+    rounds: Annotated[int, typer.Option(min=1, help="Repetitions of every contender.")] = 5,
+    part_mb: Annotated[int, typer.Option(min=1, help="How large parts become, in MB.")] = 256,
+    directory: Annotated[
+        Path | None, typer.Option(help="Where to write; by default the system's temporary directory.")
+    ] = None,
+    json_to: JsonTo = None,
+) -> None:
+    """Saving and restoring snapshots, beside safetensors with the same bytes."""
+    from liveweight.bench.snapshot import SnapshotSettings, bench_snapshot
+
+    settings = SnapshotSettings(size_gb=size_gb, rounds=rounds, part_bytes=part_mb << 20, directory=directory)
+    report = bench_snapshot(settings)
+    _tell(report, json_to, lambda: _show_snapshot(report))
+
+
+def _show_snapshot(report: dict[str, Any]) -> None:
+    print(f"{report['bytes'] / 1e9:.2f} GB in {report['tensors']} tensors, {report['parts']} parts")
+    rows = {
+        "save": "save_s",
+        "save_file, fsync": "save_file_s",
+        "restore": "restore_s",
+        "load_file": "load_s",
+    }
+    for name, key in rows.items():
+        print(f"{name:18}{report[key]['best'] * 1e3:9.1f} ms{report[key]['median'] * 1e3:9.1f} median")
+    print(f"save_ratio     {report['save_ratio']:5.2f}   wanted <= 1.3")
+    print(f"restore_ratio  {report['restore_ratio']:5.2f}   wanted <= 1.2")
+    peak, limit = report["peak_extra_bytes"] / 1e6, report["part_bytes"] * 1.1 / 1e6
+    print(f"peak_extra_bytes {peak:.1f} MB, wanted <= {limit:.1f}: one part and a tenth")

@@ -80,8 +80,8 @@ def resume(
 
 
 def label_of(version: Mapping[str, Any] | None) -> str:
-    """A version's label; an engine without one serves what it was started on."""
-    return "the checkpoint of its start" if version is None else str(version["label"])
+    """A version's label; while an engine exchanges its weights it serves none."""
+    return "nothing at this moment" if version is None else str(version["label"])
 
 
 def _client(url: str, key: str | None, key_file: Path | None) -> EngineClient:
@@ -98,7 +98,7 @@ def _asked(url: str, key: str | None, deadline: Deadline) -> dict[str, Any]:
 def _row(answer: Mapping[str, Any]) -> Sequence[str]:
     if "error" in answer:
         return (answer["url"], *("-" for _ in _COLUMNS[1:]))
-    version, rounds = answer["version"] or {"label": "initial", "digest": None}, answer["rounds"]
+    version, rounds = answer["version"] or {"label": "-", "digest": None}, answer["rounds"]
     last = (
         "-" if not rounds else f"{rounds[-1]['version']} {rounds[-1]['outcome']} {rounds[-1]['took_s']:.2f} s"
     )

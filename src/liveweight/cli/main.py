@@ -7,7 +7,19 @@ from typing import Annotated
 
 import typer
 
-from liveweight.cli import bench, control, init_model, push, serve
+from liveweight.cli import (
+    bench,
+    control,
+    demo_app,
+    doctor,
+    init_model,
+    offer,
+    push,
+    serve,
+    snapshot,
+    update,
+    verify,
+)
 from liveweight.errors import LiveWeightError
 
 app = typer.Typer(
@@ -18,9 +30,15 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 app.add_typer(bench.app, name="bench")
+app.add_typer(demo_app.app, name="demo")
+app.add_typer(snapshot.app, name="snapshot")
+app.command("doctor")(doctor.doctor)
 app.command("init-model")(init_model.init_model)
 app.command("serve")(serve.serve)
 app.command("push")(push.push)
+app.command("offer")(offer.offer)
+app.command("update")(update.update)
+app.command("verify")(verify.verify)
 app.command("status")(control.status)
 app.command("undo")(control.undo)
 app.command("pause")(control.pause)

@@ -43,7 +43,7 @@ class ToldReplica:
 
     def __init__(self, replica: Replica, line: Line, *, ranks: int, verify: bool) -> None:
         self._replica, self._line, self._ranks, self._verify = replica, line, ranks, verify
-        self._tensors = 0
+        self._tensors, self._optional = 0, dict[str, int]()
         self._reached: set[str] = set()
 
     @property
@@ -55,6 +55,7 @@ class ToldReplica:
         """See Replica."""
         standing = self._replica.standing(deadline)
         self._tensors = len(standing.expected.tensors)
+        self._optional = {group.name: len(group.tensors) for group in standing.optional}
         return standing
 
     def describe(self, structure: str, manifest: Manifest, deadline: Deadline) -> None:
@@ -64,7 +65,10 @@ class ToldReplica:
     def open(self, body: m.Open, deadline: Deadline) -> m.Opened:
         """See Replica."""
         opened = self._replica.open(body, deadline)
-        self._line.add(f"open {self._tensors}/{self._tensors}")
+        absent = sum(self._optional.get(name, 0) for name in opened.kept)
+        self._line.add(f"open {self._tensors - absent}/{self._tensors}")
+        for name in opened.kept:
+            self._line.add(f"{name} kept")
         if opened.round is None:
             self._line.add("installed already")
         return opened
@@ -98,6 +102,10 @@ class ToldReplica:
     def undo(self, publisher: str, deadline: Deadline) -> m.Committed:
         """See Replica."""
         return self._replica.undo(publisher, deadline)
+
+    def verify(self, body: m.Verify, deadline: Deadline) -> m.Verdict:
+        """See Replica."""
+        return self._replica.verify(body, deadline)
 
     def interrupt(self) -> None:
         """See Replica."""

@@ -22,6 +22,10 @@ if TYPE_CHECKING:
 
 Source = Annotated[Path, typer.Argument(metavar="DIR", help="An HF checkpoint directory.")]
 Label = Annotated[str, typer.Option("--version", help="What the engines are to call it, such as step_100.")]
+Run = Annotated[
+    str | None,
+    typer.Option(help="The run that the version belongs to; by default a new one with every push."),
+]
 Offer = Annotated[Literal["frozen", "live"], typer.Option(help="How the weights are held ready.")]
 Verify = Annotated[bool, typer.Option("--verify/--no-verify", help="Compare what arrived with the source.")]
 
@@ -30,6 +34,7 @@ def push(
     directory: Source,
     urls: Urls,
     version: Label,
+    run: Run = None,
     offer: Offer = "frozen",
     verify: Verify = True,
     timeout: Timeout = 60.0,
@@ -53,7 +58,13 @@ def push(
     with (
         _told(before, lines.values()),
         Publisher(
-            directory, engines=engines, secret=secret, offer=offer, verify=verify, timeout_s=timeout
+            directory,
+            engines=engines,
+            secret=secret,
+            offer=offer,
+            verify=verify,
+            timeout_s=timeout,
+            run=run,
         ) as publisher,
     ):
         report = publisher.publish(version)
@@ -81,9 +92,7 @@ def _told(before: Mapping[str, Mapping[str, Any]], lines: Collection[Line]) -> I
 
 def _show(urls: Sequence[str], report: Report) -> None:
     for url, replica in zip(urls, report.replicas, strict=True):
-        print(
-            f"{url} serves {replica.serving or 'the checkpoint of its start'}, digest {report.version.digest}"
-        )
+        print(f"{url} serves {replica.serving}, digest {report.version.digest}")
 
 
 def _write(text: str) -> None:

@@ -52,10 +52,31 @@ UpdatesOn = Annotated[bool, typer.Option("--updates/--no-updates", help="Take li
 Address = Annotated[
     str | None, typer.Option(help="Where publishers reach it; by default a socket of this process.")
 ]
+From = Annotated[
+    str | None,
+    typer.Option(help="A source that offers weights, for updates that are asked for: see `update`, `offer`."),
+]
 Kv = Annotated[
     Literal["recompute", "reuse", "drop"], typer.Option(help="What a commit does to running requests.")
 ]
+DraftWeights = Annotated[
+    Literal["required", "keep"],
+    typer.Option(help="Where an offer has none of the MTP layer's tensors: refuse it, or keep the engine's."),
+]
+Shadow = Annotated[
+    Literal["device", "host"],
+    typer.Option(
+        help="Where new weights are staged: beside the old ones, or in host memory, with a longer stall."
+    ),
+]
 StagingThreads = Annotated[int, typer.Option(min=1, help="Threads of each rank that read new weights.")]
+Hooks = Annotated[
+    list[str] | None,
+    typer.Option(
+        metavar="MODULE:FUNCTION",
+        help="Called with the model in every rank after every change of weights, the start included. May be repeated.",
+    ),
+]
 AccessLog = Annotated[bool, typer.Option("--access-log", help="Log every request.")]
 
 
@@ -70,9 +91,13 @@ def serve(
     control_key_file: ControlKeyFile = None,
     updates: UpdatesOn = True,
     weights_address: Address = None,
+    weights_from: From = None,
     secret_file: SecretFile = None,
     kv_policy: Kv = "recompute",
+    draft_weights: DraftWeights = "required",
+    shadow: Shadow = "device",
     staging_threads: StagingThreads = 1,
+    hook: Hooks = None,
     served_name: Name = None,
     dtype: Dtype = "auto",
     context: Context = None,
@@ -102,7 +127,7 @@ def run(config: EngineConfig, front: Front, start: Callable[[EngineConfig], Engi
     if front.access_log:
         logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
     try:
-        with bind(front.host, front.port) as bound, _interruptible(), _started(config, start) as engine:
+        with bind(front.host, front.port) as bound, interruptible(), _started(config, start) as engine:
             fault = asyncio.run(_serve(engine, front, bound))
     except KeyboardInterrupt:
         raise typer.Exit(0) from None  # a signal while it started: nothing was served yet
@@ -148,7 +173,7 @@ def _started(config: EngineConfig, start: Callable[[EngineConfig], Engine]) -> I
 
 
 @contextmanager
-def _interruptible() -> Iterator[None]:
+def interruptible() -> Iterator[None]:
     """Until the server takes signals itself, SIGTERM ends the start as Ctrl-C does: with everything released."""
 
     def interrupt(number: int, frame: object) -> NoReturn:

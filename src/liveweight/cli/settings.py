@@ -49,6 +49,7 @@ def settings_of(given: Mapping[str, Any]) -> tuple[EngineConfig, Front]:
     )
     options = {name: given[name] for name in _AS_THEY_ARE}
     options |= {"model": str(given["directory"]), "kv_bytes": given["kv_mb"] << 20}
+    options |= {"hooks": tuple(given["hook"] or ())}
     config = msgspec.convert(options, EngineConfig)
     return msgspec.structs.replace(config, updates=_updates(given)), front
 
@@ -57,9 +58,10 @@ def _updates(given: Mapping[str, Any]) -> Updates | None:
     from liveweight.api import default_directory, default_secret_file
     from liveweight.engine.config import Updates
 
-    address, secret = given["weights_address"], given["secret_file"]
+    address, secret, source = given["weights_address"], given["secret_file"], given["weights_from"]
     if not given["updates"]:
-        for what, value in {"weights address": address, "secret file": secret}.items():
+        off = {"weights address": address, "secret file": secret, "source of weights": source}
+        for what, value in off.items():
             if value is not None:
                 raise EngineConfigInvalid(f"a {what} was given, and live updates are off")
         return None
@@ -68,6 +70,9 @@ def _updates(given: Mapping[str, Any]) -> Updates | None:
     return Updates(
         address=address,
         secret_file=str(default_secret_file() if secret is None else secret),
+        source=source,
         kv_policy=given["kv_policy"],
+        draft_weights=given["draft_weights"],
+        shadow=given["shadow"],
         staging_threads=given["staging_threads"],
     )

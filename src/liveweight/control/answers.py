@@ -8,12 +8,16 @@ from typing_extensions import TypedDict  # pydantic needs this one before Python
 
 
 class Problem(TypedDict):
-    """What went wrong. `param` is the field at fault, `code` a word or an LW code that stays the same."""
+    """What went wrong. `param` is the field at fault, `code` a word or an LW code that stays the same.
+
+    `offered` is what a source has in place of the version that was asked for.
+    """
 
     message: str
     type: str
     param: str | None
     code: str | None
+    offered: NotRequired[list[str]]
 
 
 class Error(TypedDict):
@@ -38,10 +42,10 @@ class UsageAnswer(TypedDict):
 
 
 class WeightVersion(TypedDict):
-    """Weights by their label and the digest of their content. Those of the start are `initial`, without a digest."""
+    """Weights by their label and the digest of their content. What the engine was started on is `initial`."""
 
     label: str
-    digest: str | None
+    digest: str
 
 
 WeightSpan = TypedDict("WeightSpan", {"from": int, "weight_version": WeightVersion})
@@ -170,17 +174,19 @@ class VersionAnswer(TypedDict):
 
 
 class RoundAnswer(TypedDict):
-    """A round that ended. `stall_s` is how long decoding stood still for it; `reason`, why it failed."""
+    """A round that ended. `stall_s` is how long decoding stood still for it; `reason`, why it failed; `draft`, whether it left the
+    draft as it was."""
 
     version: str
     outcome: str
     took_s: float
     stall_s: float | None
     reason: str | None
+    draft: Literal["kept"] | None
 
 
 class WeightsAnswer(TypedDict):
-    """`/v1/weights`. `version` null: the checkpoint it was started on; `address` null: it takes no live updates."""
+    """`/v1/weights`. `undo` null: there is no version to go back to; `address` null: it takes no live updates."""
 
     model: str
     tp: int
@@ -191,7 +197,10 @@ class WeightsAnswer(TypedDict):
     round: str | None
     rounds: list[RoundAnswer]
     address: str | None
+    source: str | None
     kv_policy: Literal["recompute", "reuse", "drop"] | None
+    draft: Literal["current", "kept"] | None
+    draft_weights: Literal["required", "keep"] | None
 
 
 class PausedAnswer(TypedDict):

@@ -15,7 +15,8 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
 
-from liveweight.control import control_routes, health, openai_routes
+from liveweight.control import control_routes, health, openai_routes, update_routes, verify_routes
+from liveweight.control.calls import Calls
 from liveweight.control.errors import ApiError, error_response, http_response
 from liveweight.control.exchange import Post
 from liveweight.control.guard import Access, Guard
@@ -49,9 +50,12 @@ def build_app(engine: Engine, *, registry: CollectorRegistry, access: Access) ->
     )
     app.include_router(openai_routes.router)
     app.include_router(control_routes.router)
+    app.include_router(update_routes.router)
+    app.include_router(verify_routes.router)
     app.include_router(health.router)
     app.add_middleware(Guard, access=access)
-    app.add_middleware(Unexpected)  # added last, so it stands first
+    app.add_middleware(Unexpected)
+    app.add_middleware(Calls, paths=access.control_paths)  # added last, so it stands first
     app.add_exception_handler(RequestValidationError, _told_invalid)
     app.add_exception_handler(HTTPException, _told_http)
     for told in (ApiError, LiveWeightError):

@@ -29,7 +29,7 @@ class Attribution:
         return fields
 
 
-def weights_form(weights: str) -> dict[str, str | None]:
-    """What a step calls its weights, `label@digest`, in two fields; those of the start, `initial`, have no digest."""
-    label, at, digest = weights.rpartition("@")
-    return {"label": label, "digest": digest} if at else {"label": weights, "digest": None}
+def weights_form(weights: str) -> dict[str, str]:
+    """What a step calls its weights, `label@digest`, in two fields."""
+    label, _, digest = weights.rpartition("@")
+    return {"label": label, "digest": digest}

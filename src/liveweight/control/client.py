@@ -24,9 +24,12 @@ from liveweight.errors import (
 )
 from liveweight.spec.deadline import Deadline
 
-ANSWER_BYTES_MAX = 1 << 20
+ANSWER_BYTES_MAX = 64 << 20
 GRACE_S = 2.0
 """How much longer than the engine its client waits: the engine's own word on a deadline is better."""
+
+LAST_STEPS_S = 30.0
+"""How much longer than its own time an update may take: votes and a commit that were begun in time are ended."""
 
 
 def is_url(text: str) -> bool:
@@ -74,6 +77,22 @@ class EngineClient:
     def undo(self, deadline: Deadline) -> dict[str, Any]:
         """Take it back to the version before; what it serves then."""
         return self._ask("POST", "/v1/weights/undo", {"timeout_s": _left_s(deadline)}, deadline)
+
+    def update(self, wish: Mapping[str, Any], timeout_s: float) -> dict[str, Any]:
+        """Take it to a version of its source, in that time; what came of it. `wish` are the fields of the route that are not left out."""
+        deadline = Deadline.after(timeout_s + LAST_STEPS_S)
+        answer = self._ask("POST", "/v1/update_weights", {**wish, "timeout_s": timeout_s}, deadline)
+        if not {"version", "outcome", "results"} <= answer.keys():
+            raise MessageInvalid(f"{self.url} is no engine of ours: it does not say what came of the update")
+        return answer
+
+    def verify(self, question: Mapping[str, Any], timeout_s: float) -> dict[str, Any]:
+        """Digest what it holds now, and compare it; what came of it. `question` are the fields of the route."""
+        body = {**question, "timeout_s": timeout_s}
+        answer = self._ask("POST", "/v1/weights/verify", body, Deadline.after(timeout_s))
+        if not {"match", "version", "digest", "mismatches"} <= answer.keys():
+            raise MessageInvalid(f"{self.url} is no engine of ours: it does not say what it found")
+        return answer
 
     def pause(self, mode: str, deadline: Deadline) -> dict[str, Any]:
         """Let it take no step; how it is then."""

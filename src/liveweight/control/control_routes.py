@@ -5,65 +5,38 @@ Rounds do not pass through here: publishers drive them over the wire, at the add
 
 from __future__ import annotations
 
-from collections.abc import Callable, Coroutine
-from typing import Annotated, Any, TypeAlias
+from typing import Annotated, Literal
 
 from fastapi import APIRouter, Request
-from fastapi.exceptions import RequestValidationError
-from fastapi.routing import APIRoute
 from pydantic import Field
-from starlette.responses import Response
 
 from liveweight.control.answers import (
     AbortedAnswer,
-    Error,
     PausedAnswer,
     RoundAnswer,
     VersionAnswer,
     WeightsAnswer,
 )
-from liveweight.control.errors import BadControl
+from liveweight.control.control_route import (
+    CONFLICT,
+    INVALID,
+    LATE,
+    TIMEOUT_S,
+    ControlRoute,
+    Timeout,
+    told,
+    version_answer,
+)
 from liveweight.control.fields import Text
-from liveweight.control.invalid import refusal
 from liveweight.control.port import Engine
 from liveweight.control.schema import Strict
 from liveweight.control.service import Service, service_of
 from liveweight.engine.desk import RoundSummary, Standing
+from liveweight.engine.models.spec import DRAFT
 from liveweight.engine.status import PauseMode
 from liveweight.spec.manifest import Version
 
-TIMEOUT_S = 60.0
-MAX_TIMEOUT_S = 3600.0
 MAX_IDS = 10_000
-_WITHOUT_UPDATES = Standing(state="serving", serving=None, undo=None, round=None, rounds=())
-_Told: TypeAlias = dict[int | str, dict[str, Any]]
-_ANY: _Told = {"default": {"model": Error, "description": "Any other error."}}
-_INVALID: _Told = {422: {"model": Error, "description": "The request is wrong; `param` says where."}}
-_CONFLICT: _Told = {409: {"model": Error, "description": "Not in this state; nothing was changed."}}
-_LATE: _Told = {504: {"model": Error, "description": "It was not done in time; what was begun goes on."}}
-
-
-def _told(*kinds: _Told) -> _Told:
-    return {status: row for kind in (*kinds, _ANY) for status, row in kind.items()}
-
-
-class ControlRoute(APIRoute):
-    """A route whose refused bodies are told with 422."""
-
-    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
-        """The handler that FastAPI makes, with that one difference."""
-        handle = super().get_route_handler()
-
-        async def handler(request: Request) -> Response:
-            try:
-                return await handle(request)
-            except RequestValidationError as error:
-                raise refusal(error, BadControl) from error
-
-        return handler
-
-
-Timeout = Annotated[float, Field(gt=0, le=MAX_TIMEOUT_S)]
 
 
 class UndoRequest(Strict):
@@ -88,13 +61,13 @@ class AbortRequest(Strict):
 router = APIRouter(tags=["control"], route_class=ControlRoute)
 
 
-@router.get("/v1/weights", response_model=WeightsAnswer, responses=_told(_LATE))
+@router.get("/v1/weights", response_model=WeightsAnswer, responses=told(LATE))
 async def weights(request: Request) -> WeightsAnswer:
     """What is served, how the last rounds went, and where publishers reach the engine."""
     return await _weights(service_of(request))
 
 
-@router.post("/v1/weights/undo", response_model=WeightsAnswer, responses=_told(_CONFLICT, _INVALID, _LATE))
+@router.post("/v1/weights/undo", response_model=WeightsAnswer, responses=told(CONFLICT, INVALID, LATE))
 async def undo(request: Request, body: UndoRequest | None = None) -> WeightsAnswer:
     """Go back to the version before."""
     service, timeout_s = service_of(request), _timeout_s(body)
@@ -102,7 +75,7 @@ async def undo(request: Request, body: UndoRequest | None = None) -> WeightsAnsw
     return await _weights(service)
 
 
-@router.post("/v1/pause", response_model=PausedAnswer, responses=_told(_INVALID, _LATE))
+@router.post("/v1/pause", response_model=PausedAnswer, responses=told(INVALID, LATE))
 async def pause(request: Request, body: PauseRequest | None = None) -> PausedAnswer:
     """Let requests stand still; new ones wait."""
     service, timeout_s = service_of(request), _timeout_s(body)
@@ -111,7 +84,7 @@ async def pause(request: Request, body: PauseRequest | None = None) -> PausedAns
     return _paused(service.engine)
 
 
-@router.post("/v1/resume", response_model=PausedAnswer, responses=_told())
+@router.post("/v1/resume", response_model=PausedAnswer, responses=told())
 async def resume(request: Request) -> PausedAnswer:
     """Let requests run again."""
     service = service_of(request)
@@ -119,13 +92,13 @@ async def resume(request: Request) -> PausedAnswer:
     return _paused(service.engine)
 
 
-@router.get("/v1/is_paused", response_model=PausedAnswer, responses=_told())
+@router.get("/v1/is_paused", response_model=PausedAnswer, responses=told())
 async def is_paused(request: Request) -> PausedAnswer:
     """Whether requests stand still."""
     return _paused(service_of(request).engine)
 
 
-@router.post("/v1/abort_requests", response_model=AbortedAnswer, responses=_told(_INVALID))
+@router.post("/v1/abort_requests", response_model=AbortedAnswer, responses=told(INVALID))
 async def abort_requests(request: Request, body: AbortRequest | None = None) -> AbortedAnswer:
     """End requests with what they have."""
     service = service_of(request)
@@ -146,7 +119,7 @@ def _paused(engine: Engine) -> PausedAnswer:
 
 async def _weights(service: Service) -> WeightsAnswer:
     engine, updates = service.engine, service.engine.config.updates
-    standing = _WITHOUT_UPDATES if updates is None else await service.elsewhere(engine.standing)
+    standing = _started(engine.start) if updates is None else await service.elsewhere(engine.standing)
     return {
         "model": engine.name,
         "tp": engine.config.tp,
@@ -157,14 +130,28 @@ async def _weights(service: Service) -> WeightsAnswer:
         "round": standing.round,
         "rounds": [_round(summary) for summary in standing.rounds],
         "address": engine.address,
+        "source": None if updates is None else updates.source,
         "kv_policy": None if updates is None else updates.kv_policy,
+        "draft": _draft(engine, standing),
+        "draft_weights": None if updates is None else updates.draft_weights,
     }
 
 
-def _version(version: Version | None) -> VersionAnswer | None:
-    if version is None:
+def _started(version: Version) -> Standing:
+    """An engine without live updates: it has no leader to ask, and serves what it was started on."""
+    return Standing(state=f"serving {version}", serving=version, undo=None, round=None, rounds=())
+
+
+def _draft(engine: Engine, standing: Standing) -> Literal["current", "kept"] | None:
+    """Whether the draft's weights are of the version that serves. None: nothing drafts, or nothing serves at this moment."""
+    drafts = engine.config.draft and engine.spec.draft_layers > 0
+    if not drafts or standing.serving is None:
         return None
-    return {"run": version.run, "label": version.label, "digest": version.digest}
+    return "kept" if DRAFT in standing.kept else "current"
+
+
+def _version(version: Version | None) -> VersionAnswer | None:
+    return None if version is None else version_answer(version)
 
 
 def _round(summary: RoundSummary) -> RoundAnswer:
@@ -174,4 +161,5 @@ def _round(summary: RoundSummary) -> RoundAnswer:
         "took_s": summary.took_s,
         "stall_s": summary.stall_s,
         "reason": summary.reason,
+        "draft": "kept" if DRAFT in summary.kept else None,
     }

@@ -13,15 +13,19 @@ from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
 from liveweight.errors import (
+    Damage,
     DeadlineExceeded,
     EngineStopping,
     LiveWeightError,
+    OfferChanged,
     OutcomeUnknown,
     QueueFull,
     RankLost,
     Refused,
     RequestInvalid,
     RoundAborted,
+    RoundFailed,
+    VersionNotOffered,
     WireError,
 )
 
@@ -90,6 +94,8 @@ TABLE: Mapping[type[Exception], Kind] = {
     BodyTooLarge: Kind(413, "invalid_request_error"),
     BadControl: Kind(422, "invalid_request_error"),
     QueueFull: Kind(429, "rate_limit_error"),
+    Damage: Kind(502, "bad_gateway_error"),
+    OfferChanged: Kind(503, "service_unavailable_error"),
     EngineStopping: Kind(503, "service_unavailable_error"),
     RankLost: Kind(503, "service_unavailable_error"),
     RoundAborted: Kind(503, "service_unavailable_error"),
@@ -104,16 +110,24 @@ _OF_STATUS = {404: "not_found_error", 405: "invalid_request_error"}
 
 
 def kind_of(error: BaseException) -> Kind:
-    """The row of the nearest ancestor."""
+    """The row of the nearest ancestor; of a round that failed, that of its cause."""
+    if isinstance(error, RoundFailed):
+        return kind_of(error.cause)
     return next((TABLE[cls] for cls in type(error).__mro__ if cls in TABLE), INTERNAL)
 
 
-def error_body(error: BaseException, *, param: str | None = None) -> dict[str, object]:
+def error_body(error: BaseException, *, param: str | None = None) -> Mapping[str, Mapping[str, object]]:
     """The error in OpenAI's shape. Only errors that were made to be told are told."""
     kind = kind_of(error)
     match error:
         case ApiError():
             return _shape(str(error), kind.type, error.param or param, error.code)
+        case RoundFailed(cause=cause):
+            text = str(error).removeprefix(f"{error.code} ").removesuffix(".")
+            return _shape(f"{text}; {cause.remedy}", kind.type, param, error.code)
+        case VersionNotOffered(offered=offered):
+            body = _shape(f"{error}; {error.remedy}", kind.type, param or "version", error.code)
+            return {"error": {**body["error"], "offered": list(offered)}}
         case LiveWeightError():
             return _shape(f"{error}; {error.remedy}", kind.type, param, error.code)
         case _:
@@ -140,7 +154,7 @@ def http_response(error: HTTPException, route: str) -> Response:
     return _json(_shape(message, kind, None, None), error.status_code, dict(error.headers or {}))
 
 
-def _shape(message: str, kind: str, param: str | None, code: str | None) -> dict[str, object]:
+def _shape(message: str, kind: str, param: str | None, code: str | None) -> dict[str, dict[str, object]]:
     return {"error": {"message": message, "type": kind, "param": param, "code": code}}
 
 

@@ -17,7 +17,16 @@ from liveweight.control.errors import ApiError, BodyTooLarge, BodyTooSlow, Wrong
 
 DISCARDED_BYTES = 64 << 20
 CONTROL_PATHS = frozenset(
-    {"/v1/weights", "/v1/weights/undo", "/v1/pause", "/v1/resume", "/v1/is_paused", "/v1/abort_requests"}
+    {
+        "/v1/weights",
+        "/v1/weights/undo",
+        "/v1/weights/verify",
+        "/v1/update_weights",
+        "/v1/pause",
+        "/v1/resume",
+        "/v1/is_paused",
+        "/v1/abort_requests",
+    }
 )
 
 

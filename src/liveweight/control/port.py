@@ -8,9 +8,11 @@ from typing import Protocol
 from liveweight.engine.config import EngineConfig
 from liveweight.engine.desk import Standing
 from liveweight.engine.models.spec import ModelSpec
+from liveweight.engine.requested import Updated, Wish
 from liveweight.engine.requests import Sampling, Sink
 from liveweight.engine.status import PauseMode, Pausing, Status
 from liveweight.engine.text import Tokenizer
+from liveweight.engine.verifying import Answer, Question
 from liveweight.errors import LiveWeightError
 from liveweight.spec.manifest import Version
 
@@ -32,6 +34,13 @@ class Controls(Protocol):
     def undo(self, timeout_s: float) -> Version | None:
         """Go back to the version before; what serves then. WrongState without one, RoundOpen while a round is open."""
 
+    def update_weights(self, wish: Wish) -> Updated:
+        """Take it to a version of its source. WrongState without one; RoundFailed: it serves what it served."""
+
+    def verify(self, question: Question) -> Answer:
+        """Digest what all ranks hold now, and compare it. WrongState without live updates, ManifestMismatch for unknown names,
+        WeightsExchanged where rounds left no time for it, DeadlineExceeded with the ranks that did not answer."""
+
     def pause(self, mode: PauseMode, timeout_s: float) -> None:
         """Let requests stand still; new ones wait. DeadlineExceeded if they do not yet: they will. Twice is fine."""
 
@@ -48,6 +57,7 @@ class Engine(Controls, Protocol):
     config: EngineConfig
     spec: ModelSpec
     name: str
+    start: Version
     context: int
     vocab: int
     tokenizer: Tokenizer

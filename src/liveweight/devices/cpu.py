@@ -8,18 +8,24 @@ from __future__ import annotations
 
 import ctypes
 import errno
+import itertools
 import mmap
 import os
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import TYPE_CHECKING, Self
 
 import numpy as np
 import numpy.typing as npt
 
 from liveweight.devices.memory import Memory
 from liveweight.errors import OutOfMemory, WrongState
+from liveweight.spec.layout import ALIGNMENT_BYTES, align
+
+if TYPE_CHECKING:
+    import torch
 
 PAGE_BYTES = mmap.PAGESIZE
 _POPULATE_READ, _POPULATE_WRITE = 22, 23  # MADV_POPULATE_*, Linux 5.14; Python 3.11 has no names for them
@@ -76,6 +82,23 @@ def allocate(size_bytes: int, what: str = "a shadow") -> Allocation:
         mapping.close()
         raise out_of_memory(what, size_bytes, error) from error
     return Allocation(mapping, size_bytes)
+
+
+def allocate_tensors(
+    sizes_bytes: Sequence[int], what: str
+) -> tuple[npt.NDArray[np.uint8], list[torch.Tensor]]:
+    """Parts of one allocation, faulted in; each part is a storage of its own, so that saving one does not save all.
+
+    The array is of all pages: every part holds it, and it is gone with the last of them.
+    """
+    import torch
+
+    aligned = (align(size, ALIGNMENT_BYTES) for size in sizes_bytes)
+    *offsets, total = itertools.accumulate(aligned, initial=0)
+    with torch.inference_mode(False), allocate(total, what) as allocation:
+        pages = allocation.memory.bytes()  # slices of it, and tensors of those, keep the pages after `close`
+        parts = zip(offsets, sizes_bytes, strict=True)
+        return pages, [torch.from_numpy(pages[offset : offset + size]) for offset, size in parts]
 
 
 def mapped(mapping: mmap.mmap, offset_bytes: int, size_bytes: int, *, writable: bool) -> Memory:

@@ -7,19 +7,21 @@ handle are cuda_handle's; what is copied and digested is torch_kernels'. This mo
 from __future__ import annotations
 
 import re
+import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import TYPE_CHECKING, Any, Protocol
 
-from liveweight.devices.cpu import out_of_memory
+from liveweight.devices.cpu import allocate_tensors, out_of_memory
 from liveweight.devices.cuda_handle import Handle, decode_handle, encode_handle
-from liveweight.devices.kernels import Chosen
+from liveweight.devices.kernels import Chosen, Kernels
 from liveweight.devices.memory import Memory
 from liveweight.errors import LayoutInvalid, MessageInvalid, Unavailable
 
 if TYPE_CHECKING:
     import torch
 
+_PORTABLE = 1  # cudaHostRegisterPortable: pinned for every device of the process
 _DEVICE = re.compile(r"cuda:(0|[1-9][0-9]{0,3})")
 
 
@@ -49,6 +51,12 @@ class Driver(Protocol):
 
     def open(self, index: int, handle: Handle) -> torch.UntypedStorage:
         """The storage of another process."""
+
+    def pin(self, index: int, address: int, size_bytes: int) -> None:
+        """Lock pages of the host so that the device reaches them itself."""
+
+    def unpin(self, index: int, address: int) -> None:
+        """What was pinned there is ordinary memory again."""
 
     def synchronise(self, index: int) -> None:
         """Wait for everything queued by this process, on all streams."""
@@ -113,6 +121,22 @@ class TorchDriver:
             *(index, handle.memory, handle.size_bytes, handle.offset_bytes),
             *(handle.counter.encode("ascii"), handle.counter_offset, handle.event, handle.waits),
         )
+
+    def pin(self, index: int, address: int, size_bytes: int) -> None:
+        """Registered where they are: torch's own pinned memory comes in powers of two, up to twice of what is needed."""
+        import torch
+
+        with torch.cuda.device(index):
+            runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+            torch.cuda.check_error(runtime.cudaHostRegister(address, size_bytes, _PORTABLE))
+
+    def unpin(self, index: int, address: int) -> None:
+        """Not registered any more."""
+        import torch
+
+        with torch.cuda.device(index):
+            runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+            torch.cuda.check_error(runtime.cudaHostUnregister(address))
 
     def synchronise(self, index: int) -> None:
         """All streams of the device: whoever trains or decodes may use another than the calling thread's."""
@@ -180,6 +204,25 @@ class CudaDevice:
             raise out_of_memory(f"{what} on {self.name}", sum(sizes_bytes), error) from error
         self.synchronise()
         return parts
+
+    def allocate_host(self, sizes_bytes: Sequence[int], what: str) -> list[torch.Tensor]:
+        """Pages of the host, pinned as long as any part of them is held."""
+        pages, parts = allocate_tensors(sizes_bytes, what)
+        address = int(pages.ctypes.data)
+        if pages.nbytes:
+            try:
+                self._driver.pin(self._index, address, pages.nbytes)
+            except RuntimeError as error:
+                raise out_of_memory(f"{what}, pinned for {self.name},", pages.nbytes, error) from error
+            # Called when the last part is let go of, before its pages are. Not at exit: the driver is gone by then.
+            weakref.finalize(pages, self._driver.unpin, self._index, address).atexit = False
+        return parts
+
+    def to_host(self) -> Kernels:
+        """torch's, on a side stream of the device."""
+        from liveweight.devices.torch_kernels import TorchKernels
+
+        return TorchKernels("cpu", aside=lambda: self._driver.aside(self._index))
 
     def synchronise(self) -> None:
         """Wait for all streams of the device."""

@@ -6,14 +6,12 @@ the host, nothing of CUDA is touched. How memory that others may read travels is
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Protocol
 
 from liveweight.devices import cpu
-from liveweight.devices.kernels import Chosen, choose
+from liveweight.devices.kernels import Chosen, Kernels, choose
 from liveweight.devices.memory import Memory
-from liveweight.spec.layout import ALIGNMENT_BYTES, align
 
 if TYPE_CHECKING:
     import torch
@@ -54,6 +52,12 @@ class Device(Protocol):
     def allocate(self, sizes_bytes: Sequence[int], what: str) -> list[torch.Tensor]:
         """So many bytes of zeros each, as tensors that keep them, aligned; `what` is for the error. OutOfMemory: none is left."""
 
+    def allocate_host(self, sizes_bytes: Sequence[int], what: str) -> list[torch.Tensor]:
+        """As `allocate`, in host memory from and to which the device copies at its full rate: pinned, where that matters."""
+
+    def to_host(self) -> Kernels:
+        """Kernels that write the host's memory with what lies on the device. A run is over when it returns."""
+
     def synchronise(self) -> None:
         """Wait until all that this process has queued on the device is done: before its weights are exchanged, or offered."""
 
@@ -77,16 +81,15 @@ class CpuDevice:
 
     def allocate(self, sizes_bytes: Sequence[int], what: str) -> list[torch.Tensor]:
         """Parts of one allocation, faulted in; each part is a storage of its own, so that saving one does not save all."""
-        import torch
+        return cpu.allocate_tensors(sizes_bytes, what)[1]
 
-        aligned = (align(size, ALIGNMENT_BYTES) for size in sizes_bytes)
-        *offsets, total = itertools.accumulate(aligned, initial=0)
-        with torch.inference_mode(False), cpu.allocate(total, what) as allocation:
-            pages = (
-                allocation.memory.bytes()
-            )  # slices of it, and tensors of those, keep the pages after `close`
-            parts = zip(offsets, sizes_bytes, strict=True)
-            return [torch.from_numpy(pages[offset : offset + size]) for offset, size in parts]
+    def allocate_host(self, sizes_bytes: Sequence[int], what: str) -> list[torch.Tensor]:
+        """The same: the device is the host."""
+        return self.allocate(sizes_bytes, what)
+
+    def to_host(self) -> Kernels:
+        """Those of `choose`: the device is the host."""
+        return self.choose().kernels
 
     def synchronise(self) -> None:
         """Nothing is ever queued here."""

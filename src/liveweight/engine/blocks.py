@@ -14,9 +14,9 @@ from collections.abc import Sequence
 KEY_BYTES = 16
 
 
-def root_key(weights: str) -> bytes:
-    """The key before the first page: of the weights alone."""
-    return hashlib.blake2b(weights.encode(), digest_size=KEY_BYTES).digest()
+def root_key(content: str) -> bytes:
+    """The key before the first page: of the weights alone, by the digest of their content."""
+    return hashlib.blake2b(content.encode(), digest_size=KEY_BYTES).digest()
 
 
 def next_key(parent: bytes, tokens: Sequence[int]) -> bytes:

@@ -2,25 +2,40 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Literal, TypeAlias
 
 import msgspec
 
+from liveweight.engine.hooks import check_name
 from liveweight.errors import EngineConfigInvalid
 from liveweight.wire.values import KvPolicy
+
+DraftWeights: TypeAlias = Literal["required", "keep"]
+"""Whether an offer must have the draft's tensors, or the engine may keep its own."""
 
 
 class Updates(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """How an engine takes live updates: where publishers and ranks find its leader, and what a round may cost the ranks.
 
-    `kv_policy` is for commits whose publisher does not say.
+    `kv_policy` is for commits whose publisher does not say. `draft_weights` says what happens where an offer has none of the MTP
+    layer's tensors: it is refused, or the draft stays as it is. `shadow` is where each rank keeps the second copy of its weights.
+    `source` is where an operator's updates are read from.
     """
 
     address: str
     secret_file: str
+    source: str | None = None
     kv_policy: KvPolicy = "recompute"
+    draft_weights: DraftWeights = "required"
+    shadow: Literal["device", "host"] = "device"
     staging_threads: int = 1
     pace_bytes_per_s: float | None = None
+
+    def __post_init__(self) -> None:
+        if self.source is not None and not self.source.startswith(("ipc://", "tcp://")):
+            raise EngineConfigInvalid(
+                f"a source of weights is at ipc://path or tcp://host:port, not at {self.source!r}"
+            )
 
 
 class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -28,8 +43,9 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
     `threads` are torch's, of each rank: more than one pays only on an idle machine; on a busy one they wait for each other and cost a
     multiple. `kv_bytes` is shared by all ranks; `batch_tokens` bounds one step and so the chunk of a prompt that is filled at once;
-    `draft` turns speculative decoding by the checkpoint's MTP layer on, where it has one. Without `updates` the weights stay as
-    they were loaded.
+    `draft` turns speculative decoding by the checkpoint's MTP layer on, where it has one. `hooks`, each a
+    `module:function` that ranks import and call with their model, follow every change of weights, also the load at the start. Without
+    `updates` the weights stay as they were loaded.
     """
 
     model: str
@@ -47,6 +63,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     overlap: bool = True
     prefix_cache: bool = True
     draft: bool = True
+    hooks: tuple[str, ...] = ()
     updates: Updates | None = None
     start_timeout_s: float = 300.0
     step_timeout_s: float = 300.0
@@ -55,6 +72,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         for name in ("tp", "threads", "block_tokens", "kv_bytes", "max_running", "batch_tokens"):
             if getattr(self, name) < 1:
                 raise EngineConfigInvalid(f"{name} must be at least 1")
+        for hook in self.hooks:
+            check_name(hook)
         if self.max_waiting < 0:
             raise EngineConfigInvalid("max_waiting must not be negative")
         if self.batch_tokens < 2 * self.max_running:

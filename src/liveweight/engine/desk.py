@@ -24,24 +24,29 @@ ANSWER_S = 10.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RoundSummary:
-    """A round that ended. `stall_s` is how long decoding stood still, where it did; `reason`, why it failed."""
+    """A round that ended. `stall_s` is how long decoding stood still, where it did; `reason`, why it failed.
+
+    `kept` names the optional groups of tensors, such as the draft's, that its offer left out.
+    """
 
     version: str
     outcome: str
     took_s: float
     stall_s: float | None = None
     reason: str | None = None
+    kept: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Standing:
-    """A replica's standing. `serving` None: the weights of its start; `round` is the id of the one that is open."""
+    """A replica's standing. `serving` None: an exchange is under way; `round` is the id of the one that is open."""
 
     state: str
     serving: Version | None
     undo: Version | None
     round: str | None
     rounds: tuple[RoundSummary, ...]
+    kept: tuple[str, ...] = ()
 
 
 class Desk:
@@ -53,6 +58,7 @@ class Desk:
         self._leader, self._decider = WireReplica(address, secret), WireReplica(address, secret)
         self._rounds: deque[RoundSummary] = deque(maxlen=REMEMBERED)
         self._facts: dict[str, tuple[float | None, str | None]] = {}
+        self._kept: tuple[str, ...] = ()
         self._subscription = bus.subscribe(self._hear)
 
     def standing(self) -> Standing:
@@ -69,6 +75,7 @@ class Desk:
             undo=said.undo,
             round=open_round,
             rounds=tuple(self._rounds),
+            kept=said.kept,
         )
 
     def undo(self, timeout_s: float) -> Version | None:
@@ -90,6 +97,8 @@ class Desk:
     def _hear(self, event: ev.AnyEvent) -> None:
         """The bus's reader, on the leader's thread: one round ends before the next begins."""
         match event:
+            case ev.RoundOpened(kept=kept):
+                self._kept = kept
             case (
                 ev.Committed(rank=None, round=name, stall_s=stall_s) | ev.Undone(round=name, stall_s=stall_s)
             ):
@@ -100,8 +109,14 @@ class Desk:
                 stall_s_, reason_ = self._facts.pop(name, (None, None))
                 self._rounds.append(
                     RoundSummary(
-                        version=version, outcome=outcome, took_s=took_s, stall_s=stall_s_, reason=reason_
+                        version=version,
+                        outcome=outcome,
+                        took_s=took_s,
+                        stall_s=stall_s_,
+                        reason=reason_,
+                        kept=self._kept,
                     )
                 )
+                self._kept = ()
             case _:
                 pass

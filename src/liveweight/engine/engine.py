@@ -13,19 +13,22 @@ from liveweight.engine.account import Limits
 from liveweight.engine.config import EngineConfig
 from liveweight.engine.desk import Desk, Standing
 from liveweight.engine.models.spec import ModelSpec
+from liveweight.engine.pauses import Pauses
 from liveweight.engine.pump import OnFailure, Pump
 from liveweight.engine.ranks import Launch, Ranks, launch
+from liveweight.engine.requested import Requested, Updated, Wish
 from liveweight.engine.requests import Sampling, Sink
 from liveweight.engine.scheduler import Scheduler
 from liveweight.engine.sequence import Sequence as Running
 from liveweight.engine.sizes import cache_blocks, context_of
 from liveweight.engine.status import PauseMode, Pausing, Status
+from liveweight.engine.stream import weights_text
 from liveweight.engine.text.stream import TextStream
 from liveweight.engine.text.tokenizer import Tokenizer
 from liveweight.engine.updates import Inbox, lead
-from liveweight.errors import EngineStopping, RankLost, RequestInvalid, WrongState
+from liveweight.engine.verifying import Answer, Question, Verifying
+from liveweight.errors import EngineStopping, RankLost, RequestInvalid, RoundAborted, WireError, WrongState
 from liveweight.observe.bus import Bus
-from liveweight.spec.deadline import Deadline
 from liveweight.spec.manifest import Version
 from liveweight.wire.credentials import load_or_create_secret
 
@@ -46,14 +49,18 @@ class Engine:
             self._desk = self._lead(inbox, bus or Bus(), stack)
             ranks = Ranks(config, blocks=blocks, context=self.context, launch=launch)
             self._resources = stack.pop_all()
+        self.start = ranks.begin.version
+        """What it was started on."""
         inbox.on_decision(ranks.wake)
         self._pump = Pump(
-            self._scheduler(blocks, ranks.ready[0].weights),
+            self._scheduler(blocks, weights_text(self.start)),
             ranks,
             inbox,
             depth=2 if config.overlap else 1,
             kv_policy="recompute" if config.updates is None else config.updates.kv_policy,
         )
+        self._pauses = Pauses(self._pump, self._check_open)
+        self._requested, self._verifying = self._follow_source(), self._verify_here()
         self._thread = threading.Thread(
             target=self._pump.run, args=(self._resources.close,), name="engine", daemon=True
         )
@@ -120,24 +127,11 @@ class Engine:
 
         DeadlineExceeded if they do not in time: the engine goes on towards its pause. Twice is fine, also with another mode.
         """
-        deadline = Deadline.after(timeout_s)
-        with self._pump.lock:
-            self._check_open()
-            self._pump.scheduler.pause(drain=mode == "wait")
-            if mode == "abort":
-                self._pump.cancelled += self._pump.scheduler.numbers(running=True)
-        self._pump.ranks.wake()
-        with self._pump.lock:
-            if not self._pump.quiet.wait_for(self._pump.still, deadline.remaining_s()):
-                raise deadline.exceeded(
-                    "running requests to finish" if mode == "wait" else "the steps in flight"
-                )
+        self._pauses.pause(mode, timeout_s)
 
     def resume(self) -> None:
         """Let requests run again."""
-        with self._pump.lock:
-            self._pump.scheduler.resume()
-        self._pump.ranks.wake()
+        self._pauses.resume()
 
     def abort_requests(self, requests: Sequence[int] | None = None) -> int:
         """End these requests (None: all of them, waiting ones too) with what they have; how many of them there were."""
@@ -153,8 +147,28 @@ class Engine:
         return self._with_desk("a question about live updates").standing()
 
     def undo(self, timeout_s: float) -> Version | None:
-        """Go back to the version before; what serves then (None: the weights of the start)."""
+        """Go back to the version before; what serves then. WrongState where there is none, as after an undo."""
         return self._with_desk("an undo").undo(timeout_s)
+
+    def verify(self, question: Question) -> Answer:
+        """Digest what all ranks hold now, and compare it. WrongState without live updates; see Verifying."""
+        if self._verifying is None:
+            raise WrongState("started without live updates", "a verification")
+        try:
+            return self._verifying.verify(question)
+        except (RoundAborted, WireError):
+            with self._pump.lock:
+                self._check_open()  # where the engine has lost a rank, that is the better word
+            raise
+
+    def update_weights(self, wish: Wish) -> Updated:
+        """Take the engine to a version of its source. WrongState without one; RoundFailed where it serves what it served."""
+        self._with_desk("an update")
+        if self._requested is None:
+            raise WrongState("started without a source (--weights-from)", "an update that is asked for")
+        with self._pump.lock:
+            self._check_open()
+        return self._requested.update(wish)
 
     def on_failure(self, callback: OnFailure) -> None:
         """Call back, on the engine's thread, when a rank was lost; at once if that has happened."""
@@ -208,6 +222,30 @@ class Engine:
         desk = Desk(leader.address, secret, bus)
         stack.callback(desk.close)
         return desk
+
+    def _follow_source(self) -> Requested | None:
+        updates = self.config.updates
+        if self._desk is None or updates is None or updates.source is None:
+            return None
+        requested = Requested(
+            updates.source,
+            leader=self._desk.address,
+            secret=load_or_create_secret(Path(updates.secret_file)),
+            replica=self.name,
+            world=self.config.tp,
+            pauses=self._pauses,
+        )
+        self._resources.callback(requested.close)  # before those whom it drives
+        return requested
+
+    def _verify_here(self) -> Verifying | None:
+        updates = self.config.updates
+        if self._desk is None or updates is None:
+            return None
+        secret = load_or_create_secret(Path(updates.secret_file))
+        verifying = Verifying(self._desk.address, secret, source=updates.source, replica=self.name)
+        self._resources.callback(verifying.close)
+        return verifying
 
     def _with_desk(self, wanted: str) -> Desk:
         if self._desk is None:

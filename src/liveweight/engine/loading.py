@@ -6,13 +6,14 @@ Names, dtypes and shapes are compared in both directions before a byte is read; 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
 
+from liveweight.engine.hooks import hooks_of
 from liveweight.errors import NAMES_SHOWN, CheckpointInvalid, LayoutInvalid, ManifestInvalid
 from liveweight.spec.dtype import DType
 from liveweight.spec.layout import Piece
@@ -21,6 +22,7 @@ from liveweight.trainer.checkpoint import Entry, checkpoint_entries, opened
 
 if TYPE_CHECKING:
     from liveweight.engine.models.model import Model
+    from liveweight.worker.committer import Hook
 
 READABLE = (DType.FLOAT64, DType.FLOAT32, DType.FLOAT16, DType.BFLOAT16)
 
@@ -34,10 +36,11 @@ class _Fill:
     into: torch.Tensor
 
 
-def load(model: Model, directory: Path) -> None:
-    """Fill this rank's parameters, cast to their dtype. CheckpointInvalid names the file, or the tensors, that do not fit.
+def load(model: Model, directory: Path, hooks: Sequence[Hook] | None = None) -> None:
+    """Fill this rank's parameters, cast to their dtype, and run the hooks: these, or, without any, the engine's own.
 
-    Nothing is written before the whole directory was found to fit. A file that fails while it is read leaves the model half filled.
+    CheckpointInvalid names the file, or the tensors, that do not fit. Nothing is written before the whole directory was found to fit. A
+    file that fails while it is read leaves the model half filled.
     """
     try:
         entries = {entry.key: entry for entry in checkpoint_entries(directory)}
@@ -45,6 +48,8 @@ def load(model: Model, directory: Path) -> None:
         _fill(_fills(model, entries))
     except ManifestInvalid as error:
         raise CheckpointInvalid(" ".join(str(error).split())) from error
+    for hook in hooks_of(model) if hooks is None else hooks:
+        hook()
 
 
 def _check(directory: Path, model: Model, entries: Mapping[str, Entry]) -> None:

@@ -14,7 +14,7 @@ from typing import TypeAlias
 from liveweight.engine.ranks import Done, Ranks
 from liveweight.engine.scheduler import Said, Scheduler
 from liveweight.engine.status import State
-from liveweight.engine.stream import Exchange, Exchanged, StepDone
+from liveweight.engine.stream import Exchange, Exchanged, StepDone, content_of
 from liveweight.engine.updates import Inbox
 from liveweight.errors import LiveWeightError, RankLost
 from liveweight.wire.values import KvPolicy
@@ -119,7 +119,8 @@ class Pump:
     def _exchanged(self, weights: str) -> Said:
         """All ranks know the outcome: the next step may go. Requests feel it only if the weights are other ones now."""
         decision, self._exchanging = self._exchanging, None
-        if weights == self.scheduler.weights:
+        if content_of(weights) == content_of(self.scheduler.weights):
+            self.scheduler.weights = weights  # at most another name: keys and values are of the same content
             return []
         asked = None if decision is None else decision.kv_policy
         return self.scheduler.change(weights, self._kv_policy if asked is None else asked)

@@ -18,20 +18,36 @@ from typing import TYPE_CHECKING
 
 from liveweight.engine.attention import PagedAttention
 from liveweight.engine.group import meet
+from liveweight.engine.hooks import hooks_of
 from liveweight.engine.pipe import Pipe
 from liveweight.engine.runner import Runner
 from liveweight.engine.slots import Slots
-from liveweight.engine.stream import Entry, Exchange, Exchanged, RankFailed, Ready, Setup, Step, weights_text
+from liveweight.engine.start import Start, loaded
+from liveweight.engine.stream import (
+    Begin,
+    Entry,
+    Exchange,
+    Exchanged,
+    RankFailed,
+    Ready,
+    Setup,
+    Step,
+    weights_text,
+)
 from liveweight.engine.updates import RankUpdates
 from liveweight.errors import ChannelClosed, LiveWeightError, MessageInvalid
+from liveweight.observe.bus import Bus
 from liveweight.wire.values import fault_of
+from liveweight.worker.agent import Content
 
 if TYPE_CHECKING:
     from liveweight.engine.models.model import Model
+    from liveweight.worker.committer import Hook
 
 
-def main(descriptor: int, *, parent: int | None) -> None:
-    """What a rank's process does. `descriptor` is its end of the stream, inherited from the engine's process, which is `parent`."""
+def main(descriptor: int, *, parent: int | None, bus: Bus | None = None) -> None:
+    """What a rank's process does. `descriptor` is its end of the stream, inherited from the engine's process, which is `parent`;
+    `bus` hears of its part in rounds."""
     # A terminal sends it to every process; what it means is for the engine's to decide.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     if parent is not None:
@@ -45,21 +61,23 @@ def main(descriptor: int, *, parent: int | None) -> None:
                 raise MessageInvalid(f"a stream begins with Setup, not with {type(setup).__name__}")  # noqa: TRY301
             rank = setup.rank
             with ExitStack() as stack:
-                runner, updates, ready = _prepare(setup, stack)
-                pipe.send(ready)
+                runner, updates = _prepare(setup, pipe, stack, bus or Bus())
                 step = "step"
                 _follow(pipe, runner, updates)
         except Exception as error:  # whatever it is, the scheduler must hear it
             _last_word(pipe, error, rank=rank, step=step)
 
 
-def _prepare(setup: Setup, stack: ExitStack) -> tuple[Runner, RankUpdates | None, Ready]:
-    """Everything before the first step: threads, the other ranks, weights, cache, the rounds' leader."""
+def _prepare(
+    setup: Setup, pipe: Pipe[Entry], stack: ExitStack, bus: Bus
+) -> tuple[Runner, RankUpdates | None]:
+    """Everything before the first step: threads, the other ranks, weights and their name, cache, the rounds' leader."""
     import torch
 
     config = setup.config
     torch.set_num_threads(config.threads)
-    model = _model(setup)
+    model, hooks = _model(setup)
+    start = _named(setup, model, pipe)
     attention = PagedAttention(
         layers=model.cached_layers,
         kv_heads=model.kv_heads,
@@ -71,23 +89,38 @@ def _prepare(setup: Setup, stack: ExitStack) -> tuple[Runner, RankUpdates | None
         device=config.device,
     )
     slots = Slots(config.max_running, context=setup.context, block_tokens=config.block_tokens)
-    runner = Runner(model, attention, slots, weights=weights_text(None), speaks=setup.rank == 0)
+    runner = Runner(model, attention, slots, weights=weights_text(start.version), speaks=setup.rank == 0)
     updates = None
     if config.updates is not None:
         updates = RankUpdates(
             config.updates,
             model,
+            start=start,
             rank=setup.rank,
             device=config.device,
-            hooks=(),
+            hooks=hooks,
             timeout_s=config.start_timeout_s,
+            bus=bus,
         )
         stack.callback(updates.close)
-    return runner, updates, Ready(setup.rank, runner.weights, attention.name)
+    pipe.send(Ready(setup.rank, runner.weights, attention.name))
+    return runner, updates
 
 
-def _model(setup: Setup) -> Model:
-    """The rank's share of the model, loaded; it meets the other ranks first."""
+def _named(setup: Setup, model: Model, pipe: Pipe[Entry]) -> Start:
+    """Tell what was loaded, and hear what all ranks' parts together are called. Rank 0 will tell the leader their digests."""
+    config = setup.config
+    own = loaded(model, device=config.device, threads=config.threads, timeout_s=config.start_timeout_s)
+    pipe.send(own)
+    begin = pipe.receive()
+    if not isinstance(begin, Begin):
+        raise MessageInvalid(f"after Setup comes Begin, not {type(begin).__name__}")
+    manifest = begin.manifest if setup.rank == 0 else None
+    return Start(version=begin.version, content=Content(lanes=own.lanes, manifest=manifest))
+
+
+def _model(setup: Setup) -> tuple[Model, tuple[Hook, ...]]:
+    """The rank's share of the model, loaded, and what is to follow every change of it; it meets the other ranks first."""
     import torch
 
     from liveweight.engine.loading import load
@@ -105,8 +138,9 @@ def _model(setup: Setup) -> Model:
     spec = ModelSpec.read(Path(config.model))
     dtype = getattr(torch, spec.dtype if config.dtype == "auto" else config.dtype)
     model = build(spec, group, dtype=dtype, device=config.device, draft=config.draft)
-    load(model, Path(config.model))
-    return model
+    hooks = hooks_of(model, config.hooks)
+    load(model, Path(config.model), hooks)
+    return model, hooks
 
 
 def _follow(pipe: Pipe[Entry], runner: Runner, updates: RankUpdates | None) -> None:

@@ -14,13 +14,26 @@ import tempfile
 from collections import deque
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Protocol, TypeAlias
+from typing import Protocol, TypeAlias, TypeVar
 
 from liveweight.engine.config import EngineConfig
 from liveweight.engine.pipe import Pipe
-from liveweight.engine.stream import Answer, Exchange, Exchanged, RankFailed, Ready, Setup, Step, StepDone
+from liveweight.engine.start import named
+from liveweight.engine.stream import (
+    Answer,
+    Begin,
+    Exchange,
+    Exchanged,
+    Loaded,
+    RankFailed,
+    Ready,
+    Setup,
+    Step,
+    StepDone,
+)
 from liveweight.errors import LiveWeightError, RankLost
 from liveweight.spec.deadline import Deadline
+from liveweight.trainer.checkpoint import tensor_names
 from liveweight.wire.waker import Waker
 
 END_S = 5.0
@@ -46,6 +59,8 @@ class Process(Protocol):
 
 Done: TypeAlias = StepDone | Exchanged
 """The answer to an entry."""
+
+Starting = TypeVar("Starting", Loaded, Ready)
 
 Launch: TypeAlias = Callable[[int, socket.socket], Process]
 """(rank, its end of the stream) -> its process, which inherits that end."""
@@ -78,7 +93,7 @@ class Ranks:
             meeting = str(Path(self._meeting.name) / "meeting")
             for rank, pipe in enumerate(self._pipes):
                 pipe.send(Setup(config, rank, blocks, context, meeting))
-            self.ready = self._await_ready(Deadline.after(config.start_timeout_s))
+            self.begin = self._begin(Deadline.after(config.start_timeout_s))
         except BaseException:
             self.close(at_once=True)
             raise
@@ -150,20 +165,31 @@ class Ranks:
         self._pipes.append(pipe)
         self._selector.register(pipe, selectors.EVENT_READ, rank)
 
-    def _await_ready(self, deadline: Deadline) -> tuple[Ready, ...]:
-        ready: dict[int, Ready] = {}
-        while len(ready) < self._config.tp:
+    def _begin(self, deadline: Deadline) -> Begin:
+        """Give what the ranks have loaded a name, and let them begin with it."""
+        begin = named(
+            self._await_all(Loaded, "load its weights", deadline), tensor_names(Path(self._config.model))
+        )
+        for pipe in self._pipes:
+            pipe.send(begin)
+        self._await_all(Ready, "be ready", deadline)
+        return begin
+
+    def _await_all(self, kind: type[Starting], what: str, deadline: Deadline) -> tuple[Starting, ...]:
+        """That answer of every rank."""
+        came: dict[int, Starting] = {}
+        while len(came) < self._config.tp:
             arrived = self._selector.select(deadline.remaining_s())
             if not arrived:
-                missing = next(r for r in range(self._config.tp) if r not in ready)
-                raise deadline.exceeded(f"rank {missing} to load its weights")
+                missing = next(r for r in range(self._config.tp) if r not in came)
+                raise deadline.exceeded(f"rank {missing} to {what}")
             for key, _ in arrived:
                 for answer in self._arrived(key.data):
                     if isinstance(answer, RankFailed):
                         raise answer.fault.to_error()
-                    if isinstance(answer, Ready):
-                        ready[key.data] = answer
-        return tuple(ready[rank] for rank in range(self._config.tp))
+                    if isinstance(answer, kind):
+                        came[key.data] = answer
+        return tuple(came[rank] for rank in range(self._config.tp))
 
     def _arrived(self, rank: int) -> Sequence[Answer]:
         try:
@@ -177,7 +203,7 @@ class Ranks:
                 self._answers[rank].append(answer)
             case RankFailed(fault=fault):
                 raise RankLost(f"rank {rank} failed: {fault.message}")
-            case Ready():
+            case Loaded() | Ready():
                 raise RankLost(f"rank {rank} started twice")
 
     def _complete(self) -> list[tuple[Done, ...]]:
@@ -189,9 +215,15 @@ class Ranks:
         return complete
 
     def _late(self) -> RankLost:
+        """Ranks wait for each other, so one that stands still keeps all from answering: if one is stopped, it alone is named."""
         what, deadline = self._sent[0]
-        missing = next(rank for rank, answers in enumerate(self._answers) if not answers)
-        return RankLost(f"rank {missing} did not answer {what} for {deadline.waited_s():.0f} s")
+        missing = [rank for rank, answers in enumerate(self._answers) if not answers]
+        stopped = [rank for rank in missing if _is_stopped(self._processes[rank].pid)]
+        named = " and ".join(
+            f"rank {rank} (process {self._processes[rank].pid})" for rank in stopped or missing
+        )
+        stands = ", stopped," if stopped else ""
+        return RankLost(f"{named}{stands} did not answer {what} for {deadline.waited_s():.0f} s")
 
     def _lost(self, rank: int, error: LiveWeightError) -> RankLost:
         """What is known about a rank whose stream broke: its last word, or how it ended."""
@@ -205,3 +237,12 @@ class Ranks:
             return RankLost(f"rank {rank} (process {process.pid}): {error}")
         how = f"was killed by signal {-code}" if code < 0 else f"ended with code {code}"
         return RankLost(f"rank {rank} (process {process.pid}) {how}")
+
+
+def _is_stopped(pid: int) -> bool:
+    """Whether somebody has stopped that process."""
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except (OSError, IndexError):
+        return False
+    return state in ("T", "t")

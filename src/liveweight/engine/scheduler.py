@@ -17,7 +17,7 @@ from liveweight.engine.blocks import BlockPool, root_key
 from liveweight.engine.requests import Delta, Sink
 from liveweight.engine.sequence import Sequence
 from liveweight.engine.status import Pausing
-from liveweight.engine.stream import Drawn, Fill, Next, Step
+from liveweight.engine.stream import Drawn, Fill, Next, Step, content_of
 from liveweight.errors import LiveWeightError, MessageInvalid, QueueFull, RequestInvalid
 from liveweight.wire.values import KvPolicy
 
@@ -31,7 +31,7 @@ class Scheduler:
     def __init__(self, limits: Limits, *, weights: str, ends: frozenset[int]) -> None:
         self.limits, self.counts, self.weights = limits, Counts(), weights
         self.pool = BlockPool(limits.blocks, caching=limits.caching)
-        self._root = root_key(weights)
+        self._root = root_key(content_of(weights))
         self._ends = ends
         self._known: dict[int, Sequence] = {}
         self._waiting: deque[Sequence] = deque()
@@ -104,7 +104,7 @@ class Scheduler:
 
     def change(self, weights: str, policy: KvPolicy) -> Said:
         """Other weights serve from the next step on; no step is in flight. What that means for requests that run is the policy's."""
-        self.weights, self._root = weights, root_key(weights)
+        self.weights, self._root = weights, root_key(content_of(weights))
         said: Said = []
         for sequence in reversed(list(self._running)):
             match policy:

@@ -12,7 +12,8 @@ from typing import TypeAlias
 import msgspec
 
 from liveweight.engine.config import EngineConfig
-from liveweight.spec.manifest import Version
+from liveweight.spec.layout import Layout
+from liveweight.spec.manifest import Manifest, Version
 from liveweight.wire.values import Fault
 
 
@@ -20,9 +21,14 @@ class _Message(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fiel
     """Base of all messages; the tag is the class's name."""
 
 
-def weights_text(version: Version | None) -> str:
-    """What steps and tokens call the weights they come from: label and digest; `initial` for those of the start."""
-    return "initial" if version is None else f"{version.label}@{version.digest}"
+def weights_text(version: Version) -> str:
+    """What steps and tokens call the weights they come from: label and digest."""
+    return f"{version.label}@{version.digest}"
+
+
+def content_of(weights: str) -> str:
+    """The digest in what `weights_text` gave: the same for the same content, whatever it is called."""
+    return weights.rpartition("@")[2]
 
 
 class Draw(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
@@ -74,6 +80,13 @@ class Setup(_Message, frozen=True):
     meeting: str
 
 
+class Begin(_Message, frozen=True):
+    """The second entry: what the weights that all ranks have loaded are called, and their tensors with digests."""
+
+    version: Version
+    manifest: Manifest
+
+
 class Exchange(_Message, frozen=True):
     """Exchange shadow and live weights: the commit, or undo, of the round with this epoch. Every step after it runs under the outcome."""
 
@@ -82,7 +95,7 @@ class Exchange(_Message, frozen=True):
     timeout_s: float
 
 
-Entry: TypeAlias = Setup | Step | Exchange
+Entry: TypeAlias = Setup | Begin | Step | Exchange
 """What a scheduler sends. The end of the stream ends the rank."""
 
 
@@ -99,8 +112,15 @@ class Drawn(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=
     routing: bytes = b""
 
 
+class Loaded(_Message, frozen=True):
+    """A rank has read its share of the checkpoint: what it holds where, and the digests of that, 16 bytes per placement."""
+
+    layout: Layout
+    lanes: bytes
+
+
 class Ready(_Message, frozen=True):
-    """A rank has its weights and its cache."""
+    """A rank has its weights, which have a name, and its cache."""
 
     rank: int
     weights: str
@@ -127,5 +147,5 @@ class RankFailed(_Message, frozen=True):
     fault: Fault
 
 
-Answer: TypeAlias = Ready | StepDone | Exchanged | RankFailed
+Answer: TypeAlias = Loaded | Ready | StepDone | Exchanged | RankFailed
 """What a rank sends."""

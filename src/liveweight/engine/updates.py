@@ -14,7 +14,9 @@ from typing import TYPE_CHECKING
 
 from liveweight.devices.device import open_device
 from liveweight.engine.config import Updates
+from liveweight.engine.start import Start
 from liveweight.engine.stream import Exchange, weights_text
+from liveweight.errors import WrongState
 from liveweight.observe.bus import Bus
 from liveweight.spec.deadline import Deadline
 from liveweight.transports.registry import TRANSPORTS
@@ -84,35 +86,41 @@ class RankUpdates:
         updates: Updates,
         model: Model,
         *,
+        start: Start,
         rank: int,
         device: str,
         hooks: Sequence[Hook],
         timeout_s: float,
+        bus: Bus,
     ) -> None:
         from liveweight.worker.torch_target import module_target
 
-        here = open_device(device)
-        kernels = here.choose().kernels
+        here, threads = open_device(device), updates.staging_threads
+        target = module_target(model, model.pieces(), threads=threads, device=here, shadow=updates.shadow)
+        kernels, home = target.home.choose().kernels, target.home
         secret = load_or_create_secret(Path(updates.secret_file))
         self._member = Member(
-            module_target(model, model.pieces()),
+            target,
             address=updates.address,
             secret=secret,
             kernels=kernels,
-            readers={name: mode.reader(secret, kernels, here) for name, mode in TRANSPORTS.items()},
+            readers={name: mode.reader(secret, kernels, home) for name, mode in TRANSPORTS.items()},
             rank=rank,
-            serving=None,
+            serving=start.version,
+            content=start.content,
+            live_kernels=here.choose().kernels,
             hooks=hooks,
-            settings=StagingSettings(
-                threads=updates.staging_threads, pace_bytes_per_s=updates.pace_bytes_per_s
-            ),
-            bus=Bus(),
+            settings=StagingSettings(threads=threads, pace_bytes_per_s=updates.pace_bytes_per_s),
+            bus=bus,
             deadline=Deadline.after(timeout_s),
+            optional=model.draft_group() if updates.draft_weights == "keep" else (),
         )
 
     def carry_out(self, entry: Exchange) -> str:
         """Exchange, all ranks or none; what the weights are called that the rank holds then."""
         settled = self._member.carry_out(Decision(entry.epoch, entry.undo, entry.timeout_s))
+        if settled.serving is None:
+            raise WrongState("told of no version", "serving after an exchange")
         return weights_text(settled.serving)
 
     def close(self) -> None:

@@ -56,9 +56,13 @@ class MemberEvent(RoundEvent):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RoundOpened(RoundEvent):
-    """The manifests agree and the replica is held by this round; the undo of the round before is gone."""
+    """The manifests agree and the replica is held by this round; the undo of the round before is gone.
+
+    `kept` names the optional groups of tensors that the offer leaves out, which stay as they are.
+    """
 
     serving: str | None
+    kept: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -134,6 +138,29 @@ class RoundEnded(RoundEvent):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class AuditBegan(Event):
+    """A rank reads its live weights, to say what they are."""
+
+    replica: str
+    rank: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Audited(Event):
+    """What a replica holds was compared with what it should be; `match` None: there was nothing to compare with.
+
+    `differing` names the first tensors that differ, of so many in all; `took_s` is that of the slowest rank.
+    """
+
+    replica: str
+    serving: str | None
+    match: bool | None
+    differing: tuple[str, ...]
+    count: int
+    took_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class OfferMade(Event):
     """A source holds a version ready to be read."""
 
@@ -159,6 +186,14 @@ class LiveOfferImpossible(Event):
 
     version: str
     reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReadersRevoked(Event):
+    """A source went on to its next version while these still read the one before; their rounds fail."""
+
+    readers: tuple[str, ...]
+    waited_s: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -191,5 +226,15 @@ AnyStep: TypeAlias = (
 )
 """Every event of a round."""
 
-AnyEvent: TypeAlias = AnyStep | OfferMade | Frozen | LiveOfferImpossible | PeerRefused | KernelsChosen
+AnyEvent: TypeAlias = (
+    AnyStep
+    | AuditBegan
+    | Audited
+    | OfferMade
+    | Frozen
+    | LiveOfferImpossible
+    | ReadersRevoked
+    | PeerRefused
+    | KernelsChosen
+)
 """Every event there is. Readers match it exhaustively, so a new event asks each of them for an answer."""

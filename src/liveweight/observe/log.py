@@ -36,6 +36,17 @@ def line_of(event: ev.AnyEvent) -> tuple[int, str]:
         case ev.RoundEvent():
             level, text = _step(event)
             return level, f"{_who(event)}, round {event.round}: {text}"
+        case ev.AuditBegan():
+            return DEBUG, f"{event.replica} rank {event.rank}: digesting what it holds"
+        case ev.Audited(match=False):
+            named = ", ".join(event.differing)
+            return (
+                ERROR,
+                f"{event.replica}: holds {_named(event.serving)}, and {event.count} tensors differ: {named}",
+            )
+        case ev.Audited():
+            found = "found as it should be" if event.match else "nothing to compare with"
+            return INFO, f"{event.replica}: digested {_named(event.serving)} in {event.took_s:.3f} s, {found}"
         case ev.OfferMade():
             holds = f"{event.tensors} tensors, {event.size_bytes} bytes"
             return INFO, f"offered {event.version} ({event.kind}): {holds}"
@@ -44,6 +55,12 @@ def line_of(event: ev.AnyEvent) -> tuple[int, str]:
             return DEBUG, f"trainer rank {event.rank}: froze {froze}"
         case ev.LiveOfferImpossible():
             return WARNING, f"no live offer of {event.version}: {event.reason}; freezing instead"
+        case ev.ReadersRevoked():
+            who = ", ".join(event.readers)
+            return (
+                WARNING,
+                f"revoked the offer before after {event.waited_s:.1f} s, which was still read by {who}",
+            )
         case ev.PeerRefused():
             return WARNING, f"{event.code} refused a peer: {event.reason}"
         case ev.KernelsChosen(reason=None):
@@ -57,7 +74,8 @@ def line_of(event: ev.AnyEvent) -> tuple[int, str]:
 def _step(event: ev.AnyStep) -> tuple[int, str]:
     match event:
         case ev.RoundOpened():
-            return INFO, f"opened, from {_named(event.serving)} to {event.version}"
+            keeping = f", keeping its {', '.join(event.kept)}" if event.kept else ""
+            return INFO, f"opened, from {_named(event.serving)} to {event.version}{keeping}"
         case ev.StagingBegan():
             return DEBUG, f"staging {event.version}"
         case ev.Staged():

@@ -78,6 +78,12 @@ LEASES_EXPIRED = Metric(
     kind="counter",
     meaning="ready replicas that heard no decision in time",
 )
+AUDITS = Metric(
+    name="liveweight_audits_total",
+    kind="counter",
+    labels=("match",),
+    meaning="verifications of what a replica holds, by whether it was what it should be",
+)
 PEERS_REFUSED = Metric(
     name="liveweight_peers_refused_total",
     kind="counter",
@@ -101,6 +107,7 @@ METRICS = (
     BYTES,
     OFFERS,
     LEASES_EXPIRED,
+    AUDITS,
     PEERS_REFUSED,
     VERSION,
 )
@@ -147,14 +154,18 @@ class MetricsReader:
                 self._add(OFFERS, 1, event.kind)
             case ev.LeaseExpired():
                 self._add(LEASES_EXPIRED, 1)
+            case ev.Audited():
+                self._add(AUDITS, 1, {True: "yes", False: "no", None: "unknown"}[event.match])
             case ev.PeerRefused():
                 self._add(PEERS_REFUSED, 1, event.code)
             case (
                 ev.RoundOpened()
                 | ev.StagingBegan()
+                | ev.AuditBegan()
                 | ev.Voted()
                 | ev.Aborted()
                 | ev.LiveOfferImpossible()
+                | ev.ReadersRevoked()
                 | ev.KernelsChosen()
             ):
                 pass  # RoundEnded counts the first three's rounds; the others are for the log

@@ -6,7 +6,7 @@ Made once per set of rank layouts: regions that overlap in part, or leave elemen
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -16,6 +16,9 @@ from liveweight.spec.digest import SEEDS, Lanes
 from liveweight.spec.layout import Layout
 from liveweight.spec.manifest import Manifest, TensorSpec
 from liveweight.spec.region import Region, canonical, check_tiling
+
+KEPT = -1
+"""In place of an offered tensor's number: the expected one is filled from none, and stays as it is."""
 
 
 class Tally:
@@ -52,14 +55,44 @@ class Tally:
         np.add.at(totals, self._tensors, sums)
         return totals, [self.expected.tensors[number].name for number in sorted(torn)]
 
-    def sources(self, offered: Manifest) -> npt.NDArray[np.int64]:
-        """For every expected tensor, the number of the offered one that it is filled from."""
-        numbers = {name: number for number, spec in enumerate(offered) for name in spec.names}
-        return np.array([_find(numbers, spec) for spec in self.expected], dtype=np.int64)
+    def of_placements(self, rank: int) -> npt.NDArray[np.int64]:
+        """The numbers of the tensors that a rank's placements are of."""
+        return self._tensors[self._groups[rank]]
 
-    def differing(self, totals: Lanes, offered: Lanes) -> list[str]:
-        """Names of the expected tensors whose digest is not the offered one (both in the expected order)."""
-        return [self.expected.tensors[i].name for i in np.flatnonzero((totals != offered).any(axis=1))]
+    def parts_of(self, totals: Lanes, partials: Sequence[Lanes]) -> list[Lanes]:
+        """What the partials would be if the tensors had these digests, as far as that follows: where a part is a whole tensor."""
+        whole = np.bincount(self._tensors, minlength=len(totals)) == 1
+        tensors = [self.of_placements(rank) for rank in range(len(partials))]
+        return [
+            np.where(whole[numbers][:, None], totals[numbers], lanes)
+            for numbers, lanes in zip(tensors, partials, strict=True)
+        ]
+
+    def holders(self, partials: Sequence[Lanes], parts: Sequence[Lanes]) -> Mapping[int, list[int]]:
+        """By the tensor's number, the ranks whose partials are not these parts."""
+        ranks: dict[int, list[int]] = defaultdict(list)
+        for rank, (groups, lanes, own) in enumerate(zip(self._groups, partials, parts, strict=True)):
+            for number in np.unique(self._tensors[groups[(lanes != own).any(axis=1)]]).tolist():
+                ranks[number].append(rank)
+        return ranks
+
+    def sources(self, offered: Manifest, kept: Collection[str] = ()) -> npt.NDArray[np.int64]:
+        """For every expected tensor, the number of the offered one that it is filled from; KEPT for those that are `kept`."""
+        numbers = {name: number for number, spec in enumerate(offered) for name in spec.names}
+        found = (KEPT if spec.name in kept else _find(numbers, spec) for spec in self.expected)
+        return np.array(list(found), dtype=np.int64)
+
+    def differing(
+        self, totals: Lanes, offered: Lanes, sources: npt.NDArray[np.int64] | None = None
+    ) -> list[str]:
+        """Names of the expected tensors whose digest is not the offered one (both in the expected order).
+
+        Those that `sources` says are kept have no offered one, and are not compared.
+        """
+        wrong = (totals != offered).any(axis=1)
+        if sources is not None:
+            wrong &= sources != KEPT
+        return [self.expected.tensors[i].name for i in np.flatnonzero(wrong)]
 
 
 def _find(numbers: Mapping[str, int], spec: TensorSpec) -> int:

@@ -67,6 +67,20 @@ class Layout(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         """The tensors as a manifest, in the layout's order."""
         return Manifest(tensors=self.tensors)
 
+    def without(self, names: Iterable[str]) -> Layout:
+        """The same memories, with these tensors and their placements left out. A placement may name its tensor by an alias."""
+        gone = {
+            name
+            for tensor in self.tensors
+            if not set(names).isdisjoint(tensor.names)
+            for name in tensor.names
+        }
+        return Layout(
+            tensors=tuple(tensor for tensor in self.tensors if tensor.name not in gone),
+            memories_bytes=self.memories_bytes,
+            placements=tuple(placement for placement in self.placements if placement.name not in gone),
+        )
+
 
 class Piece(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What a parameter holds of one tensor: the region, the index in the parameter where it begins, and which of the parameter's

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 import msgspec
 import xxhash
@@ -114,6 +114,15 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
             tensors=tuple(msgspec.structs.replace(tensor, digest=None) for tensor in self.tensors)
         )
 
+    def with_digests(self, digests: Sequence[str]) -> Manifest:
+        """The same tensors with these digests, in the manifest's order."""
+        return Manifest(
+            tensors=tuple(
+                msgspec.structs.replace(tensor, digest=digest)
+                for tensor, digest in zip(self.tensors, digests, strict=True)
+            )
+        )
+
     def to_json(self) -> bytes:
         """As JSON; the same manifest gives the same bytes."""
         return msgspec.json.encode(self)
@@ -158,12 +167,31 @@ class Version(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         return str(self.label)
 
 
-def compare(expected: Manifest, offered: Manifest) -> None:
-    """Raise ManifestMismatch with every name that an engine misses, does not know, or wants in another dtype or shape."""
+class OptionalGroup(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Tensors of an engine that an offer may leave out, all of them or none; the engine then keeps those that it has."""
+
+    name: str
+    tensors: tuple[str, ...]
+
+
+def left_out(offered: Manifest, optional: Iterable[OptionalGroup]) -> tuple[OptionalGroup, ...]:
+    """The groups of which an offer has nothing. One of which it has a part is no such group: the rest of it is missing."""
+    offers = offered.by_name()
+    return tuple(group for group in optional if not any(name in offers for name in group.tensors))
+
+
+def compare(expected: Manifest, offered: Manifest, optional: Iterable[OptionalGroup] = ()) -> None:
+    """Raise ManifestMismatch with every name that an engine misses, does not know, or wants in another dtype or shape.
+
+    A group of `optional` tensors that is left out whole is not missed.
+    """
     differences = []
     offers, expects = offered.by_name(), expected.by_name()
+    spared = {name for group in left_out(offered, optional) for name in group.tensors}
     for want in expected:
         match next((offers[name] for name in want.names if name in offers), None):
+            case None if want.name in spared:
+                pass
             case None:
                 differences.append(f"{want.name} missing")
             case have if (have.dtype, have.shape) != (want.dtype, want.shape):

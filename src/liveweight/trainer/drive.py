@@ -39,12 +39,14 @@ STANDING_S = 5.0
 
 @dataclass(slots=True)
 class Part:
-    """One replica's part of the round so far. `fault` set: it is out of the round, since `failed_s`."""
+    """One replica's part of the round so far. `serving` is what it served when it was last heard of; `fault` set: it is out of the
+    round, since `failed_s`."""
 
     replica: Replica
     serving: Version | None = None
     round_id: RoundId | None = None
     unchanged: bool = False
+    kept: tuple[str, ...] = ()
     fault: Fault | None = None
     failed_s: float = 0.0
     unheard: bool = False
@@ -57,6 +59,11 @@ class Part:
         """Whether it serves the version."""
         return self.unchanged or self.committed is not None
 
+    @property
+    def serves(self) -> Version | None:
+        """What it serves, as far as is known."""
+        return self.serving if self.committed is None else self.committed.serving
+
     def fail(self, fault: Fault) -> None:
         """It is out of the round."""
         self.fault, self.failed_s = fault, time.monotonic()
@@ -66,13 +73,14 @@ class Part:
         progress, committed = self.progress, self.committed
         return ReplicaReport(
             name=self.replica.name,
-            serving=self.serving if committed is None else committed.serving,
+            serving=self.serves,
             committed=self.done,
             stage_s=0.0 if progress is None else progress.stage_s,
             verify_s=0.0 if progress is None else progress.verify_s,
             stall_s=0.0 if committed is None else committed.stall_s,
             staged_bytes=0 if progress is None else progress.staged_bytes,
             reason=None if self.fault is None else self.fault.message,
+            kept=self.kept,
         )
 
 
@@ -80,7 +88,8 @@ class Part:
 class Drive:
     """A round under way. Run once, by the driver thread.
 
-    `meanwhile` is called once the round is open, while ranks stage; what it raises ends the round before any vote is asked.
+    `meanwhile` is called once the round is open, while ranks stage; `look`, now and then until they have; `before_vote`, once they have
+    verified. What these raise ends the round before any vote is asked.
     """
 
     parts: Sequence[Part]
@@ -93,6 +102,8 @@ class Drive:
     on_staged: Callable[[], None]
     closing: Callable[[], bool]
     meanwhile: Callable[[], None] = lambda: None
+    look: Callable[[], None] = lambda: None
+    before_vote: Callable[[], None] = lambda: None
     step: str = "open"
     vote_s: float = 0.0
     commit_s: float = 0.0
@@ -122,6 +133,8 @@ class Drive:
         self._each("stage", lambda part: self._until(part, "staged"))
         self.on_staged()
         self._each("verify", lambda part: self._until(part, "verified"))
+        self.step = "vote"
+        self.before_vote()
         began_s = time.monotonic()
         lease = Deadline.after(self.lease_s)  # started before anyone is asked: we give up first
         self._each("vote", lambda part: self._vote(part, lease))
@@ -140,6 +153,7 @@ class Drive:
             )  # its ranks were replaced
             opened = part.replica.open(self.order, self.deadline)
         part.serving, part.round_id, part.unchanged = opened.serving, opened.round, opened.round is None
+        part.kept = opened.kept
 
     def _until(self, part: Part, phase: m.Phase) -> None:
         """Wait until a replica has come that far; its failure, or the deadline, puts it out of the round."""
@@ -156,6 +170,8 @@ class Drive:
                 return
             if self.closing():
                 raise RoundAborted("the publisher was closed")
+            if phase == "staged":
+                self.look()
             if self.deadline.over:
                 raise self._late(part, part.progress, phase)
 

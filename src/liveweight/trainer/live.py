@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
+from liveweight.devices.device import CPU, Device
 from liveweight.devices.kernels import BoundDigest, Kernels
 from liveweight.errors import LiveWeightError, Refused, Unavailable
 from liveweight.plan.digests import plan_digests, row_bytes, split
@@ -19,6 +20,7 @@ from liveweight.spec.digest import Lanes
 from liveweight.spec.layout import Layout, packed
 from liveweight.spec.manifest import Manifest
 from liveweight.trainer.census import Census, take_census
+from liveweight.trainer.experts import split_manifest, splits_for
 from liveweight.trainer.freeze import offered_manifest
 from liveweight.trainer.freeze_tables import cut_columns
 from liveweight.trainer.registry import Registry
@@ -46,7 +48,7 @@ class SharedModule:
         """Where each tensor of the manifest lies, as long as nobody moves it."""
         self.closed = False
         self._residents = residents
-        self._reading: tuple[Kernels, BoundDigest, Table] | None = None
+        self._reading: tuple[Kernels, Layout, BoundDigest, Table] | None = None
 
     def holds(self, tensors: Sequence[torch.Tensor]) -> bool:
         """Whether these are, one by one, the tensors that lie in the arena, each in one run.
@@ -57,16 +59,17 @@ class SharedModule:
             [tensor.is_contiguous() for tensor in tensors]  # noqa: C419 - a list is faster here
         )
 
-    def digest(self, kernels: Kernels, threads: int) -> Lanes:
-        """The digests of what lies in the arena now; the readings are bound once."""
-        if self._reading is None or self._reading[0] is not kernels:
-            rows = cut_columns(split(plan_digests(self.layout).rows, ROW_BYTES), ROW_BYTES)
-            bound = kernels.bind_digest(rows, [self.arena.memory], len(self.layout.placements))
-            self._reading = kernels, bound, row_bytes(rows)
-        _, bound, sizes_bytes = self._reading
+    def digest(self, kernels: Kernels, threads: int, layout: Layout) -> Lanes:
+        """The digests of what lies in the arena now, by a layout of it: whole tensors, or their parts. The readings are bound once."""
+        known = self._reading
+        if known is None or known[0] is not kernels or known[1] is not layout:
+            rows = cut_columns(split(plan_digests(layout).rows, ROW_BYTES), ROW_BYTES)
+            bound = kernels.bind_digest(rows, [self.arena.memory], len(layout.placements))
+            self._reading = known = kernels, layout, bound, row_bytes(rows)
+        _, _, bound, sizes_bytes = known
         shares = ranges(sizes_bytes, threads)
         parts = run_shared(bound.run, shares, threads)
-        return summed(parts, len(self.layout.placements))
+        return summed(parts, len(layout.placements))
 
     def close(self) -> None:
         """Copy what still lies in the arena back to private memory, ties kept, and give the arena back. Again: no effect."""
@@ -122,7 +125,8 @@ def why_not_live(source: Source, expected: Manifest, shared: SharedModule | None
         return "the module lies in private memory; share_module moves it"
     if shared.module is not source.module:
         return "another module was shared"
-    return _other_dtypes(shared.manifest, expected) or moved_since(source, shared)
+    offered = split_manifest(shared.manifest, splits_for(shared.manifest, expected))
+    return _other_dtypes(offered, expected) or moved_since(source, shared)
 
 
 def moved_since(source: Source, shared: SharedModule) -> str | None:
@@ -136,9 +140,19 @@ def moved_since(source: Source, shared: SharedModule) -> str | None:
         return str(error)
 
 
-def live_digest(shared: SharedModule, kernels: Kernels, threads: int) -> Lanes:
-    """The digests of the parameters as they are now, in the manifest's order."""
-    return shared.digest(kernels, threads)
+def source_device(given: Device | None, shared: SharedModule | None) -> Device:
+    """Where offers lie: on the given device, else where the module was shared, else in host memory. Refused where two contradict."""
+    if shared is None:
+        return CPU if given is None else given
+    home = shared.arena.device
+    if given is not None and given.identity != home.identity:
+        raise Refused(f"the module was shared on {home.name}, and the publisher's device is {given.name}")
+    return home
+
+
+def live_digest(shared: SharedModule, kernels: Kernels, threads: int, layout: Layout | None = None) -> Lanes:
+    """The digests of the parameters as they are now, in the order of the layout that they are offered by: the module's, or its parts'."""
+    return shared.digest(kernels, threads, shared.layout if layout is None else layout)
 
 
 def _residents(census: Census, tensors: Sequence[torch.Tensor]) -> list[list[torch.Tensor]]:

@@ -14,9 +14,11 @@ from liveweight.devices.kernels import Kernels
 from liveweight.observe import events
 from liveweight.observe.bus import Bus
 from liveweight.observe.events import OfferKind
-from liveweight.spec.digest import ContentDigest, Lanes
+from liveweight.plan.tally import lanes_to_bytes
+from liveweight.spec.digest import ContentDigest, Lanes, to_hex
 from liveweight.spec.layout import Layout
 from liveweight.spec.manifest import Manifest
+from liveweight.trainer.experts import SplitSource, split_layout, splits_for
 from liveweight.trainer.freeze import Freezer, offered_manifest
 from liveweight.trainer.live import SharedModule, live_digest, moved_since, why_not_live
 from liveweight.trainer.source import Source
@@ -33,6 +35,11 @@ class Made:
     freeze_s: float
     digest_s: float
 
+    @property
+    def digests(self) -> bytes | None:
+        """The digests as they travel: 16 bytes per tensor, in the manifest's order."""
+        return None if self.lanes is None else lanes_to_bytes(self.lanes)
+
 
 class Offers:
     """Makes one offer at a time, for one manifest. Called from the thread that offers."""
@@ -48,14 +55,17 @@ class Offers:
         threads: int,
         bus: Bus,
     ) -> None:
+        splits = splits_for(source.manifest(), expected)
+        whole, source = source, SplitSource(source, splits) if splits else source
         own = source.manifest()
         self.manifest = offered_manifest(own, expected)
         self.content = ContentDigest(self.manifest)
         self.size_bytes = self.manifest.size_bytes
         """Bytes of one version."""
-        self._source, self._outlet = source, outlet
+        self._source, self._whole, self._outlet = source, whole, outlet
+        self._live_layout = None if shared is None else split_layout(shared.layout, splits)
         self._kernels, self._shared, self._threads, self._bus = kernels, shared, threads, bus
-        self._never_live = why_not_live(source, expected, shared)
+        self._never_live = why_not_live(whole, expected, shared)
         self._strayed = False
         self._freezer = Freezer(own, self.manifest, kernels)
         self.structure = self._freezer.layout.fingerprint
@@ -84,7 +94,7 @@ class Offers:
         if self._never_live is not None or self._shared is None:
             return self._never_live
         if self._strayed or self._shared.closed:
-            return moved_since(self._source, self._shared)
+            return moved_since(self._whole, self._shared)
         return None
 
     def strayed(self, offer: Offer) -> str | None:
@@ -92,7 +102,7 @@ class Offers:
         thousand tensors are worth; the parameters must not be moved meanwhile. None: it stands."""
         if offer.kind != "live" or self._shared is None:
             return None
-        reason = moved_since(self._source, self._shared)
+        reason = moved_since(self._whole, self._shared)
         self._strayed = reason is not None
         return reason
 
@@ -106,6 +116,12 @@ class Offers:
         if offer.kind == "live" and self._shared is not None and not self._shared.closed:
             self._shared.arena.raise_generation()
 
+    def manifest_of(self, made: Made) -> Manifest | None:
+        """The manifest with the digests of what was offered; None where those were not taken."""
+        return (
+            None if made.lanes is None else self.manifest.with_digests([to_hex(lane) for lane in made.lanes])
+        )
+
     def close(self) -> None:
         """Give the frozen arena back. A shared module stays its owner's."""
         self._freezer.forget()
@@ -115,10 +131,11 @@ class Offers:
             self._arena = None
 
     def _live(self, label: str, shared: SharedModule, *, digest: bool) -> Made:
-        offer = self._outlet.offer(shared.layout, [shared.arena], "live")
+        layout = shared.layout if self._live_layout is None else self._live_layout
+        offer = self._outlet.offer(layout, [shared.arena], "live")
         began_s = time.monotonic()
-        lanes = live_digest(shared, self._kernels, self._threads) if digest else None
-        self._said(label, "live", shared.layout)
+        lanes = live_digest(shared, self._kernels, self._threads, layout) if digest else None
+        self._said(label, "live", layout)
         return Made(offer=offer, lanes=lanes, freeze_s=0.0, digest_s=time.monotonic() - began_s)
 
     def _frozen(self, label: str, *, release: Callable[[], None]) -> Made:

@@ -6,56 +6,39 @@ serve the version, or raises; it never hangs, and a failed round leaves the engi
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from collections.abc import Sequence
 from concurrent import futures
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import TimeoutError as FutureTimeout
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Self
 
 from liveweight.errors import (
-    DeadlineExceeded,
-    LiveWeightError,
     OutcomeUnknown,
     Refused,
     RoundAborted,
-    RoundFailed,
-    WireError,
     WrongState,
 )
-from liveweight.observe.events import OfferKind
-from liveweight.plan.tally import lanes_to_bytes
 from liveweight.spec.deadline import Deadline
 from liveweight.spec.manifest import Version
 from liveweight.trainer.drive import MARGIN_S, Drive, Part
+from liveweight.trainer.errands import Verification, go_back, look, still_read
 from liveweight.trainer.labels import Labels
 from liveweight.trainer.offers import Made, Offers
-from liveweight.trainer.replica import Replica, ReplicaRefused
+from liveweight.trainer.replica import Replica
 from liveweight.trainer.report import Report
+from liveweight.trainer.settings import PublisherSettings
+from liveweight.trainer.shelf import OnOffer, Shelf
 from liveweight.wire import messages as m
-from liveweight.wire.values import KvPolicy, RoundId
+from liveweight.wire.host import this_host
 
 GRACE_S = 30.0
 LAST_COMMIT_S = 5.0
 """How long closing waits for a commit that engines were told of already."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PublisherSettings:
-    """How rounds are run. `quorum` None: all replicas must commit. `release_s`: how long a freeze waits for slow readers.
-
-    `kv_policy` is for requests that run at a commit; None: as each engine is set.
-    """
-
-    offer: OfferKind = "frozen"
-    verify: bool = True
-    timeout_s: float = 60.0
-    lease_s: float = 10.0
-    release_s: float = 5.0
-    quorum: int | None = None
-    kv_policy: KvPolicy | None = None
 
 
 @dataclass(slots=True)
@@ -84,13 +67,16 @@ class Publisher:
         replicas: Sequence[Replica],
         offers: Offers,
         settings: PublisherSettings,
+        shelf: Shelf | None = None,
     ) -> None:
+        """`shelf`: where engines may ask for what is offered; then there may be no replica to drive."""
         self.name, self.run, self.settings = name, run, settings
-        self._replicas, self._offers = list(replicas), offers
+        self._replicas, self._offers, self._shelf = list(replicas), offers, shelf
         if settings.quorum is not None and not 1 <= settings.quorum <= len(self._replicas):
             raise Refused(f"a quorum of {settings.quorum} of {len(self._replicas)} replicas")
         self._labels = Labels()
         self._last: _Round | None = None
+        self._published: _Round | None = None
         self._round: _Round | None = None
         self._missed = 0
         self._closing = threading.Event()
@@ -103,33 +89,56 @@ class Publisher:
         Raises RoundFailed (the engines still serve what they served), VersionConflict for a label that stood for other content in this
         run, OutcomeUnknown where the engines' answer did not come in time.
         """
+        if not self._replicas:
+            raise WrongState("it has no engines (offer holds a version for those that ask)", "publish")
         self.offer(label)
         return self.wait()
 
-    def offer(self, label: str | int) -> None:
-        """Begin a round; returns as soon as the parameters may change: after the freeze, or, live, when all ranks have staged."""
+    def offer(self, label: str | int) -> Version:
+        """Begin a round; returns as soon as the parameters may change: after the freeze, or, live, when all ranks have staged.
+
+        With a source's address, engines may ask for the version from now on, until the next offer or the end. Those that read the
+        version before are waited for, `release_s` at most; then they are revoked, and their rounds fail and may be asked for again.
+        """
         if self._closing.is_set():
             raise WrongState("closed", "offer")
         if self._round is not None:
             self.wait()  # an unwaited failure is raised here
         began_s = time.monotonic()
-        made = self._offers.make(
-            str(label), self.settings.offer, verify=self.settings.verify, release=self._release
-        )
+        version, made = self._make(label)
+        if not self._replicas:
+            return version
         try:
-            current = self._begin(label, made, began_s)
+            current = self._begin(version, made, began_s)
             if made.offer.kind == "live":
                 current.staged.wait(current.deadline.remaining_s() + GRACE_S)
         finally:  # also if we are interrupted: the parameters of a live offer may change from here on
             self._offers.end(made.offer)
         if current.strayed is not None:
-            self._freeze_instead(label, current, current.strayed)
+            return self._freeze_instead(label, current, current.strayed)
+        return version
 
-    def _begin(self, label: str | int, made: Made, began_s: float) -> _Round:
+    def _make(self, label: str | int) -> tuple[Version, Made]:
+        """An offer, and, where engines may ask, the shelf that has it; whatever is raised, nothing is on offer there."""
+        settings, shelf = self.settings, self._shelf
+        with nullcontext() if shelf is None else shelf.changing():
+            made = self._offers.make(
+                str(label), settings.offer, verify=settings.verify, release=self._release
+            )
+            version = self._named(label, made)
+            if shelf is not None:
+                shelf.put(OnOffer(version=version, digests=made.digests, offer=made.offer))
+        return version, made
+
+    def _named(self, label: str | int, made: Made) -> Version:
         digest = None if made.lanes is None else self._offers.content.of(made.lanes)
         version = Version(run=self.run, label=label, digest=digest)
         self._labels.check(version)
-        parts = [Part(replica) for replica in self._replicas]
+        return version
+
+    def _begin(self, version: Version, made: Made, began_s: float) -> _Round:
+        served = [None] * len(self._replicas) if self._last is None else [p.serves for p in self._last.parts]
+        parts = [Part(*known) for known in zip(self._replicas, served, strict=True)]
         # The round's time; the freeze before it waits for nobody but slow readers, and for them `release_s`.
         current = _Round(version, made, parts, Deadline.after(self.settings.timeout_s), began_s)
         current.drive = drive = self._drive(current)
@@ -138,12 +147,12 @@ class Publisher:
         self._round = self._last = current
         return current
 
-    def _freeze_instead(self, label: str | int, live: _Round, reason: str) -> None:
+    def _freeze_instead(self, label: str | int, live: _Round, reason: str) -> Version:
         """Parameters lie elsewhere: the round of the live offer is given up, and one of a frozen offer takes its place."""
         self._round = None
         futures.wait([live.outcome], GRACE_S)
         made = self._offers.freeze(str(label), reason, release=self._release)
-        self._begin(label, made, live.began_s)
+        return self._begin(self._named(label, made), made, live.began_s).version
 
     def wait(self) -> Report:
         """The outcome of the round that `offer` began."""
@@ -167,7 +176,25 @@ class Publisher:
         if self._round is not None:
             self.wait()
         deadline = Deadline.after(self.settings.timeout_s)
-        return tuple(self._undone(replica, deadline) for replica in self._replicas)
+        return tuple(go_back(replica, self.name, deadline) for replica in self._replicas)
+
+    def verify(self) -> Verification:
+        """Compare what every engine's ranks hold now, digested anew, with the version that was published last.
+
+        Engines that differ, and those of which it cannot be learned in time, are in the answer. WrongState where nothing was published,
+        or what was has no digests: a live offer that was not verified.
+        """
+        if self._round is not None:
+            self.wait()
+        published = self._published
+        if published is None:
+            raise WrongState("without a version that was published", "verify")
+        manifest = self._offers.manifest_of(published.made)
+        if manifest is None:
+            raise WrongState(f"{published.version} was published without digests of it", "verify")
+        deadline = Deadline.after(self.settings.timeout_s)
+        asked = [self._pool.submit(look, replica, manifest, deadline) for replica in self._replicas]
+        return Verification(version=published.version, replicas=tuple(one.result() for one in asked))
 
     def close(self) -> None:
         """Abort a round that is not committed yet, and let go of everything. Waits for no engine that does not answer."""
@@ -179,6 +206,8 @@ class Publisher:
             replica.interrupt()
         self._driver.shutdown(wait=True)
         self._pool.shutdown(wait=True)
+        if self._shelf is not None:
+            self._shelf.close()
         self._offers.close()
         for replica in self._replicas:
             replica.close()
@@ -195,11 +224,13 @@ class Publisher:
             publisher=self.name,
             version=current.version,
             structure=self._offers.structure,
-            digests=None if made.lanes is None else lanes_to_bytes(made.lanes),
+            digests=made.digests,
             offer=made.offer,
             verify=settings.verify,
             timeout_s=current.deadline.remaining_s() + settings.lease_s + MARGIN_S,
             kv_policy=settings.kv_policy,
+            host=this_host(),
+            pid=os.getpid(),
         )
         return Drive(
             parts=current.parts,
@@ -230,6 +261,7 @@ class Publisher:
                 self._missed = missed  # it was no round of its own: a frozen one follows
             if any(part.done for part in current.parts):
                 self._labels.bind(current.version)
+                self._published = current
         self._missed = 0
         return self._report(current, drive, missed)
 
@@ -257,29 +289,6 @@ class Publisher:
         deadline = Deadline.after(self.settings.release_s)
         for part in [] if self._last is None else self._last.parts:
             if part.readers and part.round_id is not None:
-                part.readers = _still_read(part.replica, part.round_id, deadline)
-
-    def _undone(self, replica: Replica, deadline: Deadline) -> Version | None:
-        try:
-            return replica.undo(self.name, deadline).serving
-        except ReplicaRefused as refused:
-            fault, serving = refused.fault, refused.serving
-        except (DeadlineExceeded, WireError) as error:
-            raise OutcomeUnknown(f"{replica.name} was told to undo and did not answer: {error}") from error
-        raise RoundFailed(
-            fault.to_error(),
-            replica=replica.name,
-            rank=fault.rank,
-            step="undo",
-            waited_s=fault.waited_s,
-            serving=None if serving is None else str(serving),
-        )
-
-
-def _still_read(replica: Replica, round_id: RoundId, deadline: Deadline) -> bool:
-    try:
-        return bool(replica.abort(round_id, "the source is needed", deadline))
-    except ReplicaRefused:
-        return False  # the round ended there
-    except LiveWeightError:
-        return True
+                part.readers = still_read(part.replica, part.round_id, deadline)
+        if self._shelf is not None:
+            self._shelf.wait_for_readers(deadline)

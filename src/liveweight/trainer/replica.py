@@ -64,6 +64,9 @@ class Replica(Protocol):
     def undo(self, publisher: str, deadline: Deadline) -> m.Committed:
         """Go back to the version before."""
 
+    def verify(self, body: m.Verify, deadline: Deadline) -> m.Verdict:
+        """Digest what its ranks hold now, and compare; rounds and requests go on meanwhile."""
+
     def interrupt(self) -> None:
         """The publisher is being closed: the present call and every later one but `abort` end at once, with RoundAborted."""
 
@@ -127,6 +130,11 @@ class WireReplica:
         """See Replica."""
         body = m.Undo(publisher=publisher, timeout_s=deadline.remaining_s())
         return self._ask(body, m.Committed, _with_grace(deadline), "undo")
+
+    def verify(self, body: m.Verify, deadline: Deadline) -> m.Verdict:
+        """See Replica."""
+        self._leave_the_dead()
+        return self._ask(body, m.Verdict, _with_grace(deadline), "say what it holds")
 
     def interrupt(self) -> None:
         """See Replica."""

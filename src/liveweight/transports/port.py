@@ -6,16 +6,33 @@ visible is worker/'s.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Protocol
+from collections.abc import Callable, Sequence
+from typing import Protocol, TypeAlias
 
 from liveweight.devices.device import Device
 from liveweight.devices.memory import Memory
+from liveweight.errors import OfferChanged
 from liveweight.observe.events import OfferKind
 from liveweight.plan.loops import Table
 from liveweight.spec.deadline import Deadline
 from liveweight.spec.layout import Layout
 from liveweight.wire.values import Offer
+
+GoOn: TypeAlias = Callable[[], bool]
+"""Whether a read is to wait longer. Asked now and then, in the thread that reads, while nothing arrives; raises at a deadline."""
+
+
+def patient() -> bool:
+    """Wait as long as it takes."""
+    return True
+
+
+def check_generation(offer: Offer, found: int) -> None:
+    """Raise OfferChanged if a source's memory is not at the generation that it offered: what was read may be a mixture."""
+    if found != offer.generation:
+        raise OfferChanged(
+            f"{offer.source} changed its memory: generation {found}, offered was {offer.generation}"
+        )
 
 
 class Arena(Protocol):
@@ -67,11 +84,14 @@ class Reading(Protocol):
     def rows(self) -> Table:
         """The copies to make (plan/copies.COLUMNS), cut small enough to be shared out and interrupted."""
 
-    def read(self, first: int, last: int) -> None:
-        """Fill the shadow with rows [first, last). Returns when the bytes are there; releases the GIL."""
+    def read(self, first: int, last: int, go_on: GoOn = patient) -> None:
+        """Fill the shadow with rows [first, last). Returns when the bytes are there, or `go_on` said no; releases the GIL."""
 
     def check(self) -> None:
         """Raise OfferChanged if the source's memory changed since the offer was made. Called before the first read and after the last."""
+
+    def end(self) -> None:
+        """Called once when staging is over, however it ended: after it, nothing lands in the shadow any more."""
 
 
 class Reader(Protocol):

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Literal, Protocol, TypeAlias
@@ -24,9 +25,14 @@ Reach: TypeAlias = Literal["one host", "any host", "files"]
 
 
 class MakeOutlet(Protocol):
-    """Makes the source half, with sockets in that directory and arenas on that device (None: the host)."""
+    """Makes the source half, with sockets in that directory and arenas on that device (None: the host).
 
-    def __call__(self, directory: Path, secret: Secret, device: Device | None = None) -> Outlet: ...
+    `host` is an address of this host that ranks of other hosts reach, for modes that reach them; None: ranks are on this host.
+    """
+
+    def __call__(
+        self, directory: Path, secret: Secret, device: Device | None = None, host: str | None = None
+    ) -> Outlet: ...
 
 
 class MakeReader(Protocol):
@@ -37,7 +43,7 @@ class MakeReader(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Mode:
-    """One transfer mode. `extra` is what pip must install for it; `outlet` and `reader` make its two halves."""
+    """One transfer mode. `extra` is what pip must install for it; `outlet` and `reader` make its two halves, on these `devices`."""
 
     name: str
     reach: Reach
@@ -46,6 +52,7 @@ class Mode:
     extra: str | None
     outlet: MakeOutlet
     reader: MakeReader
+    devices: tuple[str, ...] = ("cpu", "cuda")
 
 
 def mode(name: str) -> Mode:
@@ -56,7 +63,10 @@ def mode(name: str) -> Mode:
     return found
 
 
-def _ipc_outlet(directory: Path, secret: Secret, device: Device | None = None) -> Outlet:
+def _ipc_outlet(
+    directory: Path, secret: Secret, device: Device | None = None, host: str | None = None
+) -> Outlet:
+    del host  # its ranks are on this one
     from liveweight.transports.ipc.source import IpcOutlet
 
     return IpcOutlet(directory, secret, device=device)
@@ -68,6 +78,35 @@ def _ipc_reader(secret: Secret, kernels: Kernels, device: Device | None = None) 
     return IpcReader(secret, kernels, device=device)
 
 
+def _snapshot_outlet(
+    directory: Path, secret: Secret, device: Device | None = None, host: str | None = None
+) -> Outlet:
+    del host  # files have none
+    from liveweight.transports.snapshot.outlet import SnapshotOutlet
+
+    return SnapshotOutlet(directory, secret, device=device)
+
+
+def _snapshot_reader(secret: Secret, kernels: Kernels, device: Device | None = None) -> Reader:
+    from liveweight.transports.snapshot.reader import SnapshotReader
+
+    return SnapshotReader(secret, kernels, device=device)
+
+
+def _nixl_outlet(
+    name: str, directory: Path, secret: Secret, device: Device | None = None, host: str | None = None
+) -> Outlet:
+    from liveweight.transports.nixl.source import NixlOutlet
+
+    return NixlOutlet(directory, secret, name=name, device=device, host=host)
+
+
+def _nixl_reader(name: str, secret: Secret, kernels: Kernels, device: Device | None = None) -> Reader:
+    from liveweight.transports.nixl.reader import NixlReader
+
+    return NixlReader(secret, kernels, name=name, direct=name == "gdr", device=device)
+
+
 _MODES = (
     Mode(
         name="ipc",
@@ -77,6 +116,35 @@ _MODES = (
         extra=None,
         outlet=_ipc_outlet,
         reader=_ipc_reader,
+    ),
+    Mode(
+        name="ipc_snapshot",
+        reach="files",
+        offers=("frozen",),
+        summary="part files that the source writes and ranks read, block by block; no socket, also after the source is gone",
+        extra=None,
+        outlet=_snapshot_outlet,
+        reader=_snapshot_reader,
+    ),
+    Mode(
+        name="gdr",
+        reach="any host",
+        offers=("frozen", "live"),
+        summary="NIXL: one-sided reads of the source's memory, straight into the shadow",
+        extra="nixl",
+        outlet=partial(_nixl_outlet, "gdr"),
+        reader=partial(_nixl_reader, "gdr"),
+        devices=("cpu",),
+    ),
+    Mode(
+        name="rdma",
+        reach="any host",
+        offers=("frozen", "live"),
+        summary="NIXL: the same reads into a bounded buffer of host memory, copied to the shadow from there",
+        extra="nixl",
+        outlet=partial(_nixl_outlet, "rdma"),
+        reader=partial(_nixl_reader, "rdma"),
+        devices=("cpu",),
     ),
 )
 

@@ -26,9 +26,13 @@ from liveweight.wire.publisher_messages import (
     Progress,
     Standing,
     Undo,
+    Verdict,
+    Verify,
     Voted,
 )
 from liveweight.wire.rank_messages import (
+    Digest,
+    Digested,
     Drop,
     Dropped,
     Failed,
@@ -40,7 +44,16 @@ from liveweight.wire.rank_messages import (
     Swapped,
     Verified,
 )
-from liveweight.wire.source_messages import Attach, Attached
+from liveweight.wire.source_messages import (
+    Attach,
+    Attached,
+    Held,
+    Hold,
+    NotHeld,
+    Release,
+    Released,
+    Wanted,
+)
 
 __all__ = [
     "ORDER",
@@ -54,26 +67,36 @@ __all__ = [
     "Committed",
     "Describe",
     "Described",
+    "Digest",
+    "Digested",
     "Drop",
     "Dropped",
     "Failed",
+    "Held",
+    "Hold",
     "Inquire",
     "Join",
     "Joined",
     "Message",
+    "NotHeld",
     "Open",
     "Opened",
     "Phase",
     "Progress",
     "Refusal",
+    "Release",
+    "Released",
     "Settled",
     "Stage",
     "Staged",
     "Standing",
     "Swapped",
     "Undo",
+    "Verdict",
     "Verified",
+    "Verify",
     "Voted",
+    "Wanted",
 ]
 
 Message: TypeAlias = (
@@ -93,6 +116,8 @@ Message: TypeAlias = (
     | Abort
     | Aborted
     | Undo
+    | Verify
+    | Verdict
     | Join
     | Joined
     | Stage
@@ -103,6 +128,14 @@ Message: TypeAlias = (
     | Dropped
     | Swapped
     | Settled
+    | Digest
+    | Digested
     | Attach
     | Attached
+    | Hold
+    | Held
+    | NotHeld
+    | Wanted
+    | Release
+    | Released
 )

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Literal, TypeAlias
 
-from liveweight.spec.manifest import Manifest, Version
+from liveweight.spec.manifest import Manifest, OptionalGroup, Version
 from liveweight.wire.body import Body
-from liveweight.wire.values import Fault, KvPolicy, Offer, RoundId
+from liveweight.wire.values import Fault, KvPolicy, Mismatch, Offer, RankTimes, RoundId
 
 Phase: TypeAlias = Literal["open", "staged", "verified", "ready", "committing", "done", "failed"]
 """How far a round has come, in order; `done` and `failed` are ends."""
@@ -28,7 +28,10 @@ class Inquire(Body, frozen=True):
 
 
 class Standing(Body, frozen=True):
-    """A replica's standing: what it expects, what it serves, in which state, and the round that holds it."""
+    """A replica's standing: what it expects, what it serves, in which state, and the round that holds it.
+
+    `optional` are the groups of tensors that an offer may leave out; `kept`, by name, those that the version which serves left out.
+    """
 
     replica: str
     boot: str
@@ -37,6 +40,8 @@ class Standing(Body, frozen=True):
     serving: Version | None
     undo: Version | None
     round: RoundId | None
+    optional: tuple[OptionalGroup, ...] = ()
+    kept: tuple[str, ...] = ()
 
 
 class Describe(Body, frozen=True):
@@ -53,7 +58,8 @@ class Described(Body, frozen=True):
 class Open(Body, frozen=True):
     """Begin a round. `digests` holds 16 bytes per tensor of the structure, in its order; none: content unknown. -> Opened.
 
-    `kv_policy` is for requests that run at its commit; None: as the engine is set.
+    `kv_policy` is for requests that run at its commit; None: as the engine is set. By `host` and `pid` a leader of the same host sees at
+    once that the publisher has died.
     """
 
     publisher: str
@@ -64,13 +70,19 @@ class Open(Body, frozen=True):
     verify: bool
     timeout_s: float
     kv_policy: KvPolicy | None = None
+    host: str = ""
+    pid: int = 0
 
 
 class Opened(Body, frozen=True):
-    """The round is open, or, with `round` None, its version is installed already and there is nothing to do."""
+    """The round is open, or, with `round` None, its version is installed already and there is nothing to do.
+
+    `kept` names the optional groups that the offer leaves out: their tensors stay as they are.
+    """
 
     round: RoundId | None
     serving: Version | None
+    kept: tuple[str, ...] = ()
 
 
 class Await(Body, frozen=True):
@@ -112,11 +124,12 @@ class Commit(Body, frozen=True):
 
 
 class Committed(Body, frozen=True):
-    """All ranks serve this version; how long the slowest stood still for it."""
+    """All ranks serve this version; how long the slowest stood still for it, and what each of them did."""
 
     serving: Version | None
     undo: Version | None
     stall_s: float
+    ranks: tuple[RankTimes, ...] = ()
 
 
 class Abort(Body, frozen=True):
@@ -138,3 +151,34 @@ class Undo(Body, frozen=True):
 
     publisher: str
     timeout_s: float
+
+
+class Verify(Body, frozen=True):
+    """Digest what all ranks hold live now, and compare it with the manifest, or with the version that is installed. -> Verdict.
+
+    Of these tensors, or of all; a manifest may list a part of them. `listed`: tell the digests that were found.
+    """
+
+    names: tuple[str, ...] | None = None
+    manifest: Manifest | None = None
+    listed: bool = False
+    timeout_s: float = 60.0
+
+
+class Verdict(Body, frozen=True):
+    """What is installed, and whether it is what it should be; `match` None: there was nothing to compare it with.
+
+    `serving` is what is said to be installed, `found` the version that the content is, if the replica knows one. `digest` is that of the
+    whole, in the names of what it was compared with (else in the replica's own); None where only some tensors were asked for.
+    """
+
+    match: bool | None
+    serving: Version | None
+    found: Version | None
+    digest: str | None
+    tensors: int
+    compared: int
+    differing: int
+    mismatches: tuple[Mismatch, ...]
+    seconds: tuple[float, ...]
+    manifest: Manifest | None = None

@@ -3,18 +3,27 @@
 from __future__ import annotations
 
 from liveweight.spec.layout import Layout
-from liveweight.spec.manifest import Version
+from liveweight.spec.manifest import Manifest, OptionalGroup, Version
 from liveweight.wire.body import Body
 from liveweight.wire.values import Fault, Offer, RoundId
 
 
 class Join(Body, frozen=True):
-    """A rank reports for service: what it owns, what it serves. -> Joined."""
+    """A rank reports for service: what it owns, what it serves, which tensors an offer may leave out. -> Joined.
+
+    The groups of `optional` have the tensors of the whole replica: every rank says the same. Where they are known, `lanes` are the digests
+    of what it holds, 16 bytes per placement, and `manifest` has the tensors of the version with theirs; one rank's word is enough.
+    `host` is where its `pid` means something.
+    """
 
     rank: int
     pid: int
     layout: Layout
     serving: Version | None
+    optional: tuple[OptionalGroup, ...] = ()
+    lanes: bytes | None = None
+    manifest: Manifest | None = None
+    host: str = ""
 
 
 class Joined(Body, frozen=True):
@@ -26,13 +35,17 @@ class Joined(Body, frozen=True):
 
 
 class Stage(Body, frozen=True):
-    """Notification to a rank: read your regions of this offer into the shadow; verify if asked."""
+    """Notification to a rank: read your regions of this offer into the shadow; verify if asked.
+
+    Of the optional groups in `keep` the offer has nothing: the shadow gets what is live.
+    """
 
     round: RoundId
     version: Version
     offer: Offer
     verify: bool
     timeout_s: float
+    keep: tuple[str, ...] = ()
 
 
 class Staged(Body, frozen=True):
@@ -92,3 +105,24 @@ class Settled(Body, frozen=True):
 
     keep: bool
     serving: Version | None
+
+
+class Digest(Body, frozen=True):
+    """Notification to a rank: digest what you hold live now, of these tensors, or all. Staging and decoding go on meanwhile."""
+
+    audit: int
+    names: tuple[str, ...] | None
+    timeout_s: float
+
+
+class Digested(Body, frozen=True):
+    """Notification from a rank: the digests of its live weights, 16 bytes per placement (zero for those not asked for).
+
+    Without `lanes` it has none: its weights were exchanged while it read them, or it failed.
+    """
+
+    audit: int
+    rank: int
+    lanes: bytes | None
+    seconds: float
+    fault: Fault | None = None

@@ -48,6 +48,22 @@ def unix_path(address: str) -> Path | None:
     return Path(path)
 
 
+def host_towards(address: str) -> str | None:
+    """The address that this host has on the way to a TCP address; None for a unix address. Sends nothing.
+
+    Raises Unavailable where there is no way.
+    """
+    if unix_path(address) is not None:
+        return None
+    host, _, port = address.removeprefix(_TCP).rpartition(":")
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect((host, int(port)))
+        except OSError as error:
+            raise Unavailable(f"no way from this host to {address}: {error}") from error
+        return str(probe.getsockname()[0])
+
+
 @contextmanager
 def signals_held() -> Iterator[None]:
     """Let this thread's signals wait for a moment.

@@ -1,10 +1,12 @@
-"""To a source: from the ranks that read its memory."""
+"""To a source: from the ranks that read its memory, and from engines that ask for what it offers."""
 
 from __future__ import annotations
 
 from liveweight.observe.events import OfferKind
 from liveweight.spec.layout import Layout
+from liveweight.spec.manifest import Manifest, Version
 from liveweight.wire.body import Body
+from liveweight.wire.values import Offer
 
 
 class Attach(Body, frozen=True):
@@ -20,3 +22,53 @@ class Attached(Body, frozen=True):
     layout: Layout
     memories: tuple[bytes, ...]
     descriptors: str
+
+
+class Hold(Body, frozen=True):
+    """Hold a version for me while my ranks read it: the one of that label, compared as text; None: the newest. -> Held or NotHeld.
+
+    The hold ends with Release, with the connection, or after `lease_s`. While the source changes its offer, the answer waits, for at
+    most `wait_s`.
+    """
+
+    requester: str
+    version: str | None
+    lease_s: float
+    wait_s: float
+
+
+class Held(Body, frozen=True):
+    """The version is held: what a round of it opens with. `hold` is the number to release it by."""
+
+    hold: int
+    version: Version
+    structure: str
+    manifest: Manifest
+    digests: bytes | None
+    offer: Offer
+
+
+class NotHeld(Body, frozen=True):
+    """The source does not offer that version, but these. `changing`: it still makes its next offer, and the wait is over."""
+
+    offered: tuple[Version, ...]
+    changing: bool = False
+
+
+class Wanted(Body, frozen=True):
+    """Notification to a requester: the source needs its memory for the next version, and waits so long at most."""
+
+    hold: int
+    within_s: float
+
+
+class Release(Body, frozen=True):
+    """My ranks read no more. -> Released."""
+
+    hold: int
+
+
+class Released(Body, frozen=True):
+    """The hold is over. `revoked`: it had ended before; what was read since is worth nothing."""
+
+    revoked: bool

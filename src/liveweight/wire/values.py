@@ -35,6 +35,23 @@ class Offer(_Value, frozen=True):
     generation: int
 
 
+class RankTimes(_Value, frozen=True):
+    """What one rank did in a round, in seconds that it measured itself: reading, digesting, exchanging with the hooks."""
+
+    rank: int
+    staged_bytes: int = 0
+    stage_s: float = 0.0
+    verify_s: float = 0.0
+    swap_s: float = 0.0
+
+
+class Mismatch(_Value, frozen=True):
+    """A tensor that is not what it should be, and the ranks whose part of it is not, where that can be told."""
+
+    name: str
+    ranks: tuple[int, ...]
+
+
 class Fault(_Value, frozen=True):
     """An error that crosses processes: its code and text, which rank, in which step, after how long."""
 

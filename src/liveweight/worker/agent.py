@@ -10,21 +10,23 @@ import os
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from liveweight.devices.crew import Crew
+from liveweight.devices.kernels import Kernels
 from liveweight.devices.memory import Memory
 from liveweight.errors import ChannelClosed, DeadlineExceeded, LiveWeightError, Unavailable, WrongState
 from liveweight.observe import events
 from liveweight.observe.bus import Bus
 from liveweight.plan.tally import lanes_to_bytes
 from liveweight.spec.deadline import Deadline
-from liveweight.spec.manifest import Version
+from liveweight.spec.manifest import Manifest, OptionalGroup, Version
 from liveweight.transports.port import Reader, Reading
 from liveweight.wire.channel import Channel
+from liveweight.wire.host import this_host
 from liveweight.wire.messages import (
+    Digest,
     Drop,
     Dropped,
     Failed,
@@ -37,9 +39,12 @@ from liveweight.wire.messages import (
     Verified,
 )
 from liveweight.wire.values import RoundId, fault_of
+from liveweight.worker.auditor import Auditor
+from liveweight.worker.keeping import Keeping
 from liveweight.worker.shadow_digest import ShadowDigest
 from liveweight.worker.staging import Stopped, stage
 from liveweight.worker.target import Target
+from liveweight.worker.turnstile import Turnstile
 
 IDLE_S = 60.0
 SEND_S = 5.0
@@ -55,36 +60,13 @@ class StagingSettings:
     pace_bytes_per_s: float | None = None
 
 
-class Turnstile:
-    """Who owns the shadow: the agent while it stages, the main thread while it exchanges.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Content:
+    """What is known of the weights that a rank joins with: digests of its placements, 16 bytes each, and the version's tensors with
+    theirs, which one rank tells for all."""
 
-    Remembers which round lies staged in it, and whether the outcome of an exchange is unknown: then the shadow is the way back,
-    and nothing may be staged into it.
-    """
-
-    def __init__(self) -> None:
-        self.lock = threading.Lock()
-        self.staged: RoundId | None = None
-        self.doubt = False
-
-    @contextmanager
-    def held(self, deadline: Deadline) -> Iterator[None]:
-        """Own the shadow; DeadlineExceeded where the other side does not let go of it in time."""
-        if not self.lock.acquire(timeout=deadline.remaining_s()):
-            raise deadline.exceeded("the shadow, which the other thread holds")
-        try:
-            yield
-        finally:
-            self.lock.release()
-
-    @contextmanager
-    def for_staging(self, deadline: Deadline) -> Iterator[None]:
-        """Own the shadow to fill it anew; refused while it is the way back of an exchange in doubt."""
-        with self.held(deadline):
-            if self.doubt:
-                raise WrongState("in doubt about the last commit", "stage")
-            self.staged = None
-            yield
+    lanes: bytes
+    manifest: Manifest | None = None
 
 
 class Agent:
@@ -100,17 +82,30 @@ class Agent:
         readers: Mapping[str, Reader],
         settings: StagingSettings,
         turnstile: Turnstile,
+        kernels: Kernels,
         replica: str,
         bus: Bus,
+        optional: Sequence[OptionalGroup] = (),
     ) -> None:
         self._rank, self._channel, self._target = rank, channel, target
         self._digest, self._readers, self._settings = digest, readers, settings
         self._turnstile, self._replica, self._bus = turnstile, replica, bus
+        self._keeping = Keeping(target, optional)
         self._pending: deque[Message] = deque()
         self._closing = False
         self._waker = channel.waker()
         self.failure: BaseException | None = None
         """Why the agent has ended, if it did not by `close`; the next boundary says so."""
+        self._auditor = Auditor(
+            rank=rank,
+            target=target,
+            kernels=kernels,
+            turnstile=turnstile,
+            pace_bytes_per_s=settings.pace_bytes_per_s,
+            replica=replica,
+            bus=bus,
+            wake=self._waker.wake,
+        )
         self._crew = Crew(settings.threads)
         self._thread = threading.Thread(target=self._run, name=f"liveweight-agent-{rank}", daemon=True)
         self._thread.start()
@@ -129,12 +124,16 @@ class Agent:
             except BaseException as error:  # nobody else would hear it: the leader is gone, or this is a bug
                 self.failure = error
             finally:
+                self._auditor.close()
                 for reader in self._readers.values():
                     reader.close()
 
     def _serve(self) -> None:
         message = self._pending.popleft() if self._pending else self._receive()
+        self._tell_digests()
         match message:
+            case Digest():
+                self._auditor.ask(message)
             case Stage():
                 self._round(message)
             case Drop(round=round_id):
@@ -155,6 +154,7 @@ class Agent:
         try:
             with self._turnstile.for_staging(deadline):
                 shadow = self._target.shadow()
+                self._keeping.fill(order.keep)
                 if not self._stage(order, shadow, deadline):
                     return
                 step = "verify"
@@ -203,7 +203,8 @@ class Agent:
         """Attach to the source, looking up now and then; None if the round was given up meanwhile."""
         while not self._stop(order.round):
             try:
-                return reader.bind(order.offer, self._target.layout, shadow, deadline.within(LOOK_S))
+                layout = self._keeping.layout(order.keep)
+                return reader.bind(order.offer, layout, shadow, deadline.within(LOOK_S))
             except DeadlineExceeded:
                 if deadline.over:
                     raise
@@ -224,8 +225,16 @@ class Agent:
     def _stop(self, round_id: RoundId) -> bool:
         """Whether the round was given up meanwhile. Called by staging and verifying, in this thread."""
         while (message := self._channel.receive_now()) is not None:
-            self._pending.append(message)
+            if isinstance(message, Digest):  # beside the round, not after it
+                self._auditor.ask(message)
+            else:
+                self._pending.append(message)
+        self._tell_digests()
         return self._closing or any(isinstance(m, Drop) and m.round == round_id for m in self._pending)
+
+    def _tell_digests(self) -> None:
+        for answer in self._auditor.answers():
+            self._send(answer)
 
     def _drop(self, round_id: RoundId) -> None:
         with self._turnstile.lock:
@@ -260,10 +269,26 @@ class Agent:
 
 
 def join(
-    channel: Channel[Message], *, rank: int, target: Target, serving: Version | None, deadline: Deadline
+    channel: Channel[Message],
+    *,
+    rank: int,
+    target: Target,
+    serving: Version | None,
+    content: Content | None = None,
+    optional: Sequence[OptionalGroup] = (),
+    deadline: Deadline,
 ) -> Joined:
     """Report a rank for service; the leader's refusal is raised."""
-    body = Join(rank=rank, pid=os.getpid(), layout=target.layout, serving=serving)
+    body = Join(
+        rank=rank,
+        host=this_host(),
+        pid=os.getpid(),
+        layout=target.layout,
+        serving=serving,
+        optional=tuple(optional),
+        lanes=None if content is None else content.lanes,
+        manifest=None if content is None else content.manifest,
+    )
     match channel.request(body, deadline, f"the leader to take rank {rank} in"):
         case Joined() as joined:
             return joined

@@ -26,9 +26,9 @@ from liveweight.spec.deadline import Deadline
 from liveweight.wire.channel import Channel
 from liveweight.wire.messages import Message, Refusal, Settled, Swapped
 from liveweight.wire.values import Fault, fault_of
-from liveweight.worker.agent import Turnstile
 from liveweight.worker.boundary import Decision
 from liveweight.worker.target import Target
+from liveweight.worker.turnstile import Turnstile
 
 Hook: TypeAlias = Callable[[], None]
 """Run after every exchange, also one that goes back: post-processing, graphs, caches. May raise; then all ranks go back."""
@@ -131,6 +131,7 @@ class Committer:
     def _swap(self, current: _Exchange, to: Held) -> None:
         """One exchange. What cannot be undone stays noted as unknown."""
         came_from, current.held = current.held, Held.UNKNOWN
+        self._turnstile.exchanges += 1
         try:
             self._target.swap()
         except Torn:

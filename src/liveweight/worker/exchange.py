@@ -27,6 +27,9 @@ if TYPE_CHECKING:
 CHUNK_BYTES = 128 << 10
 """What is exchanged at a time. A batch of rows has less than two chunks: with its bounce buffer it stays in a core's cache."""
 
+LINK_CHUNK_BYTES = 2 << 20
+"""The same between a device and the host: each copy has to be asked for, and small ones would wait for that more than for the link."""
+
 
 def point(
     holders: Sequence[torch.Tensor], at: Sequence[torch.Tensor], *, before: Sequence[torch.Tensor]
@@ -65,7 +68,8 @@ class _Step(enum.Enum):
 class ContentExchange:
     """Exchanges the bytes of two sets of memories in place, in `threads` threads: addresses that others hold stay valid.
 
-    Everything is bound when it is made. It keeps both sets alive.
+    Everything is bound when it is made. It keeps both sets alive. The live set and the bounce buffers, of less than two chunks in each
+    thread, are on `device`, and `kernels` write there; the shadow is there too, or where `to_shadow` writes.
     """
 
     def __init__(
@@ -76,21 +80,24 @@ class ContentExchange:
         kernels: Kernels,
         threads: int,
         device: Device = CPU,
+        to_shadow: Kernels | None = None,
+        chunk_bytes: int = CHUNK_BYTES,
     ) -> None:
+        to_shadow = kernels if to_shadow is None else to_shadow
         sizes = np.array([memory.size_bytes for memory in live], dtype=np.int64)
-        pieces = _chunks(sizes)
-        self._ends = cut(pieces[:, 2], CHUNK_BYTES)
+        pieces = _chunks(sizes, chunk_bytes)
+        self._ends = cut(pieces[:, 2], chunk_bytes)
         self._lanes = max(1, min(threads, len(self._ends)))
-        # 2 * CHUNK_BYTES hold any batch: `cut` ends one with the row that reaches CHUNK_BYTES.
-        buffers = device.allocate([2 * CHUNK_BYTES] * self._lanes, "bounce buffers")
+        # Two chunks hold any batch: `cut` ends one with the row that reaches a chunk's bytes.
+        buffers = device.allocate([2 * chunk_bytes] * self._lanes, "bounce buffers")
         bounce = list(map(Memory.of_view, buffers))
         here, there = pieces[:, :2], self._bounce_places(pieces[:, 2])
         sizes = pieces[:, 2]
         self._save = kernels.bind_copy(_rows(here, there, sizes), live, bounce)
         self._overwrite = kernels.bind_copy(_rows(here, here, sizes), shadow, live)
-        self._bring = kernels.bind_copy(_rows(there, here, sizes), bounce, shadow)
+        self._bring = to_shadow.bind_copy(_rows(there, here, sizes), bounce, shadow)
         self._restore_live = kernels.bind_copy(_rows(there, here, sizes), bounce, live)
-        self._restore_shadow = kernels.bind_copy(_rows(here, here, sizes), live, shadow)
+        self._restore_shadow = to_shadow.bind_copy(_rows(here, here, sizes), live, shadow)
         self._at = [(lane, _Step.SAVE) for lane in range(self._lanes)]
 
     def run(self) -> None:
@@ -158,13 +165,13 @@ class ContentExchange:
         return np.stack([batches % self._lanes, offsets], axis=1)
 
 
-def _chunks(sizes: Table) -> Table:
+def _chunks(sizes: Table, chunk_bytes: int) -> Table:
     """Memories of these sizes in chunks: one row (memory, offset, size) each."""
-    pieces = -(-sizes // CHUNK_BYTES)
+    pieces = -(-sizes // chunk_bytes)
     memory = np.repeat(np.arange(len(sizes)), pieces)
     number = np.arange(len(memory)) - np.repeat(np.cumsum(pieces) - pieces, pieces)
-    offset = number * CHUNK_BYTES
-    return np.stack([memory, offset, np.minimum(CHUNK_BYTES, sizes[memory] - offset)], axis=1).astype(
+    offset = number * chunk_bytes
+    return np.stack([memory, offset, np.minimum(chunk_bytes, sizes[memory] - offset)], axis=1).astype(
         np.int64
     )
 

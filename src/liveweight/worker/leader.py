@@ -1,13 +1,11 @@
 """The leader: the thread that runs a replica's scheduler, in rank 0's process or in an engine's.
 
-Owns the listener that publishers and ranks reach, and the watch over the ranks' processes. It carries out what the scheduler
+Owns the listener that publishers and ranks reach, and the watch over their processes. It carries out what the scheduler
 decides and decides nothing itself; a decision for the ranks goes where the program takes it from, at a boundary.
 """
 
 from __future__ import annotations
 
-import os
-import select
 import threading
 import time
 from collections import deque
@@ -18,14 +16,17 @@ from liveweight.spec.deadline import Deadline
 from liveweight.wire.codec import Codec
 from liveweight.wire.credentials import Secret
 from liveweight.wire.listener import Incoming, Listener
-from liveweight.wire.messages import Join, Message
+from liveweight.wire.messages import Join, Message, Open
 from liveweight.worker.boundary import Decision, Decisions
 from liveweight.worker.rounds import Action, Decide, Reply, Say, Tell, Withdraw
 from liveweight.worker.scheduler import Scheduler
+from liveweight.worker.watch import Watch
 
 IDLE_S = 60.0
 WATCH_S = 0.2
 SEND_S = 5.0
+PUBLISHER = -1
+"""In the place of a rank's number: whoever opened the round."""
 
 
 class Leader:
@@ -44,7 +45,7 @@ class Leader:
     ) -> None:
         self._decisions, self._bus = decisions, bus
         self._scheduler = Scheduler(replica=replica, boot=boot, world=world)
-        self._watch: dict[int, int] = {}
+        self._watch: Watch[int] = Watch()
         self._closing = False
         listener: Listener[Message] = Listener(address, secret, Codec(Message))
         self.address, self._waker = listener.address, listener.waker()
@@ -65,13 +66,12 @@ class Leader:
                 while not self._closing:
                     self._carry_out(listener, self._next(listener))
         finally:
-            for descriptor in self._watch.values():
-                os.close(descriptor)
+            self._watch.close()
 
     def _next(self, listener: Listener[Message]) -> list[Action]:
         """Wait for a message or for time to pass, and let the scheduler say what follows."""
         until_s = min(self._scheduler.next_s() - time.monotonic(), IDLE_S)
-        if self._scheduler.in_round:
+        if self._scheduler.needs_ranks:
             until_s = min(until_s, WATCH_S)  # only then does a rank's death matter at once
         try:
             incoming = listener.receive_or_wake(Deadline.after(max(0.0, until_s)), "a message")
@@ -86,32 +86,23 @@ class Leader:
 
     def _watch_over(self, incoming: Incoming[Message]) -> None:
         match incoming.body:
-            case Join(rank=rank, pid=pid):
+            case Join(rank=rank, host=host, pid=pid):
                 member = self._scheduler.membership.members.get(rank)
-                if member is None or member.peer != incoming.peer:
-                    return  # it was refused
-                self._unwatch(rank)
-                try:
-                    self._watch[rank] = os.pidfd_open(pid)
-                except OSError:
-                    return  # a process of another host or namespace: its deadlines must do
+                if member is not None and member.peer == incoming.peer:  # otherwise it was refused
+                    self._watch.over(rank, host, pid)
+            case Open(host=host, pid=pid) as asked:
+                if self._scheduler.asked is asked:
+                    self._watch.over(PUBLISHER, host, pid)
             case _:
                 return
 
-    def _unwatch(self, rank: int) -> None:
-        descriptor = self._watch.pop(rank, None)
-        if descriptor is not None:
-            os.close(descriptor)
-
     def _deaths(self, now_s: float) -> list[Action]:
-        poll = select.poll()
-        for descriptor in self._watch.values():
-            poll.register(descriptor, select.POLLIN)
-        ended = {descriptor for descriptor, _ in poll.poll(0)}
         actions: list[Action] = []
-        for rank in [rank for rank, descriptor in self._watch.items() if descriptor in ended]:
-            self._unwatch(rank)
-            actions += self._scheduler.on_lost(now_s, rank)
+        for who in self._watch.ended():
+            if who == PUBLISHER:
+                actions += self._scheduler.on_publisher_lost(now_s)
+            else:
+                actions += self._scheduler.on_lost(now_s, who)
         return actions
 
     def _carry_out(self, listener: Listener[Message], actions: list[Action]) -> None:

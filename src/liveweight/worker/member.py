@@ -12,21 +12,26 @@ from contextlib import ExitStack
 from liveweight.devices.kernels import Kernels
 from liveweight.observe.bus import Bus
 from liveweight.spec.deadline import Deadline
-from liveweight.spec.manifest import Version
+from liveweight.spec.manifest import OptionalGroup, Version
 from liveweight.transports.port import Reader
 from liveweight.wire.channel import Channel
 from liveweight.wire.codec import Codec
 from liveweight.wire.credentials import Secret
 from liveweight.wire.messages import Message, Settled
-from liveweight.worker.agent import Agent, StagingSettings, Turnstile, join
+from liveweight.worker.agent import Agent, Content, StagingSettings, join
 from liveweight.worker.boundary import Decision
 from liveweight.worker.committer import Committer, Hook
 from liveweight.worker.shadow_digest import ShadowDigest
 from liveweight.worker.target import Target
+from liveweight.worker.turnstile import Turnstile
 
 
 class Member:
-    """One rank, joined to the leader at `address`. Every method is for the main thread."""
+    """One rank, joined to the leader at `address`. Every method is for the main thread.
+
+    `optional` are the groups of tensors that an offer may leave out; of such a round the rank keeps what it has. `content` is what is
+    known of the weights that it joins with; `live_kernels` are those of the device that these lie on, if it is not the shadow's.
+    """
 
     def __init__(
         self,
@@ -42,6 +47,9 @@ class Member:
         settings: StagingSettings,
         bus: Bus,
         deadline: Deadline,
+        optional: Sequence[OptionalGroup] = (),
+        content: Content | None = None,
+        live_kernels: Kernels | None = None,
     ) -> None:
         turnstile = Turnstile()
         with ExitStack() as stack:
@@ -49,7 +57,15 @@ class Member:
                 stack.enter_context(Channel(address, secret, Codec[Message](Message), deadline=deadline))
                 for _ in range(2)
             )
-            joined = join(orders, rank=rank, target=target, serving=serving, deadline=deadline)
+            joined = join(
+                orders,
+                rank=rank,
+                target=target,
+                serving=serving,
+                content=content,
+                optional=optional,
+                deadline=deadline,
+            )
             self._committer = Committer(
                 rank=rank,
                 seat=joined.seat,
@@ -67,8 +83,10 @@ class Member:
                 readers=readers,
                 settings=settings,
                 turnstile=turnstile,
+                kernels=kernels if live_kernels is None else live_kernels,
                 replica=joined.replica,
                 bus=bus,
+                optional=optional,
             )
             stack.callback(self._agent.close)
             self._resources = stack.pop_all()

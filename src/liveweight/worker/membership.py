@@ -6,6 +6,7 @@ Pure records of the scheduler's: they check, they do not decide.
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -13,9 +14,9 @@ import numpy.typing as npt
 
 from liveweight.errors import LayoutInvalid, ManifestInvalid, ReplicaIncomplete, VersionConflict
 from liveweight.plan.tally import Tally, lanes_from_bytes
-from liveweight.spec.digest import Lanes
+from liveweight.spec.digest import ContentDigest, Lanes
 from liveweight.spec.layout import Layout
-from liveweight.spec.manifest import Manifest, Version, compare
+from liveweight.spec.manifest import Manifest, OptionalGroup, Version, compare, left_out
 from liveweight.wire.messages import Join, Open
 
 STRUCTURES = 16
@@ -31,6 +32,7 @@ class Member:
     pid: int
     layout: Layout
     serving: Version | None
+    optional: tuple[OptionalGroup, ...] = ()
 
 
 class Membership:
@@ -46,10 +48,18 @@ class Membership:
         """The replica with this rank in it; refused if its ranks' regions then overlap in part or leave elements to nobody."""
         if not 0 <= body.rank < self.world:
             raise LayoutInvalid(f"rank {body.rank} joins a replica of {self.world}")
-        member = Member(peer, self._seats + 1, body.pid, body.layout, body.serving)
+        member = Member(peer, self._seats + 1, body.pid, body.layout, body.serving, body.optional)
         members = self.members | {body.rank: member}
-        complete = len(members) == self.world
-        return members, Tally([members[rank].layout for rank in range(self.world)]) if complete else None
+        if len(members) < self.world:
+            return members, None
+        tally = Tally([members[rank].layout for rank in range(self.world)])
+        _check_optional(members, tally)
+        return members, tally
+
+    @property
+    def optional(self) -> tuple[OptionalGroup, ...]:
+        """The groups of tensors that an offer may leave out: what every rank of the complete replica said."""
+        return next((member.optional for member in self.members.values()), ())
 
     def adopt(self, candidate: tuple[dict[int, Member], Tally | None]) -> None:
         """Let the rank in."""
@@ -84,20 +94,56 @@ class Membership:
         return versions.pop() if len(versions) == 1 else None
 
 
+def _check_optional(members: Mapping[int, Member], tally: Tally) -> None:
+    """Refuse groups about which ranks disagree, or which have tensors that nobody owns."""
+    known = {spec.name for spec in tally.expected}
+    for rank, member in members.items():
+        if member.optional != members[0].optional:
+            raise LayoutInvalid(
+                f"rank 0 and rank {rank} disagree about the tensors that an offer may leave out"
+            )
+        strange = [name for group in member.optional for name in group.tensors if name not in known]
+        if strange:
+            raise LayoutInvalid(f"{strange[0]}: may be left out of offers, but no rank owns a part of it")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fit:
+    """How a manifest fits: how many tensors it has, which of them fills each one expected, and the groups that it leaves out.
+
+    `content` makes the digest of a version of it.
+    """
+
+    tensors: int
+    sources: npt.NDArray[np.int64]
+    kept: tuple[str, ...]
+    content: ContentDigest
+
+
 class Ledger:
     """Manifests by the name that rounds use for them, and the content that each label of a run stood for.
 
-    Of a manifest that fits only two things are kept: how many tensors it has, and which of them fills each one expected.
+    Of a manifest that fits only its fit is noted; of a version that was published, which optional groups it had left out.
     """
 
     def __init__(self) -> None:
-        self._manifests: OrderedDict[str, tuple[int, npt.NDArray[np.int64]]] = OrderedDict()
+        self._manifests: OrderedDict[str, Fit] = OrderedDict()
         self._labels: OrderedDict[tuple[str, str | int], str] = OrderedDict()
+        self._kept: OrderedDict[Version, tuple[str, ...]] = OrderedDict()
 
-    def describe(self, structure: str, manifest: Manifest, tally: Tally) -> None:
+    def describe(
+        self, structure: str, manifest: Manifest, tally: Tally, optional: Iterable[OptionalGroup] = ()
+    ) -> None:
         """Note a manifest that fits; ManifestMismatch with the names if it does not."""
-        compare(tally.expected, manifest)
-        self._manifests[structure] = (len(manifest.tensors), tally.sources(manifest))
+        optional = tuple(optional)
+        compare(tally.expected, manifest, optional)
+        absent = left_out(manifest, optional)
+        self._manifests[structure] = Fit(
+            tensors=len(manifest.tensors),
+            sources=tally.sources(manifest, {name for group in absent for name in group.tensors}),
+            kept=tuple(group.name for group in absent),
+            content=ContentDigest(manifest),
+        )
         while len(self._manifests) > STRUCTURES:
             self._manifests.popitem(last=False)
 
@@ -105,13 +151,17 @@ class Ledger:
         """The replica's ranks have changed: what fitted may fit no more."""
         self._manifests.clear()
 
-    def digests(self, body: Open) -> Lanes | None:
-        """The digests of an offer's tensors, in the order of the tensors that the replica expects."""
+    def fit(self, body: Open) -> Fit:
+        """How the offer's manifest fits; ManifestInvalid where it was not described."""
         found = self._manifests.get(body.structure)
         if found is None:
             raise ManifestInvalid("the offer's manifest was not described to this replica")
-        tensors, sources = found
-        return None if body.digests is None else lanes_from_bytes(body.digests, tensors)[sources]
+        return found
+
+    def digests(self, body: Open) -> Lanes | None:
+        """The digests of an offer's tensors, in the order of the tensors that the replica expects; of kept ones, any."""
+        fit = self.fit(body)
+        return None if body.digests is None else lanes_from_bytes(body.digests, fit.tensors)[fit.sources]
 
     def check(self, body: Open) -> None:
         """Refuse an offer that cannot be verified as asked, or whose label stood for other content."""
@@ -120,6 +170,17 @@ class Ledger:
         known = self._labels.get((body.version.run, body.version.label))
         if known is not None and body.version.digest not in (None, known):
             raise VersionConflict(f"{body.version} of this run was published before with other content")
+
+    def keeps(self, version: Version, kept: tuple[str, ...]) -> None:
+        """Note which optional groups the version leaves out, which a round was opened for."""
+        if kept:
+            self._kept[version] = kept
+        while len(self._kept) > LABELS:
+            self._kept.popitem(last=False)
+
+    def kept(self, version: Version | None) -> tuple[str, ...]:
+        """The optional groups that the version had left out. Its digest is one of names, too: the same version, the same groups."""
+        return () if version is None else self._kept.get(version, ())
 
     def published(self, version: Version | None) -> None:
         """Note what a label stands for, once it serves: here, or, as a rank that joins says, before. What is known already stays."""

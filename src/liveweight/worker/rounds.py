@@ -8,7 +8,8 @@ from typing import TypeAlias
 from liveweight.observe.events import AnyEvent
 from liveweight.spec.digest import Lanes
 from liveweight.wire.messages import ORDER, Message, Open, Phase, Progress
-from liveweight.wire.values import Fault, KvPolicy, RoundId
+from liveweight.wire.values import Fault, KvPolicy, RankTimes, RoundId
+from liveweight.worker.membership import Fit
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +77,7 @@ class Ack:
 
 @dataclass(slots=True)
 class Round:
-    """Mutable, owned by the scheduler. `asked` is None for an undo."""
+    """Mutable, owned by the scheduler. `asked`, and how it fits, is None for an undo."""
 
     id: RoundId
     label: str
@@ -84,6 +85,7 @@ class Round:
     began_s: float
     ends_s: float
     ranks: frozenset[int]
+    fit: Fit | None = None
     phase: Phase = "open"
     fault: Fault | None = None
     lease_s: float = 0.0
@@ -125,6 +127,23 @@ class Round:
             staged_bytes=sum(size for size, _ in self.staged.values()),
             readers=tuple(sorted(self.readers)),
         )
+
+    def times(self) -> tuple[RankTimes, ...]:
+        """What each rank did so far."""
+        found = []
+        for rank in sorted(self.ranks):
+            size_bytes, stage_s = self.staged.get(rank, (0, 0.0))
+            ack = self.acks.get(rank)
+            found.append(
+                RankTimes(
+                    rank=rank,
+                    staged_bytes=size_bytes,
+                    stage_s=stage_s,
+                    verify_s=self.verify_s.get(rank, 0.0),
+                    swap_s=0.0 if ack is None else ack.seconds,
+                )
+            )
+        return tuple(found)
 
     def heard(self, now_s: float) -> list[Waiter]:
         """Take out the waiters that can be answered now."""

@@ -22,10 +22,13 @@ from liveweight.errors import (
 )
 from liveweight.observe import events
 from liveweight.plan.tally import Tally, lanes_from_bytes
+from liveweight.spec.manifest import Version
 from liveweight.wire import messages as m
 from liveweight.wire.values import Fault, RoundId, fault_of
 from liveweight.worker import states
+from liveweight.worker.audit import Audits
 from liveweight.worker.membership import Ledger, Membership
+from liveweight.worker.references import of_round
 from liveweight.worker.rounds import Ack, Action, Decide, Reply, Round, Say, Tell, Waiter, Withdraw
 
 REMEMBERED = 64
@@ -41,6 +44,7 @@ STEPS: dict[type, str] = {
     m.Swapped: "commit",
     m.Abort: "abort",
     m.Undo: "undo",
+    m.Verify: "verify",
 }
 """Which step of a round a refused message belongs to."""
 
@@ -55,6 +59,7 @@ class Scheduler:
         self._epoch = 0
         self._round: Round | None = None
         self._ledger = Ledger()
+        self._audits = Audits(replica, self.membership)
         self._ended: OrderedDict[RoundId, Round] = OrderedDict()
         self._inquirers: list[Waiter] = []
 
@@ -88,7 +93,8 @@ class Scheduler:
                 self._inquirers.append(Waiter(peer, call, "open", now_s + wait_s))
                 return []
             case m.Describe(structure=structure, manifest=manifest):
-                self._ledger.describe(structure, manifest, self.membership.whole())
+                tally = self.membership.whole()
+                self._ledger.describe(structure, manifest, tally, self.membership.optional)
                 return [Reply(peer, call, m.Described())]
             case m.Open():
                 return self._open(now_s, peer, call, body)
@@ -97,6 +103,10 @@ class Scheduler:
                 return []
             case m.Ask() | m.Commit() | m.Undo() | m.Abort():
                 return self._decision(now_s, peer, call, body)
+            case m.Verify():
+                return self._audits.begin(now_s, peer, call, body)
+            case m.Digested():
+                return self._audits.digested(now_s, peer, body)
             case _:
                 raise WrongState("leading a replica", type(body).__name__)
 
@@ -109,27 +119,40 @@ class Scheduler:
         return actions + self._answered(now_s)
 
     @property
-    def in_round(self) -> bool:
-        """Whether a round is open."""
-        return self._round is not None
+    def needs_ranks(self) -> bool:
+        """Whether it matters at once that a rank dies: a round is open, or ranks are asked what they hold."""
+        return self._round is not None or self._audits.waiting
 
     def next_s(self) -> float:
         """When `on_time` has something to do."""
         rounds = [r.next_s() for r in (self._round, *self._ended.values()) if r is not None]
-        return min([*rounds, *(w.ends_s for w in self._inquirers)], default=NEVER)
+        return min([*rounds, *(w.ends_s for w in self._inquirers), self._audits.next_s()], default=NEVER)
 
     def on_lost(self, now_s: float, rank: int) -> list[Action]:
         """A rank's process is gone. Its round fails; the replica is incomplete until the rank is replaced."""
         member = self.membership.leave(rank)
         for ended in self._ended.values():
             ended.readers.discard(rank)
+        actions = [] if member is None else self._audits.lost(rank, member)
         if member is None or self._round is None:
-            return self._answered(now_s)
+            return actions + self._answered(now_s)
         self._round.readers.discard(rank)
         error = ChannelClosed(f"rank {rank} (process {member.pid}) is gone")
-        return self._fail(
-            now_s, self._round, fault_of(error, step=self._round.phase, rank=rank)
-        ) + self._answered(now_s)
+        actions += self._fail(now_s, self._round, fault_of(error, step=self._round.phase, rank=rank))
+        return actions + self._answered(now_s)
+
+    @property
+    def asked(self) -> m.Open | None:
+        """What the round that is open was opened with; None without one, and for an undo."""
+        return None if self._round is None else self._round.asked
+
+    def on_publisher_lost(self, now_s: float) -> list[Action]:
+        """The process that opened the round is gone. Nobody will ask for its commit; one that was asked for is carried out."""
+        current = self._round
+        if current is None or current.asked is None or current.phase == "committing":
+            return []
+        error = ChannelClosed(f"publisher {current.id.publisher} (process {current.asked.pid}) is gone")
+        return self._fail(now_s, current, fault_of(error, step=current.phase)) + self._answered(now_s)
 
     # Membership.
 
@@ -141,6 +164,7 @@ class Scheduler:
         if self.membership.tally is not None:
             self.state = states.Serving(self.membership.common_version())
             self._ledger.forget_manifests()
+        self._audits.joined(body, states.serving_version(self.state))
         seat = self.membership.members[body.rank].seat
         return [*actions, Reply(peer, call, m.Joined(replica=self.replica, boot=self.boot, seat=seat))]
 
@@ -156,6 +180,8 @@ class Scheduler:
             serving=states.serving_version(self.state),
             undo=undo,
             round=self._round.id if self._round is not None else None,
+            optional=self.membership.optional,
+            kept=self._ledger.kept(states.serving_version(self.state)),
         )
 
     def _open(self, now_s: float, peer: bytes, call: int, body: m.Open) -> list[Action]:
@@ -165,13 +191,36 @@ class Scheduler:
         self._ledger.check(body)
         serving = states.serving_version(self.state)
         if serving is not None and serving.digest is not None and serving == body.version:
-            return [Reply(peer, call, m.Opened(round=None, serving=serving))]
+            kept = self._ledger.kept(serving)
+            return [Reply(peer, call, m.Opened(round=None, serving=serving, kept=kept))]
         self._epoch += 1
         round_id = RoundId(boot=self.boot, epoch=self._epoch, publisher=body.publisher)
         version = body.version
         if version.digest is None:  # content unknown: the round's id stands in for it
             version = msgspec.structs.replace(version, digest=f"{self.boot}/{self._epoch}")
         self.state = states.open_round(self.state, version, round_id)
+        kept = self._ledger.fit(body).kept
+        self._ledger.keeps(version, kept)
+        opened = self._begun(now_s, round_id, body)
+        order = m.Stage(
+            round=round_id,
+            version=version,
+            offer=body.offer,
+            verify=body.verify,
+            timeout_s=body.timeout_s,
+            keep=kept,
+        )
+        said = events.RoundOpened(
+            **self._who(opened), serving=None if serving is None else str(serving), kept=kept
+        )
+        return [
+            Say(said),
+            Reply(peer, call, m.Opened(round=round_id, serving=serving, kept=kept)),
+            *(Tell(rank, order) for rank in sorted(opened.ranks)),
+        ]
+
+    def _begun(self, now_s: float, round_id: RoundId, body: m.Open) -> Round:
+        """The record of the round that holds the replica from now on."""
         ranks = frozenset(range(self.world))
         self._round = Round(
             id=round_id,
@@ -181,22 +230,9 @@ class Scheduler:
             ends_s=now_s + body.timeout_s,
             ranks=ranks,
             readers=set(ranks),
+            fit=self._ledger.fit(body),
         )
-        order = m.Stage(
-            round=round_id,
-            version=version,
-            offer=body.offer,
-            verify=body.verify,
-            timeout_s=body.timeout_s,
-        )
-        opened = events.RoundOpened(
-            **self._who(self._round), serving=None if serving is None else str(serving)
-        )
-        return [
-            Reply(peer, call, m.Opened(round=round_id, serving=serving)),
-            *(Tell(rank, order) for rank in sorted(ranks)),
-            Say(opened),
-        ]
+        return self._round
 
     # What ranks report.
 
@@ -243,10 +279,10 @@ class Scheduler:
     def _all_verified(self, now_s: float, current: Round) -> list[Action]:
         tally, asked = self.membership.whole(), current.asked
         offered = None if asked is None else self._ledger.digests(asked)
-        if offered is None:
+        if asked is None or offered is None:
             raise WrongState(states.describe(self.state), "verify")
         totals, disagreeing = tally.combine([current.lanes[rank] for rank in range(self.world)])
-        differing = disagreeing or tally.differing(totals, offered)
+        differing = disagreeing or tally.differing(totals, offered, self._ledger.fit(asked).sources)
         if differing:
             error = DigestMismatch(differing, f"{self.replica}, shadow")
             return self._fail(now_s, current, fault_of(error, step="verify"))
@@ -298,6 +334,7 @@ class Scheduler:
     ) -> list[Action]:
         current.phase, current.committer, current.ends_s = "committing", (peer, call), now_s + timeout_s
         policy = None if current.asked is None else current.asked.kv_policy
+        self._audits.exchanging()
         return [Decide(current.id, undo, timeout_s, policy)]
 
     def _swapped(self, now_s: float, peer: bytes, call: int, body: m.Swapped) -> list[Action]:
@@ -325,10 +362,11 @@ class Scheduler:
         undo = self.state.undo if isinstance(self.state, states.Serving) else None
         self.membership.serve(serving)
         self._ledger.published(serving)
+        self._note_installed(current, serving)
         stall_s = max(ack.seconds for ack in current.acks.values())
         actions: list[Action] = self._settle(current, keep=True)
         if current.committer is not None:
-            answer = m.Committed(serving=serving, undo=undo, stall_s=stall_s)
+            answer = m.Committed(serving=serving, undo=undo, stall_s=stall_s, ranks=current.times())
             actions.append(Reply(*current.committer, answer))
         said = (
             events.Committed(**self._who(current), stall_s=stall_s)
@@ -338,9 +376,21 @@ class Scheduler:
         outcome = events.Outcome.COMMITTED if current.asked is not None else events.Outcome.UNDONE
         return [*actions, Say(said), self._end(now_s, current, "done", outcome)]
 
+    def _note_installed(self, current: Round, serving: Version | None) -> None:
+        """What the ranks hold from now on, so that it can be verified later."""
+        if current.asked is None:
+            self._audits.undone()
+            return
+        whole = len(current.lanes) == self.world
+        parts = [current.lanes[rank] for rank in range(self.world)] if whole else []
+        base = self._audits.reference
+        brought = None if current.fit is None else of_round(current.fit, current.asked.digests, parts, base)
+        self._audits.committed(serving, brought)
+
     def _fail(self, now_s: float, current: Round, fault: Fault) -> list[Action]:
         """End the round at the old version, from any phase; ranks that exchanged are told to exchange back."""
         committing = current.phase == "committing"
+        self._audits.stayed()
         self.state = states.after_failure(self.state, fault.message)
         if fault.code == Torn.code and current.asked is not None:
             self.state = states.Torn(current.asked.version, fault.message)
@@ -412,6 +462,7 @@ class Scheduler:
                 actions += [Reply(w.peer, w.call, known.progress()) for w in known.heard(now_s)]
                 readers = tuple(sorted(known.readers))
                 actions += [Reply(w.peer, w.call, m.Aborted(readers=readers)) for w in known.released(now_s)]
+        actions += self._audits.go_on(now_s)
         waiting, self._inquirers = self._inquirers, []
         for waiter in waiting:
             if self.membership.tally is not None:

@@ -7,7 +7,7 @@ leader's matter.
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import numpy as np
 
@@ -18,7 +18,7 @@ from liveweight.plan.digests import plan_digests, row_bytes, split
 from liveweight.spec.deadline import Deadline
 from liveweight.spec.digest import SEEDS, Lanes
 from liveweight.spec.layout import Layout
-from liveweight.worker.staging import SMALLEST_BATCH_BYTES, Stop, Stopped, share
+from liveweight.worker.staging import SMALLEST_BATCH_BYTES, Pace, Stop, Stopped, share
 
 ROW_BYTES = 2 << 20
 BATCH_LANES = 32
@@ -34,37 +34,74 @@ class ShadowDigest:
     def __init__(self, layout: Layout, kernels: Kernels) -> None:
         plan = plan_digests(layout)
         self._rows, self._slots = split(plan.rows, ROW_BYTES), plan.slots
+        specs = layout.specs()
+        self._names = [specs[placement.name].name for placement in layout.placements]
         self._sizes_bytes = row_bytes(self._rows)
         self._kernels = kernels
         self._bound: list[tuple[Sequence[Memory], BoundDigest]] = []
 
     def of(
-        self, memories: Sequence[Memory], *, crew: Crew, stop: Stop, deadline: Deadline
+        self,
+        memories: Sequence[Memory],
+        *,
+        crew: Crew,
+        stop: Stop,
+        deadline: Deadline,
+        names: Collection[str] | None = None,
+        pace: Pace | None = None,
     ) -> Lanes | Stopped:
-        """The digest of every placement of the layout, in its order; or Stopped. Raises DeadlineExceeded."""
-        bound = self._binding(memories)
+        """The digest of every placement of the layout, in its order; or Stopped. Raises DeadlineExceeded.
+
+        With `names`, of those tensors alone: the others' are zero.
+        """
+        lanes, outcome = self._read(memories, crew, stop, deadline, names=names, pace=pace)
+        return outcome if isinstance(outcome, Stopped) else lanes
+
+    def all_of(self, memories: Sequence[Memory], *, crew: Crew, deadline: Deadline) -> Lanes:
+        """The same, and nobody stops it."""
+        return self._read(memories, crew, lambda: False, deadline)[0]
+
+    def forget(self) -> None:
+        """Let go of all memories. Called before they are given back: what is bound keeps them alive."""
+        self._bound.clear()
+
+    def _read(
+        self,
+        memories: Sequence[Memory],
+        crew: Crew,
+        stop: Stop,
+        deadline: Deadline,
+        *,
+        names: Collection[str] | None = None,
+        pace: Pace | None = None,
+    ) -> tuple[Lanes, int | Stopped]:
+        """The sums so far, and whether they are of everything."""
+        if names is None:
+            bound, sizes_bytes = self._binding(memories), self._sizes_bytes
+        else:
+            rows = self._rows[np.isin(self._rows[:, -1], self._slots_of(names))]
+            bound, sizes_bytes = self._kernels.bind_digest(rows, memories, self._slots), row_bytes(rows)
         sums = [np.zeros((self._slots, SEEDS), dtype=np.uint32) for _ in range(crew.threads)]
 
         def read(lane: int, first: int, last: int) -> None:
             sums[lane] += bound.run(first, last)
 
         outcome = share(
-            self._sizes_bytes,
+            sizes_bytes,
             read,
             crew=crew,
             stop=stop,
             deadline=deadline,
             what="verifying",
+            pace=pace,
             smallest_batch_bytes=max(SMALLEST_BATCH_BYTES, BATCH_LANES * sums[0].nbytes),
         )
-        if isinstance(outcome, Stopped):
-            return outcome
         total: Lanes = np.sum(sums, axis=0, dtype=np.uint32)
-        return total
+        return total, outcome
 
-    def forget(self) -> None:
-        """Let go of all memories. Called before they are given back: what is bound keeps them alive."""
-        self._bound.clear()
+    def _slots_of(self, names: Collection[str]) -> list[int]:
+        """The placements of these tensors."""
+        return [slot for slot, name in enumerate(self._names) if name in names]
 
     def _binding(self, memories: Sequence[Memory]) -> BoundDigest:
         """The reading bound to exactly these memories; the least recently used set makes room."""

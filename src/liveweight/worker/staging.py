@@ -90,20 +90,42 @@ def stage(
     When it returns or raises, no thread reads any more. Raises DeadlineExceeded, OfferChanged, or what the reading raises.
     """
     began_s = time.monotonic()
-    reading.check()
-    outcome = share(
-        row_bytes(reading.rows),
-        lambda _, first, last: reading.read(first, last),
-        crew=crew,
-        stop=stop,
-        deadline=deadline,
-        what="staging",
-        pace=None if pace_bytes_per_s is None else Pace(pace_bytes_per_s),
-    )
-    if isinstance(outcome, Stopped):
-        return outcome
-    reading.check()
-    return StageResult(size_bytes=outcome, seconds=time.monotonic() - began_s)
+    patience = _Patience(stop=stop, deadline=deadline)
+    sizes = row_bytes(reading.rows)
+    try:
+        reading.check()
+        outcome = share(
+            sizes,
+            lambda lane, first, last: reading.read(first, last, lambda: patience.go_on(lane)),
+            crew=crew,
+            stop=stop,
+            deadline=deadline,
+            what="staging",
+            pace=None if pace_bytes_per_s is None else Pace(pace_bytes_per_s),
+        )
+        if isinstance(outcome, Stopped):
+            return outcome
+        if patience.ended:
+            return Stopped(done_bytes=outcome, size_bytes=int(sizes.sum()))
+        reading.check()
+        return StageResult(size_bytes=outcome, seconds=time.monotonic() - began_s)
+    finally:
+        reading.end()
+
+
+@dataclass(slots=True, kw_only=True)
+class _Patience:
+    """How long reads may wait: to the deadline, or until the caller wants to stop, which only lane 0 may ask."""
+
+    stop: Stop
+    deadline: Deadline
+    ended: bool = False
+
+    def go_on(self, lane: int) -> bool:
+        self.deadline.check("bytes of the source to arrive, while staging")
+        if lane == 0 and not self.ended:
+            self.ended = self.stop()
+        return not self.ended
 
 
 def share(

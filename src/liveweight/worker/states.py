@@ -43,11 +43,12 @@ class Ready:
 
 @dataclass(frozen=True, slots=True)
 class Swapping:
-    """Shadow and live weights are being exchanged; nothing serves until the outcome is known. Undo passes here too."""
+    """Shadow and live weights are being exchanged, for a commit or an undo; nothing serves until the outcome is known."""
 
     base: Version | None
     target: Version | None
     round: RoundId
+    undo: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,14 +111,21 @@ def begin_undo(state: State, round_id: RoundId) -> State:
     """The decision to go back has reached the boundary."""
     match state:
         case Serving(version=version, undo=undo, can_undo=True):
-            return Swapping(version, undo, round_id)
+            return Swapping(version, undo, round_id, undo=True)
+        case Serving():
+            raise WrongState(f"{describe(state)}, with no version before it", "undo")
         case _:
             raise WrongState(describe(state), "undo")
 
 
 def settled(state: State, *, keep: bool) -> State:
-    """The outcome of a swap is known: all ranks keep it, or all have exchanged back. What is not live is the undo."""
+    """The outcome of a swap is known: all ranks keep it, or all have exchanged back.
+
+    After a commit the undo is what was live before it; after an undo there is none: the way forward is a new round.
+    """
     match state:
+        case Swapping(target=target, undo=True) if keep:
+            return Serving(target)
         case Swapping(base=base, target=target) if keep:
             return Serving(target, base, can_undo=True)
         case Swapping(base=base):
@@ -192,6 +200,8 @@ def serving_version(state: State) -> Version | None:
 def describe(state: State) -> str:
     """A state as error messages say it."""
     match state:
+        case Serving(version=None):
+            return "serving weights that nobody named"
         case Serving(version=version):
             return f"serving {version}"
         case Staging(base=base, target=target):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Protocol
 
 from liveweight.devices.memory import Memory
@@ -21,6 +21,9 @@ class Target(Protocol):
 
     def shadow(self) -> Sequence[Memory]:
         """The memory that a round stages into: allocated and faulted in at first use, then kept. Called from the staging thread."""
+
+    def keep(self, tensors: Collection[str]) -> None:
+        """Let the shadow hold what is live of these tensors, so that an exchange changes nothing of them. From the staging thread."""
 
     def swap(self) -> None:
         """Exchange live and shadow, all or nothing; its own inverse. Called from the rank's main thread, at a boundary."""

@@ -6,16 +6,17 @@ exchange's, when is the round's.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, TypeAlias, get_args
 
-from liveweight.devices.device import Device, open_device
+from liveweight.devices.device import CPU, Device, open_device
 from liveweight.devices.kernels import Kernels
 from liveweight.devices.memory import Memory
 from liveweight.errors import LayoutInvalid, WrongState
 from liveweight.spec.layout import Layout, Piece
-from liveweight.worker.exchange import ContentExchange, point
+from liveweight.worker.exchange import CHUNK_BYTES, LINK_CHUNK_BYTES, ContentExchange, point
+from liveweight.worker.target import Target
 from liveweight.worker.torch_layout import Parameter, Parameters, device_of, gather, layout_of
 
 if TYPE_CHECKING:
@@ -24,6 +25,10 @@ if TYPE_CHECKING:
 ExchangeMode: TypeAlias = Literal["swap", "copy"]
 """How staged weights become live: `swap` lets the tensors point at the other memory; `copy` exchanges contents, for targets whose
 addresses somebody holds (graphs, views, registered memory)."""
+
+ShadowPlace: TypeAlias = Literal["device", "host"]
+"""Where the shadow lies: beside the live weights, or in the host's memory, for a device that has no room for a second copy. A shadow on
+the host is exchanged by `copy`, chunk by chunk, and holds the undo afterwards."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,6 +49,7 @@ class TensorTarget:
 
     Tensors may be strided in any order, but have no gaps; tied ones (same memory, shape and strides) are one, and stay tied.
     All lie on one device: theirs, unless it is given, and then they must agree. `threads` and `kernels` are used by `copy` only.
+    `home` is the device that the shadow lies on: what stages into it and digests it works there.
     """
 
     def __init__(
@@ -54,13 +60,16 @@ class TensorTarget:
         threads: int = 1,
         kernels: Kernels | None = None,
         device: Device | None = None,
+        shadow: ShadowPlace = "device",
     ) -> None:
-        if exchange not in get_args(ExchangeMode):
-            raise ValueError(f"exchange {exchange!r} is none of {', '.join(get_args(ExchangeMode))}")
+        _check_choice("exchange", exchange, get_args(ExchangeMode))
+        _check_choice("shadow", shadow, get_args(ShadowPlace))
         self.device = open_device(device_of(parameters)) if device is None else device
         self._parameters = gather(parameters, self.device)
         self._layout = layout_of(self._parameters)
-        self._mode, self._threads = exchange, threads
+        self._mode: ExchangeMode = "copy" if shadow == "host" else exchange
+        self._place, self._threads = shadow, threads
+        self.home: Device = CPU if shadow == "host" else self.device
         self._kernels = self.device.choose().kernels if kernels is None else kernels
         self._holders = [tensor for parameter in self._parameters for tensor in parameter.tensors]
         self._sides: tuple[_Side, _Side | None] = (
@@ -75,8 +84,10 @@ class TensorTarget:
         return self._layout
 
     def live(self) -> Sequence[Memory]:
-        """The memory that the tensors read now."""
-        return self._sides[0].memories
+        """The memory that the tensors read now. LayoutInvalid if one was moved behind the target's back since."""
+        live, _ = self._sides
+        self._check_unmoved(live)
+        return live.memories
 
     def shadow(self) -> Sequence[Memory]:
         """The other memory: allocated at first use, in one piece, with the padding of the live tensors; then kept.
@@ -87,16 +98,52 @@ class TensorTarget:
         live, shadow = self._sides
         self._check_unmoved(live)
         if shadow is None:
-            shadow = _side(self._parameters, _new_views(self._parameters, live.views, self.device))
-            if self._mode == "copy":
-                self._contents = ContentExchange(
-                    *(live.memories, shadow.memories),
-                    kernels=self._kernels,
-                    threads=self._threads,
-                    device=self.device,
-                )
+            shadow = _side(self._parameters, self._new_views(live.views))
+            self._contents = self._exchange_of(live, shadow) if self._mode == "copy" else None
             self._sides = (live, shadow)
         return shadow.memories
+
+    def _exchange_of(self, live: _Side, shadow: _Side) -> ContentExchange:
+        linked = self.home is not self.device and self.device is not CPU
+        return ContentExchange(
+            *(live.memories, shadow.memories),
+            kernels=self._kernels,
+            threads=1 if linked else self._threads,  # one thread fills the link, and needs one bounce buffer
+            device=self.device,
+            to_shadow=self.device.to_host() if linked else None,
+            chunk_bytes=LINK_CHUNK_BYTES if linked else CHUNK_BYTES,
+        )
+
+    def _new_views(self, live: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """New memory of the same shapes and strides, aligned, with the padding that no round writes."""
+        import torch
+
+        allocate = self.device.allocate_host if self._place == "host" else self.device.allocate
+        parts = allocate([parameter.size_bytes for parameter in self._parameters], "a shadow")
+        views = []
+        # An inference tensor would make the parameters it is given to inference tensors, too.
+        with torch.inference_mode(False), torch.no_grad():
+            for parameter, old, part in zip(self._parameters, live, parts, strict=True):
+                view = part.view(old.dtype).as_strided(old.shape, old.stride())
+                if parameter.padded:
+                    view.copy_(old)
+                views.append(view)
+        self.device.synchronise()
+        return views
+
+    def keep(self, tensors: Collection[str]) -> None:
+        """Copy what is live of these tensors into the shadow, with all that shares their memories: staging comes after it."""
+        import torch
+
+        live, shadow = self._sides
+        if shadow is None:
+            raise WrongState("without a shadow", "keeping tensors")
+        wanted = {self._layout.specs()[name].name for name in tensors}
+        memories = {p.memory for p in self._layout.placements if self._layout.specs()[p.name].name in wanted}
+        with torch.inference_mode(False), torch.no_grad():
+            for memory in sorted(memories):
+                shadow.views[memory].copy_(live.views[memory])
+        self.device.synchronise()
 
     def swap(self) -> None:
         """Exchange live and shadow, all or nothing; its own inverse. Torn only if the way back from a failure fails too.
@@ -147,6 +194,7 @@ def module_target(
     threads: int = 1,
     kernels: Kernels | None = None,
     device: Device | None = None,
+    shadow: ShadowPlace = "device",
 ) -> TensorTarget:
     """A module's parameters and persistent buffers as a target. `pieces` says what a parameter holds, if not itself, whole.
 
@@ -162,7 +210,43 @@ def module_target(
         name: (tensor, pieces[name]) if pieces and name in pieces else tensor
         for name, tensor in named.items()
     }
-    return TensorTarget(given, exchange=exchange, threads=threads, kernels=kernels, device=device)
+    return TensorTarget(
+        given, exchange=exchange, threads=threads, kernels=kernels, device=device, shadow=shadow
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Placed:
+    """A target, the device that its live weights are on, and the one that its shadow is on, where sources are read."""
+
+    target: Target
+    device: Device
+    home: Device
+
+
+def as_target(
+    given: torch.nn.Module | Parameters | Target,
+    pieces: Mapping[str, Sequence[Piece]] | None,
+    *,
+    exchange: ExchangeMode,
+    shadow: ShadowPlace,
+    device: Device | None,
+) -> Placed:
+    """A target from a module, from tensors by name, or one that is given; of that, both sides are on the device given, or the host."""
+    import torch
+
+    if isinstance(given, torch.nn.Module):
+        built = module_target(given, pieces, exchange=exchange, device=device, shadow=shadow)
+    elif isinstance(given, Mapping):
+        built = TensorTarget(given, exchange=exchange, device=device, shadow=shadow)
+    elif shadow != "device":
+        raise ValueError(
+            f"a Target of one's own decides itself where its shadow lies, and {shadow} was asked for"
+        )
+    else:
+        home = CPU if device is None else device
+        return Placed(target=given, device=home, home=home)
+    return Placed(target=built, device=built.device, home=built.home)
 
 
 def _live_views(parameters: Sequence[Parameter]) -> list[torch.Tensor]:
@@ -170,23 +254,9 @@ def _live_views(parameters: Sequence[Parameter]) -> list[torch.Tensor]:
     return [parameter.tensor.data for parameter in parameters]
 
 
-def _new_views(
-    parameters: Sequence[Parameter], live: Sequence[torch.Tensor], device: Device
-) -> list[torch.Tensor]:
-    """New memory of the same shapes and strides, aligned, with the padding that no round writes."""
-    import torch
-
-    parts = device.allocate([parameter.size_bytes for parameter in parameters], "a shadow")
-    views = []
-    # An inference tensor would make the parameters it is given to inference tensors, too.
-    with torch.inference_mode(False), torch.no_grad():
-        for parameter, old, part in zip(parameters, live, parts, strict=True):
-            view = part.view(old.dtype).as_strided(old.shape, old.stride())
-            if parameter.padded:
-                view.copy_(old)
-            views.append(view)
-    device.synchronise()
-    return views
+def _check_choice(what: str, given: str, known: Sequence[str]) -> None:
+    if given not in known:
+        raise ValueError(f"{what} {given!r} is none of {', '.join(known)}")
 
 
 def _side(parameters: Sequence[Parameter], views: Sequence[torch.Tensor]) -> _Side:

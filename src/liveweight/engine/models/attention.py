@@ -59,15 +59,22 @@ class Attention(nn.Module):
         self.out = Rows(site, f"{prefix}.o_proj", inputs, bounds, bias=spec.attention_bias)
         kinds = torch.arange(self.heads + self.kv_heads, device=site.device) >= self.heads
         self.register_buffer("kinds", kinds.long(), persistent=False)
+        # Not a number until it was derived: a path that forgot to would show.
+        weights = torch.full((len(kinds), spec.head_dim), torch.nan, dtype=self.qk_norm.weight.dtype)
+        self.register_buffer("qk_weights", weights.to(site.device), persistent=False)
 
     kinds: torch.Tensor
+    qk_weights: torch.Tensor
+
+    def derive(self) -> None:
+        """The norms' weights of every head, queries first."""
+        torch.index_select(self.qk_norm.weight, 0, self.kinds, out=self.qk_weights)
 
     def forward(self, x: torch.Tensor, batch: Batch, rotation: Rotation) -> torch.Tensor:
         """[tokens, hidden] to the same."""
         heads, both = self.heads, self.heads + self.kv_heads
         qkv = self.qkv.forward(x).view(x.shape[0], both + self.kv_heads, self.head_dim)
-        weights = self.qk_norm.weight.index_select(0, self.kinds)
-        qk = rotate(rms_norm(qkv[:, :both], weights, self.eps), rotation)
+        qk = rotate(rms_norm(qkv[:, :both], self.qk_weights, self.eps), rotation)
         return self.out.forward(batch.attend(self.layer, qk[:, :heads], qk[:, heads:], qkv[:, both:]))
 
 

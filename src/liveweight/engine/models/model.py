@@ -16,10 +16,11 @@ from liveweight.engine.models.declare import Declaration, Site, declarations
 from liveweight.engine.models.decoder import DecoderLayer
 from liveweight.engine.models.draft import Draft
 from liveweight.engine.models.layers import Norm, Vocabulary
-from liveweight.engine.models.spec import ModelSpec
+from liveweight.engine.models.spec import DRAFT, ModelSpec
 from liveweight.errors import EngineConfigInvalid
 from liveweight.spec.dtype import DType
 from liveweight.spec.layout import Piece
+from liveweight.spec.manifest import OptionalGroup
 
 EMBEDDING = "model.embed_tokens.weight"
 HEAD = "lm_head.weight"
@@ -83,6 +84,15 @@ class Model(nn.Module):
     def pieces(self) -> Mapping[str, tuple[Piece, ...]]:
         """The same as a target wants it: the pieces of this rank."""
         return {name: declaration.pieces for name, declaration in self.declarations().items()}
+
+    def draft_group(self) -> tuple[OptionalGroup, ...]:
+        """The draft's own tensors as a group that an offer may leave out, since no answer depends on them; none without a draft."""
+        if self.drafter is None:
+            return ()
+        named = dict.fromkeys(
+            spec.name for one in declarations(self.drafter).values() for spec in one.tensors
+        )
+        return (OptionalGroup(name=DRAFT, tensors=tuple(named)),)
 
     def _drafter(self) -> Draft:
         if self.drafter is None:

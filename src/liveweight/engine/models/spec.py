@@ -22,6 +22,8 @@ ARCHITECTURES = (DENSE, SPARSE)
 DTYPES = ("float32", "bfloat16", "float16")
 DEFAULT_THETA = 10_000.0
 DENSE_HEAD_DIM = 128
+DRAFT = "draft"
+"""What rounds call the group of the MTP layer's tensors."""
 _T = TypeVar("_T")
 
 

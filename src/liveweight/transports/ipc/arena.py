@@ -35,6 +35,7 @@ FORMAT = 1
 DATA_OFFSET_BYTES = 4096
 _MAGIC = b"LWARENA\0"
 _HEADER = struct.Struct("<8sQQQ")
+HEADER_BYTES = _HEADER.size
 _GENERATION = 3
 """Its place in the header, in words of 8 bytes: aligned, so that one store writes it and one load reads it."""
 _GENERATION_BITS = 48
@@ -196,9 +197,15 @@ def _check_descriptor(descriptor: int, size_bytes: int) -> None:
 
 
 def _check_header(mapping: mmap.mmap, size_bytes: int) -> None:
-    magic, number, size, _ = _HEADER.unpack_from(mapping)
+    generation_in(mapping[:HEADER_BYTES], size_bytes)
+
+
+def generation_in(header: bytes, size_bytes: int) -> int:
+    """What a header says that was read from elsewhere; MessageInvalid unless it is that of an arena of this size."""
+    magic, number, size, generation = _HEADER.unpack(header)
     if (magic, number, size) != (_MAGIC, FORMAT, size_bytes):
         raise MessageInvalid(f"no arena of ours: magic {magic!r}, format {number}, {size} bytes")
+    return int(generation)
 
 
 def _total_bytes(size_bytes: int) -> int:

@@ -7,31 +7,31 @@ is kept knows its addresses but does not hold it; a Reading does.
 from __future__ import annotations
 
 import dataclasses
-import socket
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Self, TypeAlias, TypeVar
+from typing import Self, TypeAlias
 
 from liveweight.devices.device import CPU, Device
 from liveweight.devices.kernels import Bound, Kernels
 from liveweight.devices.memory import Memory
-from liveweight.errors import ChannelClosed, MessageInvalid, OfferChanged
+from liveweight.errors import MessageInvalid
 from liveweight.observe.events import OfferKind
 from liveweight.plan.copies import CopyPlans, split
 from liveweight.plan.loops import Table
 from liveweight.spec.deadline import Deadline
 from liveweight.spec.layout import Layout
+from liveweight.transports.attaching import ask_source, nobody_listens
 from liveweight.transports.ipc.arena import CLOSED, MappedArena, combined
 from liveweight.transports.ipc.device_arena import TOKEN_BYTES, BorrowedArena, RankArena, ask_for
-from liveweight.wire.channel import Channel
+from liveweight.transports.kept import shorten
+from liveweight.transports.port import GoOn, check_generation, patient
 from liveweight.wire.codec import Codec
 from liveweight.wire.credentials import Secret
 from liveweight.wire.descriptors import close_all, fetch
 from liveweight.wire.limits import Limits
-from liveweight.wire.messages import Attach, Attached, Message, Refusal
-from liveweight.wire.sockets import unix_path
+from liveweight.wire.messages import Message
 from liveweight.wire.values import Offer
 
 ROW_BYTES = 4 << 20
@@ -39,8 +39,6 @@ ROW_BYTES = 4 << 20
 _ATTACHMENTS_KEPT = 4
 _BINDINGS_KEPT = 4
 
-_Key = TypeVar("_Key")
-_Kept = TypeVar("_Kept")
 _Seats: TypeAlias = tuple[str, tuple[int, ...], tuple[int, ...]]
 """A target's fingerprint, and where and how large the memories of a shadow are."""
 
@@ -76,17 +74,16 @@ class IpcReading:
     attachment: _Attachment
     shadow: tuple[Memory, ...]
 
-    def read(self, first: int, last: int) -> None:
+    def read(self, first: int, last: int, go_on: GoOn = patient) -> None:  # noqa: ARG002 - it never waits
         """Copy rows [first, last) into the shadow, with the GIL released."""
         self.bound.run(first, last)
 
     def check(self) -> None:
         """Raise OfferChanged if the source has revoked the offer: what was read may be a mixture."""
-        found = self.attachment.generation
-        if found != self.offer.generation:
-            raise OfferChanged(
-                f"{self.offer.source} changed its memory: generation {found}, offered was {self.offer.generation}"
-            )
+        check_generation(self.offer, self.attachment.generation)
+
+    def end(self) -> None:
+        """Nothing is under way: a read is over when it returns."""
 
 
 class IpcReader:
@@ -138,7 +135,7 @@ class IpcReader:
             unheld = [dataclasses.replace(memory, owner=None) for memory in shadow]
             binding = self._bind(attachment, target, unheld)
         attachment.bindings[seats] = binding
-        _shorten(attachment.bindings, _BINDINGS_KEPT)
+        shorten(attachment.bindings, _BINDINGS_KEPT)
         return binding
 
     def forget(self, source: str) -> None:
@@ -172,7 +169,7 @@ class IpcReader:
             self._forget_the_gone()
             attachment = self._attach(offer, deadline)
         self._attachments[key] = attachment
-        _shorten(self._attachments, _ATTACHMENTS_KEPT)
+        shorten(self._attachments, _ATTACHMENTS_KEPT)
         return attachment
 
     def _forget_the_closed(self) -> None:
@@ -183,38 +180,22 @@ class IpcReader:
     def _forget_the_gone(self) -> None:
         """Let go of sources that were killed: their memory lives only through us."""
         for source in {key[0] for key in self._attachments}:
-            if _gone(source):
+            if nobody_listens(source, Deadline.after(0.0)):
                 self.forget(source)
 
     def _attach(self, offer: Offer, deadline: Deadline) -> _Attachment:
-        attached = self._ask(offer, deadline)
+        self.requests += 1
+        wanted = ask_for(offer.layout, self._device)
+        attached = ask_source(offer, wanted, self._secret, self._codec, self._limits, deadline)
         sizes = attached.layout.memories_bytes
-        if attached.layout.fingerprint != offer.layout or len(attached.memories) != len(sizes):
-            raise MessageInvalid(f"{offer.source} answered with another layout than {offer.layout}")
+        if len(attached.memories) != len(sizes):
+            raise MessageInvalid(f"{offer.source} answered with other memories than its layout has")
         path = Path(attached.descriptors)
         arenas = [
             self._map(path, entry, size, deadline)
             for entry, size in zip(attached.memories, sizes, strict=True)
         ]
         return _Attachment(attached.layout, arenas)
-
-    def _ask(self, offer: Offer, deadline: Deadline) -> Attached:
-        if _gone(offer.source):
-            raise ChannelClosed(f"{offer.source} is gone: nobody listens there")
-        self.requests += 1
-        with Channel(offer.source, self._secret, self._codec, self._limits, deadline=deadline) as channel:
-            reply = channel.request(
-                Attach(layout=ask_for(offer.layout, self._device), kind=offer.kind),
-                deadline,
-                f"{offer.source} to say where its memory lies",
-            )
-        match reply:
-            case Attached():
-                return reply
-            case Refusal(fault=fault):
-                raise fault.to_error()
-            case _:
-                raise MessageInvalid(f"{offer.source} answered with {type(reply).__name__}")
 
     def _map(self, path: Path, entry: bytes, size_bytes: int, deadline: Deadline) -> RankArena:
         token, handle = entry[:TOKEN_BYTES], entry[TOKEN_BYTES:]
@@ -232,25 +213,3 @@ class IpcReader:
         rows = split(self._plans.get(attachment.layout, target).rows, ROW_BYTES)
         sources = [arena.memory for arena in attachment.arenas]
         return _Binding(rows=rows, bound=self._kernels.bind_copy(rows, sources, shadow))
-
-
-def _gone(address: str) -> bool:
-    """Whether nobody listens at a unix address. A socket file whose process was killed refuses at once."""
-    path = unix_path(address)
-    if path is None:
-        return False
-    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
-        probe.setblocking(False)
-        try:
-            probe.connect(str(path))
-        except (FileNotFoundError, ConnectionRefusedError):
-            return True
-        except OSError:  # busy, for instance: somebody is there, or the connect proper will say what is wrong
-            return False
-    return False
-
-
-def _shorten(kept: dict[_Key, _Kept], most: int) -> None:
-    """Drop the least recently used ones beyond that many; whoever uses one puts it last."""
-    while len(kept) > most:
-        del kept[next(iter(kept))]

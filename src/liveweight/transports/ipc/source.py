@@ -9,7 +9,6 @@ from __future__ import annotations
 import secrets
 import threading
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -19,17 +18,14 @@ import msgspec
 
 from liveweight.devices.device import CPU, Device
 from liveweight.errors import (
-    ChannelClosed,
-    DeadlineExceeded,
     LayoutInvalid,
     LiveWeightError,
-    MessageInvalid,
     Refused,
     VersionNotOffered,
 )
 from liveweight.observe.events import OfferKind
-from liveweight.spec.deadline import Deadline
 from liveweight.spec.layout import Layout
+from liveweight.transports.attaching import AttachServer
 from liveweight.transports.ipc.arena import SharedArena, combined
 from liveweight.transports.ipc.device_arena import TOKEN_BYTES, DeviceArena, SourceArena, asked_for, home_of
 from liveweight.transports.port import Arena
@@ -38,12 +34,10 @@ from liveweight.wire.codec import Codec
 from liveweight.wire.credentials import Secret
 from liveweight.wire.descriptor_server import DescriptorServer
 from liveweight.wire.limits import Limits
-from liveweight.wire.listener import Incoming, Listener
 from liveweight.wire.messages import Attach, Attached, Message, Refusal
 from liveweight.wire.values import Offer, fault_of
 
 MODE = "ipc"
-_IDLE_S = 3600.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,20 +82,19 @@ class IpcOutlet:
         self._codec: Codec[Message] = Codec(Message)
         self._lock = threading.Lock()
         self._registrations: dict[tuple[OfferKind, str], _Registration] = {}
-        self._listener = Listener(f"ipc://{directory / name}", secret, self._codec, self._limits)
+        address = f"ipc://{directory / name}"
+        self._server = AttachServer(address, secret, self._limits, self._reply, name="liveweight-ipc-outlet")
         try:
             self._descriptors = DescriptorServer(directory / f"{name}.fds", secret, self._limits)
         except BaseException:
-            self._listener.close()
+            self._server.abandon()
             raise
-        self._waker = self._listener.waker()
-        self._thread = threading.Thread(target=self._serve, name="liveweight-ipc-outlet", daemon=True)
-        self._thread.start()
+        self._server.start()
 
     @property
     def address(self) -> str:
         """Where ranks attach."""
-        return self._listener.address
+        return self._server.address
 
     def allocate(self, size_bytes: int) -> SourceArena:
         """An arena of that size, the caller's to close; OutOfMemory where it cannot be had."""
@@ -137,8 +130,7 @@ class IpcOutlet:
 
     def close(self) -> None:
         """End the threads and remove the sockets. Arenas are their owner's. Twice is fine."""
-        self._waker.wake()
-        self._thread.join()
+        self._server.close()
         self._descriptors.close()
         self._registrations.clear()
 
@@ -174,27 +166,7 @@ class IpcOutlet:
         for token in tokens:
             self._descriptors.withdraw(token)
 
-    def _serve(self) -> None:
-        """The thread's work, until it is woken."""
-        with self._listener as listener:
-            while True:
-                try:
-                    incoming = listener.receive_or_wake(Deadline.after(_IDLE_S), "a rank to attach")
-                except DeadlineExceeded:
-                    continue
-                if incoming is None:
-                    return
-                self._answer(listener, incoming)
-
-    def _answer(self, listener: Listener[Message], incoming: Incoming[Message]) -> None:
-        """Now or not at all: a rank that is gone, or does not read, delays nobody."""
-        with suppress(ChannelClosed, DeadlineExceeded):
-            listener.send(incoming.peer, self._reply(incoming.body), incoming.call, Deadline.after(0.0))
-
-    def _reply(self, body: Message) -> Message:
-        if not isinstance(body, Attach):
-            error = MessageInvalid(f"a source is asked to attach, not {type(body).__name__}")
-            return Refusal(fault=fault_of(error, step="attach"))
+    def _reply(self, body: Attach) -> Message:
         layout, where = asked_for(body.layout)
         with self._lock:
             known = self._registrations.get((body.kind, layout))

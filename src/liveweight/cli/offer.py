@@ -1,0 +1,57 @@
+"""`liveweight offer`: a checkpoint directory, held for engines that ask for it."""
+
+from __future__ import annotations
+
+import threading
+from typing import Annotated, Literal
+
+import typer
+
+from liveweight.cli.keys import SecretFile
+from liveweight.cli.push import Label, Run, Source
+from liveweight.cli.serve import interruptible
+
+Address = Annotated[
+    str | None,
+    typer.Option(help="Where engines ask, such as ipc:///run/me/source.sock; by default a socket."),
+]
+Dtype = Annotated[
+    Literal["auto", "float32", "bfloat16", "float16"],
+    typer.Option(help="Of the weights as they are offered; auto is the checkpoint's."),
+]
+
+
+def offer(
+    directory: Source,
+    version: Label,
+    address: Address = None,
+    run: Run = None,
+    dtype: Dtype = "auto",
+    secret_file: SecretFile = None,
+) -> None:
+    """Hold a checkpoint's weights ready for engines that ask for them, until Ctrl-C.
+
+    For example: liveweight offer ./model --version step_100 --address ipc:///run/me/source.sock,
+    and the engine: liveweight serve ./model --weights-from ipc:///run/me/source.sock
+    """
+    from liveweight.api import Publisher, default_directory, default_secret_file
+    from liveweight.wire.credentials import load_or_create_secret
+
+    secret = load_or_create_secret(default_secret_file() if secret_file is None else secret_file)
+    where = f"ipc://{default_directory()}/source.sock" if address is None else address
+    try:
+        with (
+            interruptible(),
+            Publisher(
+                directory,
+                address=where,
+                dtype=None if dtype == "auto" else dtype,
+                secret=secret,
+                run=run,
+            ) as publisher,
+        ):
+            offered = publisher.offer(version)
+            print(f"offering {offered} at {publisher.address}, digest {offered.digest}", flush=True)
+            threading.Event().wait()
+    except KeyboardInterrupt:
+        raise typer.Exit(0) from None

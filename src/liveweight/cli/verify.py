@@ -1,0 +1,151 @@
+"""`liveweight verify`: whether engines hold exactly the weights of a checkpoint directory, now."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from liveweight.cli.control import Timeout, Urls, label_of
+from liveweight.cli.keys import ControlKey, ControlKeyFile, key_of
+from liveweight.cli.progress import SEPARATOR
+from liveweight.cli.push import Source
+from liveweight.control.client import EngineClient
+from liveweight.errors import NAMES_SHOWN, DigestMismatch, LiveWeightError, ManifestMismatch
+
+if TYPE_CHECKING:
+    from liveweight.spec.manifest import Manifest, TensorSpec
+
+DIFFERENT = 3
+"""The exit code where an engine holds something else; 0 where all hold the same, 1 where that could not be learned."""
+ASKED_AGAIN = 100
+
+Names = Annotated[
+    list[str] | None, typer.Option("--name", help="Only this tensor; may be given more than once.")
+]
+
+
+def verify(
+    directory: Source,
+    urls: Urls,
+    name: Names = None,
+    timeout: Timeout = 60.0,
+    control_key: ControlKey = None,
+    control_key_file: ControlKeyFile = None,
+) -> None:
+    """Compare what engines hold now, digested in the memory of all their ranks, with a checkpoint's weights.
+
+    Exit code 0: all hold exactly these. 3: one holds others. 1: it could not be learned.
+
+    For example: liveweight verify ./step_100 http://127.0.0.1:8000
+    """
+    key = key_of(control_key, control_key_file, "control key")
+    local = _Local(directory, name)
+    codes = []
+    for url in urls:
+        prefix = "" if len(urls) == 1 else f"{url}: "
+        try:
+            differs, text = _compared(EngineClient(url, key), local, timeout)
+        except LiveWeightError as error:
+            differs, text, code = True, f"{error.code} {error}", 1
+        else:
+            code = DIFFERENT if differs else 0
+        print(f"{prefix}{text}", file=sys.stderr if differs else sys.stdout)
+        codes.append(code)
+    if any(codes):
+        raise typer.Exit(1 if 1 in codes else DIFFERENT)
+
+
+class _Local:
+    """A checkpoint's digests, taken once for engines that hold it in the same dtypes."""
+
+    def __init__(self, directory: Path, names: Sequence[str] | None) -> None:
+        self._directory, self.names = directory, names
+        self._known: dict[bytes, Manifest] = {}
+
+    def digests(self, held: Manifest) -> Manifest:
+        """The checkpoint's tensors as an engine that holds these would be offered them."""
+        from liveweight.devices.kernels import choose_kernels
+        from liveweight.trainer.inventory import inventory
+        from liveweight.trainer.sources import as_source
+
+        form = held.names_digest()
+        if form not in self._known:
+            self._known[form] = inventory(as_source(self._directory), held, choose_kernels(), self.names)
+        return self._known[form]
+
+
+def _compared(client: EngineClient, local: _Local, timeout_s: float) -> tuple[bool, str]:
+    """Whether the engine holds something else, and what is said of it."""
+    answer = client.verify({"digests": True, "names": local.names}, timeout_s)
+    held = _manifest(answer["digests"])
+    given = local.digests(held).by_name()
+    own = {spec.name: next((given[name] for name in spec.names if name in given), None) for spec in held}
+    serving = f"Serving {label_of(answer['version'])}."
+    misfits = [text for spec in held if (text := _misfit(spec, own[spec.name])) is not None]
+    if misfits:
+        return True, f"{ManifestMismatch.code} {ManifestMismatch(misfits)}. {serving}"
+    wanted = {name: spec for name, spec in own.items() if spec is not None}
+    different = [spec.name for spec in held if spec.digest != wanted[spec.name].digest]
+    if different:
+        asked = {wanted[name].name: wanted[name] for name in different[:ASKED_AGAIN]}
+        ranks = _ranks(
+            client.verify({"manifest": {name: _form(spec) for name, spec in asked.items()}}, timeout_s)
+        )
+        return True, f"{DigestMismatch.code} {_differs(different, ranks)}. {serving}"
+    count = len(held.tensors)
+    digest = "" if local.names else f"{SEPARATOR}digest {_digest(wanted.values())}"
+    return False, f"verified {count}/{count} tensors{digest}{SEPARATOR}serving {label_of(answer['version'])}"
+
+
+def _manifest(listed: Sequence[Mapping[str, Any]]) -> Manifest:
+    from liveweight.spec.dtype import DType
+    from liveweight.spec.manifest import Manifest, TensorSpec
+
+    return Manifest(
+        tensors=tuple(
+            TensorSpec(
+                name=one["name"],
+                dtype=DType(one["dtype"]),
+                shape=tuple(one["shape"]),
+                aliases=tuple(one["aliases"]),
+                digest=one["digest"],
+            )
+            for one in listed
+        )
+    )
+
+
+def _misfit(held: TensorSpec, given: TensorSpec | None) -> str | None:
+    """Why a tensor of the engine has no counterpart in the checkpoint."""
+    if given is None:
+        return f"{held.name} missing in the checkpoint"
+    if (held.dtype, held.shape) != (given.dtype, given.shape):
+        return f"{held.name} is {held.describe()} in the engine, {given.describe()} in the checkpoint"
+    return None
+
+
+def _form(spec: TensorSpec) -> dict[str, object]:
+    return {"dtype": spec.dtype.value, "shape": spec.shape, "digest": spec.digest}
+
+
+def _ranks(answer: Mapping[str, Any]) -> list[int]:
+    """All ranks that were found to differ."""
+    return sorted({rank for one in answer["mismatches"] for rank in one["ranks"]})
+
+
+def _differs(names: Sequence[str], ranks: Sequence[int]) -> str:
+    more = len(names) - NAMES_SHOWN
+    listed = ", ".join(names[:NAMES_SHOWN]) + (f" and {more} more" if more > 0 else "")
+    where = f" on rank {', '.join(map(str, ranks))}" if ranks else ""
+    return f"{listed} {'differs' if len(names) == 1 else 'differ'}{where}"
+
+
+def _digest(specs: Iterable[TensorSpec]) -> str | None:
+    """The digest of the whole, as the checkpoint names its tensors."""
+    from liveweight.spec.manifest import Manifest
+
+    return Manifest(tensors=tuple({spec.name: spec for spec in specs}.values())).digest()

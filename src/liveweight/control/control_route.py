@@ -1,0 +1,52 @@
+"""What every control route is: how it refuses bodies, how long it may take, and which errors its schema promises."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Coroutine
+from typing import Annotated, Any, TypeAlias
+
+from fastapi import Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.routing import APIRoute
+from pydantic import Field
+from starlette.responses import Response
+
+from liveweight.control.answers import Error, VersionAnswer
+from liveweight.control.errors import BadControl
+from liveweight.control.invalid import refusal
+from liveweight.spec.manifest import Version
+
+TIMEOUT_S = 60.0
+MAX_TIMEOUT_S = 3600.0
+Timeout = Annotated[float, Field(gt=0, le=MAX_TIMEOUT_S)]
+Told: TypeAlias = dict[int | str, dict[str, Any]]
+ANY: Told = {"default": {"model": Error, "description": "Any other error."}}
+INVALID: Told = {422: {"model": Error, "description": "The request is wrong; `param` says where."}}
+CONFLICT: Told = {409: {"model": Error, "description": "Not in this state; nothing was changed."}}
+LATE: Told = {504: {"model": Error, "description": "It was not done in time; what was begun goes on."}}
+
+
+def told(*kinds: Told) -> Told:
+    """The errors that a route's schema promises."""
+    return {status: row for kind in (*kinds, ANY) for status, row in kind.items()}
+
+
+class ControlRoute(APIRoute):
+    """A route whose refused bodies are told with 422."""
+
+    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+        """The handler that FastAPI makes, with that one difference."""
+        handle = super().get_route_handler()
+
+        async def handler(request: Request) -> Response:
+            try:
+                return await handle(request)
+            except RequestValidationError as error:
+                raise refusal(error, BadControl) from error
+
+        return handler
+
+
+def version_answer(version: Version) -> VersionAnswer:
+    """A version as answers have it."""
+    return {"run": version.run, "label": version.label, "digest": version.digest}

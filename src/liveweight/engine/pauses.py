@@ -1,0 +1,82 @@
+"""Pauses: who lets an engine's requests stand still. They go on when nobody does any more.
+
+An operator's pause lasts until an operator resumes. That of a round is the round's: it never ends an operator's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from liveweight.engine.pump import Pump
+from liveweight.engine.status import PauseMode
+from liveweight.spec.deadline import Deadline
+
+LOOK_S = 0.5
+"""How often a round that waits for its pause looks whether it is to end."""
+
+
+class Pauses:
+    """One engine's. For any thread."""
+
+    def __init__(self, pump: Pump, check_open: Callable[[], None]) -> None:
+        """`check_open` raises where the engine runs no requests; called with the pump's lock held."""
+        self._pump, self._check_open = pump, check_open
+        self._operator = False
+        self._round: str | None = None
+
+    def pause(self, mode: PauseMode, timeout_s: float) -> None:
+        """An operator's pause. DeadlineExceeded if requests do not stand still in time: they will."""
+        deadline = Deadline.after(timeout_s)
+        with self._pump.lock:
+            self._check_open()
+            self._operator = True
+            self._begin(mode)
+        self._await(mode, deadline)
+
+    def resume(self) -> None:
+        """An operator's word: requests run again, whoever paused."""
+        with self._pump.lock:
+            self._operator, self._round = False, None
+            self._pump.scheduler.resume()
+        self._pump.ranks.wake()
+
+    def pause_for(self, call: str, mode: PauseMode, deadline: Deadline, go_on: Callable[[], None]) -> None:
+        """A round's pause. An engine that is paused already is left as it is. `go_on` raises where the wait is to end before."""
+        with self._pump.lock:
+            self._check_open()
+            if self._operator:
+                return
+            self._round = call
+            self._begin(mode)
+        self._pump.ranks.wake()
+        while True:
+            go_on()
+            with self._pump.lock:
+                if self._pump.quiet.wait_for(self._pump.still, deadline.within(LOOK_S).remaining_s()):
+                    return
+            deadline.check(_waited_for(mode))
+
+    def resume_from(self, call: str) -> None:
+        """The round's pause is over, if there is one. An operator's stays."""
+        with self._pump.lock:
+            if self._round != call:
+                return
+            self._round = None
+            if not self._operator:
+                self._pump.scheduler.resume()
+        self._pump.ranks.wake()
+
+    def _begin(self, mode: PauseMode) -> None:
+        self._pump.scheduler.pause(drain=mode == "wait")
+        if mode == "abort":
+            self._pump.cancelled += self._pump.scheduler.numbers(running=True)
+
+    def _await(self, mode: PauseMode, deadline: Deadline) -> None:
+        self._pump.ranks.wake()
+        with self._pump.lock:
+            if not self._pump.quiet.wait_for(self._pump.still, deadline.remaining_s()):
+                raise deadline.exceeded(_waited_for(mode))
+
+
+def _waited_for(mode: PauseMode) -> str:
+    return "running requests to finish" if mode == "wait" else "the steps in flight"

@@ -1,0 +1,74 @@
+"""The start: what the weights of a checkpoint are called once all ranks have loaded their share of them.
+
+A version like any other: its digest is the one that a publisher of the same directory would have, in the engine's dtypes. It is taken
+from the ranks' memory, after loading, and not from the files.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from liveweight.devices.crew import Crew
+from liveweight.devices.device import open_device
+from liveweight.engine.stream import Begin, Loaded
+from liveweight.errors import DigestMismatch
+from liveweight.plan.tally import Tally, lanes_from_bytes, lanes_to_bytes
+from liveweight.spec.deadline import Deadline
+from liveweight.spec.digest import Lanes, to_hex
+from liveweight.spec.manifest import Manifest, TensorSpec, Version
+from liveweight.worker.agent import Content
+from liveweight.worker.shadow_digest import ShadowDigest
+
+if TYPE_CHECKING:
+    from liveweight.engine.models.model import Model
+
+RUN, LABEL = "start", "initial"
+"""The run and the label of what an engine was started on."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Start:
+    """What a rank begins with: the version, and what is known of its content."""
+
+    version: Version
+    content: Content
+
+
+def loaded(model: Model, *, device: str, threads: int, timeout_s: float) -> Loaded:
+    """What this rank has loaded, as it lies in memory. In the rank's main thread, before it serves."""
+    from liveweight.worker.torch_target import module_target
+
+    target = module_target(model, model.pieces())
+    digest = ShadowDigest(target.layout, open_device(device).choose().kernels)
+    with Crew(threads) as crew:
+        lanes = digest.all_of(target.live(), crew=crew, deadline=Deadline.after(timeout_s))
+    return Loaded(target.layout, lanes_to_bytes(lanes))
+
+
+def named(ranks: Sequence[Loaded], names: Collection[str]) -> Begin:
+    """The version that the ranks hold together; `names` are those of the checkpoint's tensors.
+
+    DigestMismatch where ranks hold different copies of a tensor: they did not read the same files.
+    """
+    tally = Tally([rank.layout for rank in ranks])
+    partials = [lanes_from_bytes(rank.lanes, len(rank.layout.placements)) for rank in ranks]
+    totals, disagreeing = tally.combine(partials)
+    if disagreeing:
+        raise DigestMismatch(disagreeing, "the ranks, after loading")
+    known = frozenset(names)
+    manifest = Manifest(
+        tensors=tuple(
+            _as_read(spec, lanes, known) for spec, lanes in zip(tally.expected, totals, strict=True)
+        )
+    )
+    return Begin(Version(run=RUN, label=LABEL, digest=manifest.digest()), manifest)
+
+
+def _as_read(spec: TensorSpec, lanes: Lanes, names: Collection[str]) -> TensorSpec:
+    """A tensor under the names that the checkpoint has for it, with its digest."""
+    first, *aliases = [name for name in spec.names if name in names] or [spec.name]
+    return msgspec.structs.replace(spec, name=first, aliases=tuple(aliases), digest=to_hex(lanes))

@@ -1,0 +1,79 @@
+"""Errands: what a publisher asks of one replica outside a round: to go back, to stop reading, to say what it holds."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from liveweight.errors import DeadlineExceeded, LiveWeightError, OutcomeUnknown, RoundFailed, WireError
+from liveweight.spec.deadline import Deadline
+from liveweight.spec.manifest import Manifest, Version
+from liveweight.trainer.replica import Replica, ReplicaRefused
+from liveweight.wire.messages import Verdict, Verify
+from liveweight.wire.values import RoundId
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReplicaVerdict:
+    """What one replica's ranks hold, beside what was published. `verdict` None: it could not be learned, and `fault` says why."""
+
+    name: str
+    verdict: Verdict | None
+    fault: LiveWeightError | None = None
+
+    @property
+    def match(self) -> bool | None:
+        """Whether it holds exactly what was published; None: it could not be learned."""
+        return None if self.verdict is None else self.verdict.match
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Verification:
+    """Every replica's verdict on the version that was published last."""
+
+    version: Version
+    replicas: tuple[ReplicaVerdict, ...]
+
+    @property
+    def match(self) -> bool | None:
+        """True: all hold it. False: one does not. None: none is known not to, and of one it is not known."""
+        matches = [replica.match for replica in self.replicas]
+        return False if False in matches else None if None in matches else True
+
+
+def go_back(replica: Replica, publisher: str, deadline: Deadline) -> Version | None:
+    """Undo; what it serves then. RoundFailed where it refuses, OutcomeUnknown where it does not answer."""
+    try:
+        return replica.undo(publisher, deadline).serving
+    except ReplicaRefused as refused:
+        fault, serving = refused.fault, refused.serving
+    except (DeadlineExceeded, WireError) as error:
+        raise OutcomeUnknown(f"{replica.name} was told to undo and did not answer: {error}") from error
+    raise RoundFailed(
+        fault.to_error(),
+        replica=replica.name,
+        rank=fault.rank,
+        step="undo",
+        waited_s=fault.waited_s,
+        serving=None if serving is None else str(serving),
+    )
+
+
+def still_read(replica: Replica, round_id: RoundId, deadline: Deadline) -> bool:
+    """Ask it to stop reading what a round offered; whether some rank of it may still do so."""
+    try:
+        return bool(replica.abort(round_id, "the source is needed", deadline))
+    except ReplicaRefused:
+        return False  # the round ended there
+    except LiveWeightError:
+        return True
+
+
+def look(replica: Replica, manifest: Manifest, deadline: Deadline) -> ReplicaVerdict:
+    """What its ranks hold now, compared with the manifest. Raises nothing of ours: what went wrong is in the answer."""
+    body = Verify(manifest=manifest, timeout_s=deadline.remaining_s())
+    try:
+        return ReplicaVerdict(name=replica.name, verdict=replica.verify(body, deadline))
+    except ReplicaRefused as refused:
+        return ReplicaVerdict(name=replica.name, verdict=None, fault=refused.to_error())
+    except LiveWeightError as error:
+        return ReplicaVerdict(name=replica.name, verdict=None, fault=error)

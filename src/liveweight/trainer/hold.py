@@ -1,0 +1,112 @@
+"""A hold: one version of a source, held for a requester while its ranks read. The other half of the shelf.
+
+Owns the connection to the source: as long as it stands, the source is there, and waits a while for us before it goes on.
+"""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from typing import Self
+
+from liveweight.errors import (
+    ChannelClosed,
+    DeadlineExceeded,
+    LiveWeightError,
+    MessageInvalid,
+    VersionNotOffered,
+)
+from liveweight.spec.deadline import Deadline
+from liveweight.wire.body import Refusal
+from liveweight.wire.channel import Channel
+from liveweight.wire.codec import Codec
+from liveweight.wire.credentials import Secret
+from liveweight.wire.messages import Message
+from liveweight.wire.source_messages import Held, Hold, NotHeld, Release
+from liveweight.wire.waker import Waker
+
+CONNECT_S = 5.0
+"""A source that is not there by then is not there."""
+RELEASE_S = 2.0
+GRACE_S = 2.0
+"""A source answers at the deadline that it was told; the one who asked waits for that answer."""
+
+
+class SourceHold:
+    """Used by one thread. `held` is what the source said; leaving the `with` gives it back."""
+
+    def __init__(
+        self,
+        address: str,
+        secret: Secret,
+        *,
+        requester: str,
+        version: str | None,
+        lease_s: float,
+        deadline: Deadline,
+        cancel: Waker,
+    ) -> None:
+        """Ask for that label, or None for the newest. VersionNotOffered says what there is; ChannelClosed, that no source is there."""
+        self._address = address
+        self._channel = _connected(address, secret, deadline, cancel)
+        self._standing = True
+        try:
+            body = Hold(requester=requester, version=version, lease_s=lease_s, wait_s=deadline.remaining_s())
+            self.held = self._ask(body, deadline)
+        except BaseException:
+            self._channel.close()
+            raise
+
+    def check(self) -> None:
+        """Raise ChannelClosed if the source is gone. Costs nothing; what the source notifies is read here."""
+        try:
+            while self._channel.receive_now() is not None:
+                continue
+        except ChannelClosed as error:
+            raise ChannelClosed(
+                f"the source at {self._address} is gone while ranks read {self.held.version}"
+            ) from error
+
+    def release(self) -> None:
+        """Nobody reads any more: the source may go on. One that is gone needs not be told. Twice is fine."""
+        if not self._standing:
+            return
+        self._standing = False
+        with suppress(LiveWeightError):
+            self._channel.request(
+                Release(hold=self.held.hold),
+                Deadline.after(RELEASE_S),
+                f"the source at {self._address} to take {self.held.version} back",
+                cancellable=False,
+            )
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.release()
+        self._channel.close()
+
+    def _ask(self, body: Hold, deadline: Deadline) -> Held:
+        wanted = "its newest version" if body.version is None else body.version
+        later = Deadline(deadline.ends_s + GRACE_S, deadline.began_s)
+        reply = self._channel.request(body, later, f"the source at {self._address} to hold {wanted}")
+        match reply:
+            case Held():
+                return reply
+            case NotHeld(changing=True):
+                raise deadline.exceeded(f"the source at {self._address} to make its next offer")
+            case NotHeld(offered=offered):
+                raise VersionNotOffered(wanted, [str(version.label) for version in offered])
+            case Refusal(fault=fault):
+                raise fault.to_error()
+            case other:
+                raise MessageInvalid(f"{self._address} answered with {type(other).__name__}")
+
+
+def _connected(address: str, secret: Secret, deadline: Deadline, cancel: Waker) -> Channel[Message]:
+    try:
+        return Channel(address, secret, Codec(Message), deadline=deadline.within(CONNECT_S), cancel=cancel)
+    except DeadlineExceeded as error:
+        if deadline.over:
+            raise
+        raise ChannelClosed(f"the source cannot be reached: {error}") from error

@@ -1,0 +1,49 @@
+"""Inventories: what a source's tensors are, by their digests, taken here and one tensor at a time. Nothing is offered to anybody.
+
+For comparing a checkpoint with what engines say that they hold: in the engine's dtypes, as a publisher would offer it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from liveweight.devices.kernels import Kernels
+from liveweight.devices.memory import Memory
+from liveweight.plan.digests import plan_digests
+from liveweight.spec.digest import to_hex
+from liveweight.spec.layout import packed
+from liveweight.spec.manifest import Manifest, TensorSpec
+from liveweight.trainer.freeze import offered_manifest
+from liveweight.trainer.source import Source, check_tensor, one_pass
+from liveweight.trainer.tensors import torch_dtypes
+
+if TYPE_CHECKING:
+    import torch
+
+
+def inventory(
+    source: Source, expected: Manifest, kernels: Kernels, names: Collection[str] | None = None
+) -> Manifest:
+    """The source's tensors in the dtypes in which they would be offered, with digests; with `names`, digests of those alone."""
+    import torch
+
+    own = source.manifest()
+    offered, specs = offered_manifest(own, expected), []
+    with torch.no_grad():
+        tensors = one_pass(source, [spec.name for spec in own])
+        for have, spec, tensor in zip(own, offered, tensors, strict=True):
+            check_tensor(have, tensor)
+            wanted = names is None or not set(names).isdisjoint(spec.names)
+            specs.append(_digested(spec, tensor, kernels) if wanted else spec)
+            del tensor  # its pages may be those of a file that is about to be closed
+    return Manifest(tensors=tuple(specs))
+
+
+def _digested(spec: TensorSpec, tensor: torch.Tensor, kernels: Kernels) -> TensorSpec:
+    cast = tensor.to(device="cpu", dtype=torch_dtypes()[spec.dtype]).contiguous()
+    rows = plan_digests(packed([spec])).rows
+    lanes = kernels.bind_digest(rows, [Memory.of_view(cast, writable=False)], 1).run(0, len(rows))
+    return msgspec.structs.replace(spec, digest=to_hex(lanes[0]))

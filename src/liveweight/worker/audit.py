@@ -1,0 +1,251 @@
+"""Audits: what all ranks hold live now, digested and compared with what it should be. Pure: told of messages and of time.
+
+An audit asks every rank for digests of its live weights, while rounds go on. Live weights change at an exchange and never otherwise, so
+what came together counts if none was decided since it was asked for; if one was, the audit begins again, once. It decides nothing about
+rounds, and no round waits for it.
+"""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from liveweight.errors import (
+    NAMES_SHOWN,
+    ChannelClosed,
+    DeadlineExceeded,
+    LiveWeightError,
+    Refused,
+    WeightsExchanged,
+    WireError,
+)
+from liveweight.observe.events import Audited
+from liveweight.plan.tally import Tally, lanes_from_bytes
+from liveweight.spec.digest import Lanes
+from liveweight.spec.manifest import Version
+from liveweight.wire import messages as m
+from liveweight.wire.values import Fault, fault_of
+from liveweight.worker.membership import Member, Membership
+from liveweight.worker.references import Mask, Reference, of_manifest
+from liveweight.worker.rounds import Action, Reply, Say, Tell
+from liveweight.worker.verdicts import Installed, choose, verdict
+
+TRIES = 2
+NEVER = float("inf")
+
+
+@dataclass(slots=True, kw_only=True)
+class Audit:
+    """One call under way. `number` is its present try's, None while it waits for an exchange to end."""
+
+    peer: bytes
+    call: int
+    asked: m.Verify
+    tally: Tally
+    chosen: Mask
+    reference: Reference | None
+    began_s: float
+    number: int | None = None
+    tries: int = 0
+    exchanges: int = 0
+    lanes: dict[int, Lanes] = field(default_factory=dict)
+    seconds: dict[int, float] = field(default_factory=dict)
+    fault: Fault | None = None
+    changed: bool = False
+
+    @property
+    def ends_s(self) -> float:
+        """When its caller waits no more."""
+        return self.began_s + self.asked.timeout_s
+
+    def missing(self, world: int) -> list[int]:
+        """The ranks that have not answered this try."""
+        return [rank for rank in range(world) if rank not in self.seconds]
+
+
+class Audits:
+    """All audits of a replica, and what it knows of the contents that it serves and served before. Used by the scheduler's thread."""
+
+    def __init__(self, replica: str, membership: Membership) -> None:
+        self._replica, self._membership = replica, membership
+        self._numbers = itertools.count(1)
+        self._open: list[Audit] = []
+        self._said: dict[int, m.Join] = {}
+        self._exchanges, self._exchanging = 0, False
+        self._now, self._before = Installed(), Installed()
+
+    # What the replica does.
+
+    def joined(self, body: m.Join, version: Version | None) -> None:
+        """A rank has joined; `version` is what the replica serves, once it is complete."""
+        self._said[body.rank] = body
+        tally = self._membership.tally
+        if tally is not None:
+            try:
+                reference = self._told(tally, version)
+            except (Refused, WireError):  # it does not fit what the ranks own: nobody can compare with it
+                reference = None
+            self._now, self._before = Installed(version, reference), Installed()
+
+    def exchanging(self) -> None:
+        """An exchange was decided: what was digested since may be of either side."""
+        self._exchanges += 1
+        self._exchanging = True
+
+    def committed(self, version: Version | None, reference: Reference | None) -> None:
+        """All ranks hold that version now."""
+        self._now, self._before = Installed(version, reference), self._now
+        self._said.clear()
+        self._exchanging = False
+
+    def undone(self) -> None:
+        """All ranks hold the version before."""
+        self._now, self._before = self._before, self._now
+        self._exchanging = False
+
+    def stayed(self) -> None:
+        """An exchange failed: all ranks have, or will have before they serve, what they had."""
+        self._exchanging = False
+
+    @property
+    def reference(self) -> Reference | None:
+        """What is installed should be this, as far as it is known."""
+        return self._now.reference
+
+    # What peers ask and answer.
+
+    @property
+    def waiting(self) -> bool:
+        """Whether ranks are being waited for."""
+        return bool(self._open)
+
+    def next_s(self) -> float:
+        """When time alone will change something."""
+        return min((audit.ends_s for audit in self._open), default=NEVER)
+
+    def begin(self, now_s: float, peer: bytes, call: int, asked: m.Verify) -> list[Action]:
+        """Take a call. Refused: names that the replica does not have, a manifest that does not fit."""
+        tally = self._membership.whole()
+        reference = None if asked.manifest is None else of_manifest(tally, asked.manifest)
+        chosen = choose(tally, asked.names, reference)
+        audit = Audit(
+            peer=peer,
+            call=call,
+            asked=asked,
+            tally=tally,
+            chosen=chosen,
+            reference=reference,
+            began_s=now_s,
+        )
+        self._open.append(audit)
+        return self.go_on(now_s)
+
+    def digested(self, now_s: float, peer: bytes, body: m.Digested) -> list[Action]:
+        """A rank's answer. Of another try, or of a process that was replaced, it has no effect."""
+        audit = next((audit for audit in self._open if audit.number == body.audit), None)
+        member = self._membership.members.get(body.rank)
+        if audit is None or member is None or member.peer != peer:
+            return []
+        audit.seconds[body.rank] = body.seconds
+        if body.fault is not None:
+            audit.fault = audit.fault or body.fault
+        elif body.lanes is None:
+            audit.changed = True
+        else:
+            audit.lanes[body.rank] = lanes_from_bytes(body.lanes, len(member.layout.placements))
+        return self.go_on(now_s)
+
+    def lost(self, rank: int, member: Member) -> list[Action]:
+        """A rank's process is gone: nobody can say what it held."""
+        error = ChannelClosed(f"rank {rank} (process {member.pid}) is gone")
+        fault = fault_of(error, step="verify", rank=rank)
+        self._said.pop(rank, None)
+        ended, self._open = self._open, []
+        return [
+            Reply(audit.peer, audit.call, m.Refusal(fault=fault, serving=self._now.version))
+            for audit in ended
+        ]
+
+    def go_on(self, now_s: float) -> list[Action]:
+        """Ask, ask again, answer or give up, whatever is due."""
+        actions: list[Action] = []
+        for audit in list(self._open):
+            answer = self._answer(now_s, audit)
+            if answer is not None:
+                self._open.remove(audit)
+                actions.append(Reply(audit.peer, audit.call, answer))
+            if isinstance(answer, m.Verdict):
+                actions.append(Say(self._event(answer)))
+            elif audit.number is None and not self._exchanging:
+                actions += self._ask(now_s, audit)
+        return actions
+
+    def _ask(self, now_s: float, audit: Audit) -> list[Action]:
+        """A new try: late answers to the one before have another number."""
+        audit.number, audit.tries, audit.exchanges = next(self._numbers), audit.tries + 1, self._exchanges
+        audit.lanes, audit.seconds, audit.changed = {}, {}, False
+        expected, names = audit.tally.expected.tensors, None
+        if not audit.chosen.all():
+            names = tuple(expected[number].name for number in np.flatnonzero(audit.chosen))
+        order = m.Digest(audit=audit.number, names=names, timeout_s=max(0.0, audit.ends_s - now_s))
+        return [Tell(rank, order) for rank in range(self._membership.world)]
+
+    def _answer(self, now_s: float, audit: Audit) -> m.Verdict | m.Refusal | None:
+        """What the caller hears, if it is time; a try that an exchange has spoilt is forgotten."""
+        missing = audit.missing(self._membership.world)
+        if audit.number is not None and (audit.changed or audit.fault is not None or not missing):
+            if audit.changed or audit.exchanges != self._exchanges:
+                if audit.tries >= TRIES:
+                    return self._refusal(WeightsExchanged("weights were exchanged while they were digested"))
+                audit.number, audit.fault = None, None
+            elif audit.fault is not None:
+                return m.Refusal(fault=audit.fault, serving=self._now.version)
+            else:
+                return self._verdict(audit)
+        if now_s < audit.ends_s:
+            return None
+        who = "rank " + ", ".join(map(str, missing)) + " to digest its weights"
+        waited_s = now_s - audit.began_s
+        error = DeadlineExceeded("an exchange of weights to end" if audit.number is None else who, waited_s)
+        return self._refusal(error, rank=missing[0] if len(missing) == 1 else None, waited_s=waited_s)
+
+    def _event(self, found: m.Verdict) -> Audited:
+        return Audited(
+            replica=self._replica,
+            serving=None if found.serving is None else str(found.serving),
+            match=found.match,
+            differing=tuple(one.name for one in found.mismatches[:NAMES_SHOWN]),
+            count=found.differing,
+            took_s=max(found.seconds),
+        )
+
+    def _refusal(self, error: LiveWeightError, rank: int | None = None, waited_s: float = 0.0) -> m.Refusal:
+        fault = fault_of(error, step="verify", rank=rank, waited_s=waited_s)
+        return m.Refusal(fault=fault, serving=self._now.version)
+
+    def _told(self, tally: Tally, version: Version | None) -> Reference | None:
+        """What the ranks said at their joining of the version that they hold; it counts if it is that version's."""
+        manifests = [body.manifest for body in self._said.values() if body.manifest is not None]
+        if version is None or not manifests or manifests[0].digest() != version.digest:
+            return None
+        told = [self._said.get(rank) for rank in range(self._membership.world)]
+        parts = [
+            lanes_from_bytes(body.lanes, len(body.layout.placements))
+            for body in told
+            if body is not None and body.lanes is not None
+        ]
+        return of_manifest(tally, manifests[0], tuple(parts) if len(parts) == len(told) else None)
+
+    def _verdict(self, audit: Audit) -> m.Verdict:
+        ranks = range(self._membership.world)
+        return verdict(
+            audit.tally,
+            [audit.lanes[rank] for rank in ranks],
+            seconds=[audit.seconds[rank] for rank in ranks],
+            chosen=audit.chosen,
+            given=audit.reference,
+            installed=(self._now, self._before),
+            listed=audit.asked.listed,
+        )

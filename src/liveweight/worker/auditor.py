@@ -1,0 +1,139 @@
+"""The auditor: a rank's reading of its own live weights, beside whatever else the rank does.
+
+Owns a thread, which exists from the first time it is asked. It holds no lock while it reads, so that no exchange waits for it; a reading
+during which weights were exchanged is worth nothing, and says so. Who speaks to the leader is the agent.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+
+from liveweight.devices.crew import Crew
+from liveweight.devices.kernels import Kernels
+from liveweight.errors import LiveWeightError, Unavailable, WrongState
+from liveweight.observe.bus import Bus
+from liveweight.observe.events import AuditBegan
+from liveweight.plan.tally import lanes_to_bytes
+from liveweight.spec.deadline import Deadline
+from liveweight.wire.messages import Digest, Digested
+from liveweight.wire.values import fault_of
+from liveweight.worker.shadow_digest import ShadowDigest
+from liveweight.worker.staging import Pace, Stopped
+from liveweight.worker.target import Target
+from liveweight.worker.turnstile import Turnstile
+
+DOUBT_S = 5.0
+"""How long the outcome of an exchange may take before a rank that is asked says that it is in doubt."""
+LOOK_S = 0.1
+
+
+class Auditor:
+    """Digests one rank's live weights. Asked, heard and closed by the agent's thread; `wake` is called from its own."""
+
+    def __init__(
+        self,
+        *,
+        rank: int,
+        target: Target,
+        kernels: Kernels,
+        turnstile: Turnstile,
+        pace_bytes_per_s: float | None,
+        replica: str,
+        bus: Bus,
+        wake: Callable[[], None],
+    ) -> None:
+        self._rank, self._target, self._kernels = rank, target, kernels
+        self._replica, self._bus = replica, bus
+        self._turnstile, self._pace_bytes_per_s, self._wake = turnstile, pace_bytes_per_s, wake
+        self._orders: queue.SimpleQueue[tuple[Digest, Deadline] | None] = queue.SimpleQueue()
+        self._answers: deque[Digested] = deque()
+        self._digest: ShadowDigest | None = None
+        self._thread: threading.Thread | None = None
+        self._closing = False
+
+    def ask(self, order: Digest) -> None:
+        """Take an order; its answer comes in time, after those of earlier ones."""
+        self._orders.put((order, Deadline.after(order.timeout_s)))
+        if self._thread is None:
+            name = f"liveweight-auditor-{self._rank}"
+            self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+            self._thread.start()
+
+    def answers(self) -> list[Digested]:
+        """What has been answered since the last call."""
+        found = []
+        while self._answers:
+            found.append(self._answers.popleft())
+        return found
+
+    def close(self) -> None:
+        """End the thread, in the middle of a reading too."""
+        self._closing = True
+        self._orders.put(None)
+        if self._thread is not None:
+            self._thread.join()
+
+    def _run(self) -> None:
+        with Crew(1) as crew:
+            while (taken := self._orders.get()) is not None and not self._closing:
+                self._answers.append(self._answer(*taken, crew))
+                self._wake()
+
+    def _answer(self, order: Digest, deadline: Deadline, crew: Crew) -> Digested:
+        began_s, fault, lanes = time.monotonic(), None, None
+        try:
+            lanes = self._read(order, deadline, crew)
+        except Exception as error:  # whatever it is, the leader waits for an answer
+            ours = (
+                error
+                if isinstance(error, LiveWeightError)
+                else Unavailable(f"{type(error).__name__}: {error}")
+            )
+            fault = fault_of(ours, step="verify", rank=self._rank, waited_s=deadline.waited_s())
+        return Digested(
+            audit=order.audit, rank=self._rank, lanes=lanes, seconds=time.monotonic() - began_s, fault=fault
+        )
+
+    def _read(self, order: Digest, deadline: Deadline, crew: Crew) -> bytes | None:
+        """The digests; None if weights were exchanged meanwhile.
+
+        The count is read before it is certain that no exchange is under way: one that begins later raises it.
+        """
+        exchanges = self._turnstile.exchanges
+        self._be_certain(deadline)
+        self._bus.emit(AuditBegan(replica=self._replica, rank=self._rank))
+
+        def changed() -> bool:
+            return self._turnstile.exchanges != exchanges
+
+        try:
+            lanes = self._reading().of(
+                self._target.live(),
+                crew=crew,
+                stop=lambda: self._closing or changed(),
+                deadline=deadline,
+                names=None if order.names is None else frozenset(order.names),
+                pace=None if self._pace_bytes_per_s is None else Pace(self._pace_bytes_per_s),
+            )
+        except LiveWeightError:
+            if changed():  # in the middle of an exchange tensors are not where they were
+                return None
+            raise
+        return None if isinstance(lanes, Stopped) or changed() else lanes_to_bytes(lanes)
+
+    def _be_certain(self, deadline: Deadline) -> None:
+        """Wait for an exchange that is under way to come to its end."""
+        doubt = deadline.within(DOUBT_S)
+        while not self._turnstile.certain(min(LOOK_S, doubt.remaining_s())):
+            if self._closing or doubt.over:
+                raise WrongState("in doubt about the last commit", "verify")
+
+    def _reading(self) -> ShadowDigest:
+        """Made when it is first needed: most ranks are never asked."""
+        if self._digest is None:
+            self._digest = ShadowDigest(self._target.layout, self._kernels)
+        return self._digest

@@ -1,0 +1,66 @@
+"""The turnstile: what keeps the threads of a rank out of each other's way around its two memories.
+
+The shadow has one owner at a time. Live weights are read by whoever likes, and change at an exchange alone; a reader learns from here
+whether there was one meanwhile.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from liveweight.errors import WrongState
+from liveweight.spec.deadline import Deadline
+from liveweight.wire.values import RoundId
+
+
+class Turnstile:
+    """Who owns the shadow: the agent while it stages, the main thread while it exchanges.
+
+    Remembers which round lies staged in it, and whether the outcome of an exchange is unknown: then the shadow is the way back,
+    and nothing may be staged into it.
+    """
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self.staged: RoundId | None = None
+        self.exchanges = 0
+        """Raised before every exchange, also one that goes back: live weights are what they were while it stays the same."""
+        self._certain = threading.Event()
+        self._certain.set()
+
+    @property
+    def doubt(self) -> bool:
+        """Whether an exchange has begun and its outcome is not known."""
+        return not self._certain.is_set()
+
+    @doubt.setter
+    def doubt(self, doubt: bool) -> None:
+        if doubt:
+            self._certain.clear()
+        else:
+            self._certain.set()
+
+    def certain(self, within_s: float) -> bool:
+        """Wait until there is no doubt; whether there is none."""
+        return self._certain.wait(within_s)
+
+    @contextmanager
+    def held(self, deadline: Deadline) -> Iterator[None]:
+        """Own the shadow; DeadlineExceeded where the other side does not let go of it in time."""
+        if not self.lock.acquire(timeout=deadline.remaining_s()):
+            raise deadline.exceeded("the shadow, which the other thread holds")
+        try:
+            yield
+        finally:
+            self.lock.release()
+
+    @contextmanager
+    def for_staging(self, deadline: Deadline) -> Iterator[None]:
+        """Own the shadow to fill it anew; refused while it is the way back of an exchange in doubt."""
+        with self.held(deadline):
+            if self.doubt:
+                raise WrongState("in doubt about the last commit", "stage")
+            self.staged = None
+            yield

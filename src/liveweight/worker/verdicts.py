@@ -1,0 +1,146 @@
+"""Verdicts: what the ranks' digests of their live weights say, beside what they should be. Pure.
+
+Owns the comparison. Whether the digests belong together, of one state of all ranks, is audit's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import msgspec
+import numpy as np
+
+from liveweight.errors import ManifestMismatch
+from liveweight.plan.tally import Tally
+from liveweight.spec.digest import ContentDigest, Lanes, to_hex
+from liveweight.spec.manifest import Manifest, Version
+from liveweight.wire.messages import Verdict
+from liveweight.wire.values import Mismatch
+from liveweight.worker.references import Mask, Reference
+
+MISMATCHES_TOLD = 100
+
+
+@dataclass(frozen=True, slots=True)
+class Installed:
+    """A version, and what its tensors should be, if that is known."""
+
+    version: Version | None = None
+    reference: Reference | None = None
+
+    def is_content(self, tally: Tally, totals: Lanes) -> bool:
+        """Whether these are its tensors' digests; False where that is not known."""
+        if self.version is None:
+            return False
+        if self.reference is not None:
+            return not self.reference.differing(totals).any()
+        return self.version.digest == ContentDigest(tally.expected).of(totals)
+
+
+def verdict(
+    tally: Tally,
+    partials: Sequence[Lanes],
+    *,
+    seconds: Sequence[float],
+    chosen: Mask,
+    given: Reference | None,
+    installed: tuple[Installed, Installed],
+    listed: bool,
+) -> Verdict:
+    """Compare what the ranks hold with what was given, or else with what is installed: `installed` is that, and what was before."""
+    totals, torn = tally.combine(partials)
+    against = installed[0].reference if given is None else given
+    found = None
+    if chosen.all() and not torn:
+        found = next((known.version for known in installed if known.is_content(tally, totals)), None)
+    wrong = chosen & np.isin([spec.name for spec in tally.expected], torn)
+    compared = int(wrong.sum())
+    if against is not None:
+        wrong |= chosen & against.differing(totals)
+        compared = int((chosen & against.known).sum())
+    elif found is not None and found == installed[0].version:
+        compared = int(chosen.sum())
+    return Verdict(
+        match=not wrong.any() if compared else None,
+        serving=installed[0].version,
+        found=found,
+        digest=_digest(tally, totals, against, chosen),
+        tensors=int(chosen.sum()),
+        compared=compared,
+        differing=int(wrong.sum()),
+        mismatches=_mismatches(tally, wrong, partials, against, installed[0].reference),
+        seconds=tuple(seconds),
+        manifest=_listing(tally, totals, chosen, torn) if listed else None,
+    )
+
+
+def choose(tally: Tally, names: Sequence[str] | None, reference: Reference | None) -> Mask:
+    """The tensors to be digested, in the expected order: those that were named; else those that the reference lists; else all."""
+    if names is None:
+        everything = np.ones(len(tally.expected.tensors), dtype=np.bool_)
+        return everything if reference is None else reference.known
+    numbers = {name: number for number, spec in enumerate(tally.expected) for name in spec.names}
+    unknown = [name for name in names if name not in numbers]
+    if unknown or not names:
+        raise ManifestMismatch([f"{name} unexpected" for name in unknown] or ["no tensor is named"])
+    chosen = np.zeros(len(tally.expected.tensors), dtype=np.bool_)
+    chosen[[numbers[name] for name in names]] = True
+    if reference is not None and (chosen & ~reference.known).any():
+        unlisted = next(name for name in names if not reference.known[numbers[name]])
+        raise ManifestMismatch([f"{unlisted} is asked for and not in the manifest"])
+    return chosen
+
+
+def _digest(tally: Tally, totals: Lanes, against: Reference | None, chosen: Mask) -> str | None:
+    """The digest of the whole; None where a tensor of it was not digested."""
+    if against is None:
+        return ContentDigest(tally.expected).of(totals) if chosen.all() else None
+    return against.digest(totals) if chosen[against.filled].all() else None
+
+
+def _mismatches(
+    tally: Tally,
+    wrong: Mask,
+    partials: Sequence[Lanes],
+    against: Reference | None,
+    installed: Reference | None,
+) -> tuple[Mismatch, ...]:
+    """The first tensors that differ, each with the ranks that do."""
+    numbers = np.flatnonzero(wrong)[:MISMATCHES_TOLD].tolist()
+    if not numbers:
+        return ()
+    parts = partials if against is None else _parts(tally, against, installed, partials)
+    ranks = tally.holders(partials, parts)
+    return tuple(
+        Mismatch(name=tally.expected.tensors[number].name, ranks=tuple(ranks.get(number, ())))
+        for number in numbers
+    )
+
+
+def _parts(
+    tally: Tally, against: Reference, installed: Reference | None, partials: Sequence[Lanes]
+) -> Sequence[Lanes]:
+    """What every rank's part should be, as far as it is known; else what it is. Of tensors that should be what is installed, what the
+    ranks held when it was is known."""
+    if against.parts is not None:
+        return against.parts
+    parts = tally.parts_of(against.lanes, partials)
+    if installed is None or installed.parts is None:
+        return parts
+    same = against.known & installed.known & (against.lanes == installed.lanes).all(axis=1)
+    return [
+        np.where(same[tally.of_placements(rank)][:, None], installed.parts[rank], part)
+        for rank, part in enumerate(parts)
+    ]
+
+
+def _listing(tally: Tally, totals: Lanes, chosen: Mask, torn: Sequence[str]) -> Manifest:
+    """The tensors that were digested, with what was found; copies that disagree have no digest."""
+    return Manifest(
+        tensors=tuple(
+            msgspec.structs.replace(spec, digest=None if spec.name in torn else to_hex(lanes))
+            for spec, lanes, wanted in zip(tally.expected, totals, chosen, strict=True)
+            if wanted
+        )
+    )

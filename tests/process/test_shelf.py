@@ -1,0 +1,258 @@
+"""A source's shelf and those who ask there: who is let in when, and when a hold is over. Real sockets, both halves."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from liveweight.errors import (
+    ChannelClosed,
+    DeadlineExceeded,
+    MessageInvalid,
+    MessageTooLarge,
+    VersionNotOffered,
+    WrongSecret,
+)
+from liveweight.observe.bus import Bus
+from liveweight.observe.events import AnyEvent, ReadersRevoked
+from liveweight.spec.deadline import Deadline
+from liveweight.spec.dtype import DType
+from liveweight.spec.manifest import Manifest, TensorSpec, Version
+from liveweight.trainer.hold import SourceHold
+from liveweight.trainer.shelf import OnOffer, Shelf
+from liveweight.wire import messages as m
+from liveweight.wire.channel import Channel
+from liveweight.wire.codec import Codec
+from liveweight.wire.credentials import Secret
+from liveweight.wire.values import Offer
+from liveweight.wire.waker import Waker
+
+SECRET = Secret(bytes(range(32)))
+MANIFEST = Manifest(tensors=(TensorSpec(name="w", dtype=DType.FLOAT32, shape=(2,)),))
+BUS = Bus()
+WITHIN_S = 30.0
+
+
+def on_offer(label: str | int, generation: int = 1) -> OnOffer:
+    offer = Offer(mode="ipc", kind="frozen", source="ipc:///s", layout="l", generation=generation)
+    return OnOffer(version=Version(run="r", label=label, digest="d"), digests=bytes(16), offer=offer)
+
+
+def shelf_at(place: Path, manifest: Manifest) -> Shelf:
+    return Shelf(f"ipc://{place}/s.sock", SECRET, structure="structure", manifest=manifest, bus=BUS)
+
+
+@pytest.fixture
+def shelf(short_path: Path) -> Iterator[Shelf]:
+    made = shelf_at(short_path, MANIFEST)
+    yield made
+    made.close()
+
+
+@contextmanager
+def held(shelf: Shelf, version: str | None = None, **changes: Any) -> Iterator[SourceHold]:
+    """A hold that its requester does not give back: its end is the connection's."""
+    given: dict[str, Any] = {"requester": "a", "lease_s": WITHIN_S, "deadline": Deadline.after(WITHIN_S)}
+    hold = SourceHold(shelf.address, SECRET, version=version, cancel=Waker(), **given | changes)
+    try:
+        yield hold
+    finally:
+        hold._channel.close()
+
+
+class Waiting(threading.Thread):
+    """Somebody who waits for the readers, and who was revoked."""
+
+    def __init__(self, shelf: Shelf, within_s: float = WITHIN_S) -> None:
+        super().__init__()
+        self.left: list[str] = []
+        self._shelf, self._within_s = shelf, within_s
+        self.start()
+
+    def run(self) -> None:
+        with BUS.subscribe(self._hear):
+            self._shelf.wait_for_readers(Deadline.after(self._within_s))
+
+    def _hear(self, event: AnyEvent) -> None:
+        if isinstance(event, ReadersRevoked):
+            self.left += event.readers
+
+    def result(self) -> list[str]:
+        self.join(WITHIN_S)
+        assert not self.is_alive()
+        return self.left
+
+
+@pytest.mark.parametrize(("label", "asked"), [("step_1", None), ("step_1", "step_1"), (7, "7"), (7, None)])
+def test_a_version_is_held_by_its_label_or_as_the_newest(
+    shelf: Shelf, label: str | int, asked: str | None
+) -> None:
+    shelf.put(on_offer(label))
+    with held(shelf, asked) as hold:
+        said = hold.held
+    assert (said.version.label, said.structure, said.manifest) == (label, "structure", MANIFEST)
+    assert (said.digests, said.offer) == (bytes(16), on_offer(label).offer)
+
+
+def test_what_is_not_offered_is_refused_with_what_is(shelf: Shelf) -> None:
+    with pytest.raises(VersionNotOffered, match="offers nothing") as refused, held(shelf):
+        pass
+    assert refused.value.offered == ()
+    shelf.put(on_offer("step_2"))
+    with pytest.raises(VersionNotOffered, match="asked for step_1") as refused, held(shelf, "step_1"):
+        pass
+    assert refused.value.offered == ("step_2",)
+
+
+def test_who_asks_while_the_offer_changes_waits_for_the_next(shelf: Shelf) -> None:
+    shelf.put(on_offer("step_1"))
+    labels: list[str | int] = []
+
+    def ask() -> None:
+        with held(shelf) as hold:
+            labels.append(hold.held.version.label)
+
+    asking = threading.Thread(target=ask)
+    with shelf.changing():
+        asking.start()
+        with (
+            pytest.raises(DeadlineExceeded, match="to make its next offer"),
+            held(shelf, deadline=Deadline.after(0.2)),
+        ):
+            pass
+        assert labels == []
+        shelf.put(on_offer("step_2"))
+    asking.join(WITHIN_S)
+    assert labels == ["step_2"]
+
+
+def test_a_change_that_fails_leaves_nothing_on_offer(shelf: Shelf) -> None:
+    shelf.put(on_offer("step_1"))
+    with pytest.raises(ZeroDivisionError), shelf.changing():
+        raise ZeroDivisionError
+    with pytest.raises(VersionNotOffered, match="offers nothing"), held(shelf):
+        pass
+
+
+def test_a_reader_is_waited_for_until_it_gives_its_hold_back(shelf: Shelf) -> None:
+    shelf.put(on_offer("step_1"))
+    with held(shelf) as first, held(shelf) as second:
+        with shelf.changing():
+            waiting = Waiting(shelf)
+            first.release()
+            first.release()
+            assert waiting.is_alive()
+            second.release()
+            assert waiting.result() == []
+        first.check()
+        second.check()
+
+
+def test_a_reader_that_is_gone_holds_nothing(shelf: Shelf) -> None:
+    shelf.put(on_offer("step_1"))
+    with held(shelf):
+        waiting = Waiting(shelf)
+        assert waiting.is_alive()
+    assert waiting.result() == []
+
+
+def test_a_lease_that_is_over_holds_nothing(shelf: Shelf) -> None:
+    shelf.put(on_offer("step_1"))
+    with held(shelf, lease_s=0.3):
+        assert Waiting(shelf).result() == []
+
+
+def test_who_still_reads_at_the_deadline_is_named_and_forgotten(shelf: Shelf) -> None:
+    shelf.put(on_offer("step_1"))
+    with held(shelf, requester="engine, asked by operator/1") as hold:
+        assert Waiting(shelf, within_s=0.3).result() == ["engine, asked by operator/1"]
+        assert Waiting(shelf).result() == []
+        hold.release()  # too late, and told so; that is no error
+
+
+def channel_to(shelf: Shelf) -> Channel[m.Message]:
+    return Channel(shelf.address, SECRET, Codec(m.Message), deadline=Deadline.after(WITHIN_S))
+
+
+def test_only_the_one_who_holds_can_release_and_hears_whether_it_was_in_time(shelf: Shelf) -> None:
+    shelf.put(on_offer("step_1"))
+    soon = Deadline.after(WITHIN_S)
+    with channel_to(shelf) as one, channel_to(shelf) as other:
+        ask = m.Hold(requester="a", version=None, lease_s=WITHIN_S, wait_s=0.0)
+        hold = one.request(ask, soon, "a hold")
+        assert isinstance(hold, m.Held)
+        release = m.Release(hold=hold.hold)
+        assert other.request(release, soon, "a release") == m.Released(revoked=True)
+        waiting = Waiting(shelf)
+        wanted = one.receive(soon, "the source to want its memory")
+        assert isinstance(wanted, m.Wanted)
+        assert wanted.hold == hold.hold
+        assert one.request(release, soon, "a release") == m.Released(revoked=False)
+        assert waiting.result() == []
+        assert one.request(release, soon, "a release") == m.Released(revoked=True)
+
+
+def test_a_source_that_is_asked_for_something_else_says_so_and_goes_on(shelf: Shelf) -> None:
+    shelf.put(on_offer("step_1"))
+    with channel_to(shelf) as channel:
+        refused = channel.request(m.Inquire(wait_s=1.0), Deadline.after(WITHIN_S), "an answer")
+    assert isinstance(refused, m.Refusal)
+    assert refused.fault.code == MessageInvalid.code
+    with held(shelf) as hold:
+        hold.check()
+
+
+def test_a_source_that_closes_is_noticed_by_who_reads(shelf: Shelf, short_path: Path) -> None:
+    shelf.put(on_offer("step_1"))
+    with held(shelf) as hold:
+        shelf.close()
+        shelf.close()
+        with pytest.raises(ChannelClosed, match="gone while ranks read step_1"):
+            while True:
+                hold.check()
+        hold.release()
+    assert list(short_path.iterdir()) == []
+
+
+def test_only_holders_of_the_secret_may_ask(shelf: Shelf) -> None:
+    other = Secret(bytes(32))
+    with pytest.raises(WrongSecret):
+        SourceHold(
+            shelf.address,
+            other,
+            requester="a",
+            version=None,
+            lease_s=1.0,
+            deadline=Deadline.after(WITHIN_S),
+            cancel=Waker(),
+        )
+
+
+def test_where_no_source_is_that_is_said_and_a_wait_for_one_can_be_ended(short_path: Path) -> None:
+    cancel, address = Waker(), f"ipc://{short_path}/nobody.sock"
+    cancel.wake()
+    with pytest.raises(ChannelClosed, match=r"nobody\.sock"):
+        SourceHold(
+            address,
+            SECRET,
+            requester="a",
+            version=None,
+            lease_s=1.0,
+            deadline=Deadline.after(WITHIN_S),
+            cancel=cancel,
+        )
+
+
+def test_a_manifest_that_could_not_be_told_is_refused_when_it_is_offered(short_path: Path) -> None:
+    long = Manifest(tensors=(TensorSpec(name="w" * (65 << 20), dtype=DType.FLOAT32, shape=(2,)),))
+    shelf = shelf_at(short_path, long)
+    try:
+        with pytest.raises(MessageTooLarge), shelf.changing():
+            shelf.put(on_offer("step_1"))
+    finally:
+        shelf.close()

@@ -1,0 +1,40 @@
+"""What the echo engine holds: two tensors on one rank, verified as the real one's are."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from liveweight.engine.verifying import Answer, Question
+from liveweight.plan.tally import Tally
+from liveweight.spec.digest import to_hex
+from liveweight.spec.dtype import DType
+from liveweight.spec.layout import packed
+from liveweight.spec.manifest import Manifest, TensorSpec, Version
+from liveweight.worker.references import of_manifest
+from liveweight.worker.verdicts import Installed, choose, verdict
+
+_SPECS = (
+    TensorSpec(name="model.norm.weight", dtype=DType.BFLOAT16, shape=(4,)),
+    TensorSpec(name="lm_head.weight", dtype=DType.BFLOAT16, shape=(8, 4), aliases=("embed.weight",)),
+)
+_LANES = np.arange(8, dtype=np.uint32).reshape(2, 4)
+HELD = Manifest(tensors=_SPECS).with_digests([to_hex(lanes) for lanes in _LANES])
+"""The tensors, with the digests that they were installed with."""
+
+
+def look(question: Question, serving: Version, *, damaged: bool) -> Answer:
+    """What the engine finds. `damaged`: the norm is no longer what was installed."""
+    tally = Tally([packed(_SPECS)])
+    lanes = _LANES.copy()
+    lanes[0, 0] ^= damaged
+    given = None if question.manifest is None else of_manifest(tally, question.manifest)
+    found = verdict(
+        tally,
+        [lanes],
+        seconds=[0.25],
+        chosen=choose(tally, question.names, given),
+        given=given,
+        installed=(Installed(serving, of_manifest(tally, HELD, (_LANES,))), Installed()),
+        listed=question.listed,
+    )
+    return Answer(verdict=found, compared_with=serving if question.against == "installed" else None)
