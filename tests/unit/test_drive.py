@@ -62,7 +62,7 @@ class Engine:
         )
 
     def verify(self, body: m.Verify, deadline: Deadline) -> m.Verdict:
-        raise AssertionError("a round does not ask for it")
+        raise AssertionError(f"a round does not ask for it: {body}, {deadline}")
 
     def describe(self, structure: str, manifest: Manifest, deadline: Deadline) -> None:
         del structure, manifest, deadline

@@ -10,7 +10,10 @@ from liveweight.spec.manifest import Version
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplicaReport:
-    """One replica's part: what it serves now, whether it committed, how long it took. `reason` says why it did not."""
+    """One replica's part: what it serves now, whether it committed, how long it took. `reason` says why it did not.
+
+    `kept` names the optional groups, such as `draft`, that the offer left out: of them the replica keeps what it had.
+    """
 
     name: str
     serving: Version | None
@@ -20,6 +23,7 @@ class ReplicaReport:
     stall_s: float
     staged_bytes: int
     reason: str | None = None
+    kept: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,0 +1,166 @@
+"""`liveweight demo`: a small RL run whose engines get every step's weights while they generate."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Sequence
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Literal
+
+import typer
+
+from liveweight.errors import MissingExtra
+from liveweight.transports.registry import TRANSPORTS
+
+if TYPE_CHECKING:
+    from liveweight.rl.demo import Outcome
+    from liveweight.rl.records import Listener
+    from liveweight.rl.rounds import MakePublisher
+    from liveweight.rl.settings import DemoSettings
+    from liveweight.rl.watch import WatchedReplica
+    from liveweight.trainer.publisher import Publisher
+
+INTERRUPTED = 130
+"""The exit code after Ctrl-C, as shells have it."""
+ROUND_S, LEASE_S = 30.0, 3.0
+_NEEDED = ("fastapi", "jinja2", "tokenizers", "torch", "transformers", "uvicorn")
+
+
+def _known(mode: str) -> str:
+    if mode not in TRANSPORTS:
+        raise typer.BadParameter(f"{mode!r} is none of {', '.join(sorted(TRANSPORTS))}")
+    return mode
+
+
+Mode = Annotated[
+    str,
+    typer.Option(callback=_known, metavar="|".join(sorted(TRANSPORTS)), help="How ranks read new weights."),
+]
+Replicas = Annotated[int, typer.Option(min=1, max=8, help="Engines, of two ranks each.")]
+Steps = Annotated[int, typer.Option(min=1, help="Training steps of each run.")]
+Kv = Annotated[
+    Literal["recompute", "reuse", "drop"], typer.Option(help="What a commit does to running requests.")
+]
+Staleness = Annotated[
+    int, typer.Option(min=0, max=16, help="Versions that a sample may lie behind the weights that learn.")
+]
+Seed = Annotated[int, typer.Option(min=0, help="Of weights and questions.")]
+Chaos = Annotated[
+    bool, typer.Option("--chaos", help="Cut connections, let deadlines run out, kill ranks and engines.")
+]
+Control = Annotated[bool, typer.Option("--control/--no-control", help="Also run without publishing.")]
+Out = Annotated[Path, typer.Option(metavar="DIR", help="Where the report is written.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print an object per step, and the summary last.")]
+
+
+def demo(
+    context: typer.Context,
+    mode: Mode = "ipc",
+    replicas: Replicas = 1,
+    steps: Steps = 100,
+    kv_policy: Kv = "recompute",
+    staleness: Staleness = 2,
+    seed: Seed = 0,
+    chaos: Chaos = False,
+    control: Control = True,
+    out: Out = Path("report"),
+    as_json: AsJson = False,
+) -> None:
+    """Train a small model by RL, and publish every step into engines that generate all the time.
+
+    A trainer learns to sort digits from rewards alone (GRPO). Its rollouts come from `liveweight serve`, over HTTP; commits land inside
+    running requests. Then the same once more without publishing, for comparison. A report is written at the end. The exit code is 0
+    after a whole demo, 130 after Ctrl-C, 1 after an error.
+
+    Example: liveweight demo --steps 60 --kv-policy reuse
+    """
+    if context.invoked_subcommand is not None:
+        return
+    from liveweight.rl.settings import DemoSettings
+
+    settings = DemoSettings(
+        mode=mode,
+        replicas=replicas,
+        steps=steps,
+        kv_policy=kv_policy,
+        staleness=staleness,
+        seed=seed,
+        chaos=chaos,
+        control=control,
+    )
+    run(settings, out, as_json=as_json)
+
+
+def run(settings: DemoSettings, out: Path, *, as_json: bool) -> None:
+    """The demo from its first import to its report."""
+    from liveweight.cli.demo_view import viewing
+
+    try:
+        _import_all()
+        with viewing(settings, as_json=as_json) as view:
+            outcome = _run(settings, view)
+            written = None if outcome is None else _report(outcome, settings, out)
+    except KeyboardInterrupt:  # before anything was started: later signals do not raise
+        raise typer.Exit(INTERRUPTED) from None
+    if outcome is None:
+        raise typer.Exit(INTERRUPTED)
+    if not as_json:
+        print(f"report: {written}")
+
+
+def _import_all() -> None:
+    """Import everything heavy first: until something has been started, Ctrl-C may end the program anywhere."""
+    if any(find_spec(name) is None for name in _NEEDED):
+        raise MissingExtra("the demo", "demo")
+    import torch
+    from transformers import Qwen3ForCausalLM
+
+    del Qwen3ForCausalLM
+    torch.set_num_threads(1)  # the engine's ranks need the other cores
+
+
+def _run(settings: DemoSettings, say: Listener) -> Outcome | None:
+    """None after Ctrl-C; nothing of the demo is left then."""
+    from liveweight.cli.signals import stopped_by_signals
+    from liveweight.rl.demo import run_demo
+    from liveweight.rl.settings import Launching
+    from liveweight.rl.stopping import Stop, Stopped
+
+    program = (sys.executable, "-m", "liveweight.cli.child", str(os.getpid()), "serve")
+    launching = Launching(program=program, environment=dict(os.environ))
+    with Stop() as stop, stopped_by_signals(stop):
+        try:
+            return run_demo(settings, launching, _publishers(settings), say=say, stop=stop)
+        except Stopped:
+            return None
+
+
+def _publishers(settings: DemoSettings) -> Callable[[Path], MakePublisher]:
+    """`lw.Publisher` as a training loop makes it, with the sockets and the secret of this demo."""
+    from liveweight.api import Publisher as ApiPublisher
+
+    def for_directory(directory: Path) -> MakePublisher:
+        def make(model: object, fleet: Sequence[WatchedReplica]) -> Publisher:
+            return ApiPublisher(
+                model,
+                engines=fleet,
+                secret=directory / "secret",
+                directory=directory,
+                transfer_mode=settings.mode,
+                kv_policy=settings.kv_policy,
+                timeout_s=ROUND_S,
+                lease_s=LEASE_S,
+                threads=1,
+            )
+
+        return make
+
+    return for_directory
+
+
+def _report(outcome: Outcome, settings: DemoSettings, out: Path) -> Path:
+    from liveweight.rl.report.page import write_report
+
+    return write_report(out, outcome, settings)

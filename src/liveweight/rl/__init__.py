@@ -1,0 +1,1 @@
+"""Runs that show what live updates are for: the demos."""

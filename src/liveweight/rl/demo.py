@@ -1,0 +1,195 @@
+"""The whole demo: engines and a trainer are started, the warm-up is published, the live run goes, then the control run, and all ends.
+
+Owns the order of events and the directory in which everything of the demo lies.
+"""
+
+from __future__ import annotations
+
+import random
+import tempfile
+import time
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from liveweight.engine.init_model.checkpoint import init_model
+from liveweight.engine.init_model.sizes import SIZES
+from liveweight.errors import LiveWeightError, RoundAborted
+from liveweight.rl.chaos import plan
+from liveweight.rl.loop import Look, Loop, Publish
+from liveweight.rl.policy import Policy
+from liveweight.rl.publishing import Published, Publishing
+from liveweight.rl.records import Listener, Phase, PhaseName, Round, Run, Step, Summary, Warmed, summarise
+from liveweight.rl.rollouts import Asking, Rollouts
+from liveweight.rl.rounds import MakePublisher, Progress, Rounds
+from liveweight.rl.servers import START_S, Fleet, Server
+from liveweight.rl.settings import DemoSettings, Launching
+from liveweight.rl.staleness import Bound
+from liveweight.rl.stopping import Stop
+from liveweight.rl.watch import WatchedReplica
+from liveweight.spec.deadline import Deadline
+from liveweight.wire.credentials import load_or_create_secret
+
+KEPT = 3
+"""Versions whose weights the trainer keeps beyond the staleness bound, for the on-policy check."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+    """What came of it."""
+
+    steps: tuple[Step, ...]
+    summary: Summary
+
+
+def run_demo(
+    settings: DemoSettings,
+    launching: Launching,
+    make_publisher: Callable[[Path], MakePublisher],
+    *,
+    say: Listener,
+    stop: Stop,
+) -> Outcome:
+    """Run it. `make_publisher` is given the directory for its sockets and its secret. Raises Stopped if it is told to end."""
+    with ExitStack() as stack:
+        directory = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="lw-demo-")))
+        demo = _Demo(settings, directory, make_publisher(directory), say=say, stop=stop)
+        fleet = stack.enter_context(Fleet(demo.servers(launching)))
+        try:
+            return demo.go(fleet)
+        except LiveWeightError:
+            stop.check()  # what was interrupted in order to end is no error
+            raise
+
+
+class _Demo:
+    def __init__(
+        self,
+        settings: DemoSettings,
+        directory: Path,
+        make_publisher: MakePublisher,
+        *,
+        say: Listener,
+        stop: Stop,
+    ) -> None:
+        self._settings, self._directory, self._make_publisher = settings, directory, make_publisher
+        self._say, self._stop, self._since_s = say, stop, time.monotonic()
+        self._model = directory / "model"
+        self._bound = Bound(staleness=settings.staleness, batch=settings.training.prompts)
+
+    def servers(self, launching: Launching) -> list[Server]:
+        return [
+            Server(number, self._directory, self._model, launching, tp=self._settings.tp)
+            for number in range(self._settings.replicas)
+        ]
+
+    def go(self, fleet: Fleet) -> Outcome:
+        self._phase("start", f"{self._settings.replicas} x liveweight serve, {self._settings.tp} ranks each")
+        init_model(self._model, SIZES["qwen3"]["tiny"], seed=self._settings.seed)
+        load_or_create_secret(self._directory / "secret")
+        fleet.launch()
+        policy = Policy(self._model, self._settings.training, keep=self._settings.staleness + KEPT)
+        self._warm_up(policy)
+        fleet.await_ready(self._stop, Deadline.after(START_S))
+        warm = policy.weights()
+        steps = self._live(policy, fleet)
+        if self._settings.control:
+            policy.restore(warm)
+            steps += self._control(policy, fleet)
+        summary = summarise(
+            steps,
+            seed=self._settings.seed,
+            mode=self._settings.mode,
+            kv_policy=self._settings.kv_policy,
+            replicas=self._settings.replicas,
+            took_s=time.monotonic() - self._since_s,
+        )
+        self._phase("end")
+        self._say(summary)
+        return Outcome(steps=tuple(steps), summary=summary)
+
+    def _warm_up(self, policy: Policy) -> None:
+        """Imitate a careless teacher for a moment."""
+        self._phase(
+            "warmup", f"imitating answers of which {self._settings.task.noise:.0%} of the digits are wrong"
+        )
+        chance, count = random.Random(f"{self._settings.seed} warm-up"), self._settings.training.warmup_steps
+        for step in range(1, count + 1):
+            self._stop.check()
+            loss = policy.imitate(self._settings.task, chance)
+            self._say(Warmed(at_s=self._now_s(), step=step, steps=count, loss=loss))
+
+    def _live(self, policy: Policy, fleet: Fleet) -> list[Step]:
+        """Every step's weights are published."""
+        self._phase("live", "every step is published into the running engines")
+        settings = self._settings
+        blows = plan(settings.steps, settings.replicas, settings.seed) if settings.chaos else {}
+        rollouts = self._rollouts(fleet, self._bound)
+        with self._rounds(policy, fleet, rollouts.serves) as rounds:
+            first = self._publish_warm(policy, rounds)
+            publishing = Publishing(
+                rounds=rounds, servers=fleet.servers, blows=blows, stop=self._stop, since_s=self._since_s
+            )
+            with rollouts:
+                return self._loop("live", policy, rollouts, publishing.after, publishing.look).go([first])
+
+    def _control(self, policy: Policy, fleet: Fleet) -> list[Step]:
+        """The same again, but for one thing: the engines keep the warm-up's weights."""
+        self._phase("control", "the same, but nothing is published after the warm-up")
+        rollouts = self._rollouts(fleet, replace(self._bound, enforced=False))
+        with self._rounds(policy, fleet, lambda _: None) as rounds:
+            self._publish_warm(policy, rounds)
+
+        def keep_still(step: int, last: bool) -> Published:
+            del last
+            rollouts.serves(step)  # nobody serves it: generation is held back by training alone
+            return Published()
+
+        with rollouts:
+            return self._loop("control", policy, rollouts, keep_still, lambda _: False).go()
+
+    def _publish_warm(self, policy: Policy, rounds: Rounds) -> Round:
+        """The first publish of a run; no fault is planned for it."""
+        policy.begin_rl()
+        policy.keep(0)
+        first = rounds.publish(0)
+        if first.problem is not None:
+            raise RoundAborted(f"the warm-up's weights were not taken: {first.problem}")
+        return first
+
+    def _loop(self, run: Run, policy: Policy, rollouts: Rollouts, publish: Publish, look: Look) -> Loop:
+        return Loop(
+            run=run,
+            steps=self._settings.steps,
+            policy=policy,
+            rollouts=rollouts,
+            publish=publish,
+            look=look,
+            stop=self._stop,
+            say=self._say,
+            since_s=self._since_s,
+        )
+
+    def _rollouts(self, fleet: Fleet, bound: Bound) -> Rollouts:
+        asking = Asking(group=self._settings.training.group, seed=self._settings.seed)
+        return Rollouts(fleet.servers, self._settings.task, bound, asking, self._stop)
+
+    def _rounds(self, policy: Policy, fleet: Fleet, served: Callable[[int], None]) -> Rounds:
+        """A publisher that has met the fleet: a new run, whose labels are steps."""
+        secret = load_or_create_secret(self._directory / "secret")
+        progress = Progress(len(fleet.servers), since_s=self._since_s, say=self._say, served=served)
+        replicas = [
+            WatchedReplica(server.number, server.address, secret, progress.heard) for server in fleet.servers
+        ]
+        for one in replicas:
+            self._stop.call(one.interrupt)
+        publisher = self._make_publisher(policy.model, replicas)
+        return Rounds(publisher, replicas, stop=self._stop, since_s=self._since_s)
+
+    def _phase(self, name: PhaseName, detail: str = "") -> None:
+        self._stop.check()
+        self._say(Phase(at_s=self._now_s(), name=name, detail=detail))
+
+    def _now_s(self) -> float:
+        return time.monotonic() - self._since_s

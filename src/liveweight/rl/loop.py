@@ -1,0 +1,82 @@
+"""The RL loop: take rollouts, learn, publish; again. One run of it, live or control.
+
+The trainer does not wait for its rounds: one is finished when the next step has been learned.
+"""
+
+from __future__ import annotations
+
+import functools
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TypeAlias
+
+from liveweight.rl.onpolicy import gap, to_check
+from liveweight.rl.policy import Policy
+from liveweight.rl.publishing import Published
+from liveweight.rl.records import Listener, Round, Run, Step
+from liveweight.rl.rollouts import Rollouts, Taken
+from liveweight.rl.stopping import Stop
+
+Publish: TypeAlias = Callable[[int, bool], Published]
+"""(step, whether it is the last) -> what ended meanwhile. Publishes the present weights as that step's, or, for control, does not."""
+
+Look: TypeAlias = Callable[[int], bool]
+"""(the present version) -> whether an engine had ended and was brought back. Called while rollouts do not come."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Loop:
+    """One run. For the trainer's thread."""
+
+    run: Run
+    steps: int
+    policy: Policy
+    rollouts: Rollouts
+    publish: Publish
+    look: Look
+    stop: Stop
+    say: Listener
+    since_s: float
+
+    def go(self, first: Sequence[Round] = ()) -> list[Step]:
+        """All steps, each said as it is done. `first` are the rounds that brought the warm-up's weights."""
+        done: list[Step] = []
+        since_s = time.monotonic()
+        for step in range(1, self.steps + 1):
+            self.stop.check()
+            taken = self.rollouts.take(
+                self.policy.training.prompts, step - 1, functools.partial(self.look, step - 1)
+            )
+            took_s, since_s = time.monotonic() - since_s, time.monotonic()
+            record = self._learn(step, taken, took_s, first if step == 1 else ())
+            done.append(record)
+            self.say(record)
+        return done
+
+    def _learn(self, step: int, taken: Taken, took_s: float, first: Sequence[Round]) -> Step:
+        """One step: what these groups teach becomes a version."""
+        loss = self.policy.learn(taken.groups, done=(step - 1) / self.steps)
+        found = gap(self.policy, to_check(taken.groups, self.policy.training.checked))
+        self.policy.keep(step)
+        published = self.publish(step, step == self.steps)
+        samples = [sample for group in taken.groups for sample in group.samples]
+        ages = [step - 1 - sample.oldest for sample in samples]
+        return Step(
+            at_s=time.monotonic() - self.since_s,
+            run=self.run,
+            step=step,
+            version=step,
+            reward=statistics.fmean(sample.reward for sample in samples),
+            loss=loss,
+            staleness_mean=statistics.fmean(ages),
+            staleness_worst=max(ages),
+            samples=len(samples),
+            crossed=sum(sample.crossed for sample in samples),
+            dropped=taken.dropped,
+            tokens_per_s=taken.tokens / max(took_s, 1e-6),
+            gap=found,
+            rounds=(*first, *published.rounds),
+            faults=published.faults,
+        )

@@ -1,0 +1,98 @@
+"""Publishing step after step, whatever happens: begins rounds, makes good what went wrong, and counts it.
+
+A failed round costs nothing but a version: the engines go on with what they have. What was broken is brought back here: an engine that
+ended is started again, and rounds are tried until the whole fleet serves the trainer's weights.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from liveweight.rl.chaos import Blow, strike
+from liveweight.rl.records import Fault, FaultKind, Round
+from liveweight.rl.rounds import Rounds
+from liveweight.rl.servers import Server
+from liveweight.rl.stopping import Stop
+from liveweight.spec.deadline import Deadline
+
+RECOVER_S = 180.0
+AGAIN_S = 0.2
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Published:
+    """What became of publishing in one step: the rounds that ended in it, and the faults that were survived."""
+
+    rounds: tuple[Round, ...] = ()
+    faults: tuple[Fault, ...] = ()
+
+
+@dataclass(slots=True, kw_only=True)
+class Publishing:
+    """One run's publishing. For the trainer's thread."""
+
+    rounds: Rounds
+    servers: Sequence[Server]
+    blows: Mapping[int, Blow]
+    stop: Stop
+    since_s: float
+    _ended: list[Round] = field(default_factory=list)
+    _faults: list[Fault] = field(default_factory=list)
+
+    def look(self, version: int) -> bool:
+        """While the trainer waits for rollouts: start an engine that ended by itself again, with that version's weights, which the
+        trainer still has. Whether there was one."""
+        gone = [server.number for server in self.servers if server.ended]
+        if gone:
+            what = f"replica {', '.join(map(str, gone))} ended by itself"
+            self._recover(version, "unplanned", what, self.rounds.finish(), time.monotonic())
+        return bool(gone)
+
+    def after(self, step: int, last: bool) -> Published:
+        """Begin the round of this step's weights; the round before has ended by then, and the last one when it returns."""
+        before = self.rounds.finish()
+        if any(one.problem is not None for one in before):
+            self._recover(step, "unplanned", "a round failed", before, time.monotonic())
+        elif step in self.blows:
+            self._ended += before
+            self._strike(step, self.blows[step])
+        else:
+            self._ended += before
+            self.rounds.begin(step)
+        if last:
+            self._ended += self.rounds.finish()
+        published = Published(rounds=tuple(self._ended), faults=tuple(self._faults))
+        self._ended, self._faults = [], []
+        return published
+
+    def _strike(self, step: int, blow: Blow) -> None:
+        began_s = time.monotonic()
+        what, struck = strike(blow, step, self.rounds, self.servers)
+        self._recover(step, blow.kind, what, struck, began_s)
+
+    def _recover(self, step: int, kind: FaultKind, what: str, ended: list[Round], began_s: float) -> None:
+        """Start again what ended, and publish until the whole fleet serves these weights."""
+        said = next(
+            (one.problem for one in ended if one.problem is not None),
+            "no round was open, or it was committed",
+        )
+        deadline = Deadline.after(RECOVER_S)
+        while True:
+            for server in self.servers:
+                if server.ended:
+                    server.restart(self.stop, deadline)
+            ended.append(again := self.rounds.publish(step))
+            if again.problem is None:
+                break
+            if deadline.over:
+                raise deadline.exceeded(f"the fleet to serve version {step}: {again.problem}")
+            self.stop.wait(AGAIN_S)
+        took_ms = (time.monotonic() - began_s) * 1e3
+        self._ended += ended
+        self._faults.append(
+            Fault(
+                at_s=began_s - self.since_s, step=step, kind=kind, what=what, said=said, recovered_ms=took_ms
+            )
+        )

@@ -1,0 +1,1 @@
+"""The demo's report: one page, complete in itself, drawn from the run's records."""

@@ -1,0 +1,106 @@
+"""The trainer's rounds: one at a time, begun and finished apart, so that training goes on meanwhile; told as records.
+
+Owns the publisher while the `with` lasts. When a failed round is tried again is recovery.py's.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from types import TracebackType
+from typing import Self, TypeAlias
+
+from liveweight.errors import OutcomeUnknown, RoundFailed
+from liveweight.rl.records import Reached, Round, Stage
+from liveweight.rl.stopping import Stop
+from liveweight.rl.watch import WatchedReplica
+from liveweight.trainer.publisher import Publisher
+from liveweight.trainer.report import Report
+
+MakePublisher: TypeAlias = Callable[[object, Sequence[WatchedReplica]], Publisher]
+"""(the trainer's module, the fleet) -> `lw.Publisher`."""
+
+
+class Rounds:
+    """For the trainer's thread. `heard` is called by the publisher's."""
+
+    def __init__(
+        self, publisher: Publisher, replicas: Sequence[WatchedReplica], *, stop: Stop, since_s: float
+    ) -> None:
+        self.replicas = tuple(replicas)
+        self._publisher, self._stop, self._since_s = publisher, stop, since_s
+        self._version, self._began_s = 0, 0.0
+        self._open = False
+
+    def begin(self, version: int) -> None:
+        """Offer the present weights as that version; they may change when it returns."""
+        self._version, self._began_s = version, time.monotonic()
+        self._publisher.offer(version)
+        self._open = True
+
+    def finish(self) -> list[Round]:
+        """The round that was begun, when it has ended; none if none was. Stopped if the demo is to end."""
+        if not self._open:
+            return []
+        self._open = False
+        try:
+            report, problem = self._publisher.wait(), None
+        except (RoundFailed, OutcomeUnknown) as error:
+            report, problem = None, str(error)
+        self._stop.check()
+        return [self._round(report, problem)]
+
+    def publish(self, version: int) -> Round:
+        """Both."""
+        self.begin(version)
+        return self.finish()[0]
+
+    @contextmanager
+    def hurried(self, timeout_s: float) -> Iterator[None]:
+        """Rounds that begin in this block have so little time."""
+        before = self._publisher.settings
+        self._publisher.settings = replace(before, timeout_s=timeout_s)
+        try:
+            yield
+        finally:
+            self._publisher.settings = before
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._publisher.close()
+
+    def _round(self, report: Report | None, problem: str | None) -> Round:
+        total_s = time.monotonic() - self._began_s
+        return Round(
+            began_s=self._began_s - self._since_s,
+            version=self._version,
+            total_ms=(total_s if report is None else report.total_s) * 1e3,
+            freeze_ms=0.0 if report is None else (report.freeze_s + report.digest_s) * 1e3,
+            size_bytes=0 if report is None else report.size_bytes,
+            replicas=tuple(replica.part() for replica in self.replicas),
+            problem=problem,
+        )
+
+
+class Progress:
+    """Hears how far replicas have come, says so, and knows when all of them serve a version. Any thread."""
+
+    def __init__(
+        self, count: int, *, since_s: float, say: Callable[[Reached], None], served: Callable[[int], None]
+    ) -> None:
+        self._latest = [-1] * count
+        self._since_s, self._say, self._served = since_s, say, served
+
+    def heard(self, version: int, replica: int, stage: Stage, took_ms: float) -> None:
+        """A replica has come that far."""
+        at_s = time.monotonic() - self._since_s
+        self._say(Reached(at_s=at_s, version=version, replica=replica, stage=stage, took_ms=took_ms))
+        if stage == "commit":
+            self._latest[replica] = version
+            self._served(min(self._latest))

@@ -1,0 +1,53 @@
+"""What a run of the demo is told: frozen values that travel down."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from liveweight.rl.task import SortDigits
+from liveweight.wire.values import KvPolicy
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Training:
+    """The trainer's numbers: found by trial, so that every seed learns."""
+
+    warmup_steps: int = 120
+    warmup_batch: int = 128
+    warmup_rate: float = 2e-3
+    rate: float = 7e-4
+    rate_end: float = 0.2
+    """The share of `rate` that is left at the end: it falls evenly."""
+    prompts: int = 32
+    group: int = 8
+    clip_low: float = 0.2
+    clip_high: float = 0.28
+    gradient_norm: float = 1.0
+    checked: int = 32
+    """Samples of a step whose logprobs are recomputed."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DemoSettings:
+    """One demo. `staleness` is how many versions a sample may lie behind the weights that learn from it."""
+
+    mode: str = "ipc"
+    replicas: int = 1
+    tp: int = 2
+    steps: int = 100
+    kv_policy: KvPolicy = "recompute"
+    staleness: int = 2
+    seed: int = 0
+    chaos: bool = False
+    control: bool = True
+    task: SortDigits = field(default_factory=SortDigits)
+    training: Training = field(default_factory=Training)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Launching:
+    """How an engine is started: the program, to which its arguments are added, and the environment that it gets."""
+
+    program: tuple[str, ...]
+    environment: Mapping[str, str]

@@ -1,0 +1,29 @@
+"""The staleness bound: how far generation may run ahead of training, and which samples are too old to learn from.
+
+Pure. Before a batch is asked for, it is counted which step will use it; if the engines would still serve weights that are too old for
+that step, the question waits. What is too old nevertheless, because a round failed or an engine was restarted, is dropped.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Bound:
+    """`batch` is how many groups a step uses. `enforced` False: nothing is too old (the control run, which never publishes)."""
+
+    staleness: int
+    batch: int
+    enforced: bool = True
+
+    def may_ask(self, asked: int, served: int) -> bool:
+        """Whether one more group may be asked for, after `asked` of them, while the engines serve that version.
+
+        Group number `asked` is for step `asked // batch`, which trains that version's successor.
+        """
+        return asked // self.batch - served <= self.staleness
+
+    def fresh(self, oldest: int, version: int) -> bool:
+        """Whether tokens as old as that may teach these weights."""
+        return not self.enforced or version - oldest <= self.staleness

@@ -1,0 +1,270 @@
+"""The torn demo: two engines, the same stream of requests, and a trainer that is killed in the middle of an update, on each.
+
+Left, the update is written in place, bucket by bucket; right, it is a round of liveweight. Owns the course of events and the counting.
+Every moment is agreed on by messages; the judge sees every token that clients were sent, and nothing else.
+"""
+
+from __future__ import annotations
+
+import tempfile
+import threading
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal, Protocol, TypeAlias
+
+from liveweight.control.client import EngineClient
+from liveweight.engine.config import EngineConfig, Updates
+from liveweight.engine.init_model.checkpoint import init_model
+from liveweight.engine.init_model.sizes import SIZES
+from liveweight.engine.text.tokenizer import Tokenizer
+from liveweight.errors import MessageInvalid
+from liveweight.rl import torn_in_place, torn_side
+from liveweight.rl.torn_in_place import InPlaceConfig
+from liveweight.rl.torn_judge import Judge, Kind
+from liveweight.rl.torn_process import Child, Served, Told
+from liveweight.rl.torn_result import LABEL, PARTS, SideResult, TornResult
+from liveweight.rl.torn_side import SideConfig
+from liveweight.rl.torn_stream import Answer, Stream
+from liveweight.rl.torn_tally import Tally
+from liveweight.rl.torn_trainer import PublishConfig
+from liveweight.spec.deadline import Deadline
+
+TP = 2
+START_S = 240.0
+STEP_S = 120.0
+ENGINE_END_S = 20.0
+LOOK_S = 0.1
+STAGE_S = 4.0
+"""How long the right side's ranks take to stage, so that the trainer dies in the middle of it and not behind it."""
+DYING_S, LEASE_S = 3.0, 0.5
+"""What the killed trainer's round may take: the engine gives it up this long, and a margin, after it was opened."""
+
+Side: TypeAlias = Literal["left", "right"]
+SIDES: tuple[Side, Side] = ("left", "right")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TornSettings:
+    """`paused`: the left engine is paused while buckets are written. `kill` False: both updates come to their end."""
+
+    size: Literal["tiny", "small"] = "tiny"
+    clients: int = 4
+    tokens: int = 64
+    answers: int = 2
+    buckets: int = 8
+    paused: bool = True
+    kill: bool = True
+    seed: int = 0
+
+
+class View(Protocol):
+    """Who watches. `note` comes from the demo's thread, `judged` from the judge's."""
+
+    def note(self, side: Side | None, text: str) -> None:
+        """Something happened, on one side or on both."""
+
+    def judged(self, side: str, words: Sequence[str], kinds: Sequence[Kind]) -> None:
+        """Every token of an answer was replayed: their texts, and what they are."""
+
+
+def run_torn(settings: TornSettings, view: View, *, publisher_main: Callable[[int], None]) -> TornResult:
+    """Run it. `publisher_main` is the right side's trainer: `torn_trainer.main` with `lw.Publisher`, by a name that a process can import.
+
+    Everything that was started has ended on return, however it returns.
+    """
+    import torch
+
+    torch.set_num_threads(1)
+    with ExitStack() as stack:
+        directory = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="lw-torn-")))
+        demo = _Demo(settings, view, publisher_main, directory, stack)
+        demo.start()
+        demo.update()
+        if settings.kill:
+            demo.recover()
+        return demo.finish()
+
+
+class _Demo:
+    """One run. Its methods are the parts of it, called in order."""
+
+    def __init__(
+        self,
+        settings: TornSettings,
+        view: View,
+        publisher_main: Callable[[int], None],
+        directory: Path,
+        stack: ExitStack,
+    ) -> None:
+        self._settings, self._view, self._publisher_main = settings, view, publisher_main
+        self._directory, self._stack = directory, stack
+        self._old, self._new = (
+            _checkpoint(directory / name, settings, n) for n, name in enumerate(("old", "new"))
+        )
+        self._tokenizer = Tokenizer.load(self._old)
+
+    def start(self) -> None:
+        """Both engines, their trainers, and clients that have had their first answers."""
+        settings, deadline = self._settings, Deadline.after(START_S)
+        self._view.note(None, f"starting two engines of {TP} ranks on the same checkpoint")
+        engines = {side: self._engine(side) for side in SIDES}
+        self._trainers = {side: self._trainer(side, dies=settings.kill) for side in SIDES}
+        tally = self._tally = self._stack.enter_context(Tally(Judge(self._old, self._new), self._judged))
+        self._served = {side: _served(engine.hear("ready", deadline)) for side, engine in engines.items()}
+        self._streams = {
+            side: self._stack.enter_context(
+                Stream(
+                    f"the {side} engine",
+                    self._served[side].url,
+                    clients=settings.clients,
+                    tokens=settings.tokens,
+                    finished=lambda answer, side=side: tally.put(side, answer),  # type: ignore[misc]
+                )
+            )
+            for side in SIDES
+        }
+        self._view.note(None, f"{settings.clients} clients stream from each, over HTTP")
+        self._until(1)
+
+    def update(self) -> None:
+        """Trainers bring the new version while requests run; each is killed in the middle of it, or brings it to its end."""
+        settings, deadline = self._settings, Deadline.after(STEP_S)
+        for trainer in self._trainers.values():
+            trainer.hear("ready", deadline)
+        for stream in self._streams.values():
+            stream.begin(1)
+        how = (
+            "pauses the engine and writes buckets in place" if settings.paused else "writes buckets in place"
+        )
+        self._view.note("left", f"the trainer {how}")
+        self._view.note("right", "the trainer publishes")
+        for side, trainer in self._trainers.items():
+            trainer.go(self._served[side])
+        if not settings.kill:
+            self._hear_done("the update is done")
+            return
+        for side, trainer in self._trainers.items():
+            reached = trainer.hear("middle", deadline).text
+            trainer.kill()
+            self._view.note(side, f"kill -9 of the trainer; {reached}")
+            self._streams[side].begin(2)
+            if side == "left" and settings.paused:
+                EngineClient(self._served[side].url).resume(deadline)
+                self._view.note(side, "a watchdog resumes the engine, which cannot tell that it is torn")
+
+    def recover(self) -> None:
+        """What is served after the kill, and after trainers that take the dead ones' place."""
+        self._trainers = {side: self._trainer(side, dies=False) for side in SIDES}
+        self._until(self._settings.answers)
+        self._view.note("right", f"the dead trainer's round: {self._until_no_round()}")
+        deadline = Deadline.after(STEP_S)
+        for side, trainer in self._trainers.items():
+            trainer.hear("ready", deadline)
+            trainer.go(self._served[side])
+        self._hear_done("a successor's update is done")
+
+    def _hear_done(self, note: str) -> None:
+        for side, trainer in self._trainers.items():
+            trainer.hear("done", Deadline.after(STEP_S))
+            self._streams[side].begin(3)
+            self._view.note(side, note)
+
+    def finish(self) -> TornResult:
+        """What is served at the end; then every token is counted."""
+        self._until(1)
+        deadline = Deadline.after(STEP_S)
+        for stream in self._streams.values():
+            stream.finish(deadline)
+        self._tally.finish(deadline)
+        return TornResult(left=self._result("left", deadline), right=self._result("right", deadline))
+
+    def _judged(self, side: str, answer: Answer, kinds: Sequence[Kind]) -> None:
+        self._view.judged(side, [_word(self._tokenizer, token) for token in answer.tokens], kinds)
+
+    def _result(self, side: Side, deadline: Deadline) -> SideResult:
+        version = EngineClient(self._served[side].url).weights(deadline)["version"]
+        return SideResult(
+            parts={part: self._tally.counts[side, mark] for mark, part in enumerate(PARTS)},
+            streamed=self._streams[side].streamed,
+            serving="initial" if version is None else str(version["label"]),
+        )
+
+    def _until(self, answers: int) -> None:
+        deadline = Deadline.after(STEP_S)
+        for stream in self._streams.values():
+            stream.until(answers, deadline)
+
+    def _until_no_round(self) -> str:
+        """Wait until the right engine has given the dead trainer's round up; how that ended."""
+        deadline, client, pause = (
+            Deadline.after(STEP_S),
+            EngineClient(self._served["right"].url),
+            threading.Event(),
+        )
+        while (said := client.weights(deadline))["round"] is not None:
+            deadline.check("the right engine to give up the dead trainer's round")
+            pause.wait(LOOK_S)
+        return str(said["rounds"][-1]["outcome"])
+
+    def _engine(self, side: Side) -> Child:
+        updates = None
+        if side == "right":
+            size_bytes = sum(path.stat().st_size for path in self._old.glob("*.safetensors"))
+            updates = Updates(
+                address=f"ipc://{self._directory}/engine.sock",
+                secret_file=str(self._directory / "secret"),
+                pace_bytes_per_s=size_bytes / TP / STAGE_S,
+            )
+        # Without a prefix cache: after writes in place it would hand out keys and values of the old weights.
+        config = EngineConfig(
+            model=str(self._old),
+            tp=TP,
+            prefix_cache=False,
+            updates=updates,
+            hooks=(torn_in_place.HOOK,) if side == "left" else (),
+        )
+        child = Child(f"the {side} engine", torn_side.main, SideConfig(engine=config), grace_s=ENGINE_END_S)
+        return self._stack.enter_context(child)
+
+    def _trainer(self, side: Side, *, dies: bool) -> Child:
+        name = f"the {side} trainer"
+        if side == "left":
+            buckets = self._settings.buckets
+            write = InPlaceConfig(
+                checkpoint=str(self._new),
+                ranks=TP,
+                buckets=buckets,
+                paused=self._settings.paused,
+                stop_after=buckets // 2 if dies else None,
+            )
+            return self._stack.enter_context(Child(name, torn_in_place.trainer_main, write))
+        publish = PublishConfig(
+            checkpoint=str(self._new),
+            directory=str(self._directory / "trainer"),
+            secret_file=str(self._directory / "secret"),
+            label=LABEL,
+            timeout_s=DYING_S if dies else STEP_S,
+            lease_s=LEASE_S if dies else 10.0,
+            stops=dies,
+        )
+        return self._stack.enter_context(Child(name, self._publisher_main, publish))
+
+
+def _checkpoint(directory: Path, settings: TornSettings, number: int) -> Path:
+    """The old version has seed 2n, the new one 2n + 1: every weight but the norms' differs."""
+    init_model(directory, SIZES["qwen3"][settings.size], seed=2 * settings.seed + number)
+    return directory
+
+
+def _served(word: Told) -> Served:
+    if word.served is None:
+        raise MessageInvalid("an engine that stands ready says where")
+    return word.served
+
+
+def _word(tokenizer: Tokenizer, token: int) -> str:
+    """A token's text, in one line."""
+    text = tokenizer.bytes_of(token).decode(errors="replace").replace("\ufffd", "·")
+    return "".join(letter if letter.isprintable() else "·" for letter in text)

@@ -1,0 +1,51 @@
+"""What came of the torn demo: counts by side and part, and whether they say what they should."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from liveweight.rl.torn_judge import Counts
+
+LABEL = "step_2"
+"""What the new version is called."""
+PARTS = ("before", "update", "after_kill", "after_successor")
+"""The parts of the demo, by the moment at which a request begins. Without a kill the last two are one: after the update."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SideResult:
+    """What one side's clients were sent. `serving` is the version that the engine itself names at the end."""
+
+    parts: dict[str, Counts]
+    streamed: int
+    serving: str
+
+    @property
+    def counts(self) -> Counts:
+        """All of it."""
+        return sum(self.parts.values(), Counts())
+
+    def to_dict(self) -> dict[str, Any]:
+        """As JSON has it."""
+        parts = {name: counts.to_dict() for name, counts in self.parts.items()}
+        return {**self.counts.to_dict(), "streamed": self.streamed, "serving": self.serving, "parts": parts}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TornResult:
+    """Both sides."""
+
+    left: SideResult
+    right: SideResult
+
+    @property
+    def holds(self) -> bool:
+        """Whether the right side never served a mixture, was never short of a token, and serves the new version to its last request."""
+        last, counts = self.right.parts[PARTS[-1]], self.right.counts
+        whole = counts.neither == 0 and counts.total == self.right.streamed
+        return whole and last.new == last.total > 0 and self.right.serving == LABEL
+
+    def to_dict(self) -> dict[str, Any]:
+        """As JSON has it."""
+        return {"left": self.left.to_dict(), "right": self.right.to_dict(), "holds": self.holds}

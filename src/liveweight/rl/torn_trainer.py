@@ -1,0 +1,91 @@
+"""The right side's updates: a trainer that publishes a checkpoint to a running engine, as any trainer does.
+
+It differs from other trainers in saying when the engine's ranks are in the middle of staging, so that it can be killed there.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import TypeAlias
+
+import msgspec
+
+from liveweight.control.client import wire_address
+from liveweight.engine.pipe import Pipe
+from liveweight.rl.torn_process import Go, Told, engine_of, run
+from liveweight.spec.deadline import Deadline
+from liveweight.trainer.publisher import Publisher
+from liveweight.trainer.replica import WireReplica
+from liveweight.wire.credentials import Secret, load_or_create_secret
+from liveweight.wire.publisher_messages import Phase, Progress
+from liveweight.wire.values import RoundId
+
+ANSWER_S = 60.0
+
+MakePublisher: TypeAlias = Callable[..., Publisher]
+"""`lw.Publisher`."""
+
+
+class PublishConfig(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """What to publish, and how long a round may take. `stops`: it says when ranks are staging, and waits there to be killed."""
+
+    checkpoint: str
+    directory: str
+    secret_file: str
+    label: str
+    timeout_s: float
+    lease_s: float
+    stops: bool
+
+
+class StagingReplica(WireReplica):
+    """A replica that calls back when its leader says that ranks are still staging."""
+
+    def __init__(self, address: str, secret: Secret, on_staging: Callable[[Progress], None]) -> None:
+        super().__init__(address, secret)
+        self._on_staging = on_staging
+
+    def status(self, round_id: RoundId, until: Phase, deadline: Deadline) -> Progress:
+        """See Replica."""
+        progress = super().status(round_id, until, deadline)
+        if progress.phase == "open" and progress.fault is None:
+            self._on_staging(progress)
+        return progress
+
+
+def main(descriptor: int, make: MakePublisher) -> None:
+    """The process."""
+    run(descriptor, PublishConfig, partial(_train, make))
+
+
+def _train(make: MakePublisher, pipe: Pipe[PublishConfig | Go], config: PublishConfig) -> None:
+    """Hear where the engine is, meet it, publish once."""
+    import torch
+
+    torch.set_num_threads(1)
+    secret = load_or_create_secret(Path(config.secret_file))
+
+    def staging(progress: Progress) -> None:
+        if config.stops:
+            pipe.send(Told("middle", f"rank {' and '.join(map(str, progress.missing))} read the new weights"))
+            pipe.receive()
+
+    pipe.send(Told("ready"))
+    address = wire_address(engine_of(pipe).url, None, Deadline.after(ANSWER_S))
+    replica = StagingReplica(address, secret, staging)
+    with make(
+        Path(config.checkpoint),
+        engines=[replica],
+        secret=secret,
+        directory=Path(config.directory),
+        timeout_s=ANSWER_S,
+        threads=1,
+    ) as publisher:
+        publisher.settings = dataclasses.replace(
+            publisher.settings, timeout_s=config.timeout_s, lease_s=config.lease_s
+        )
+        report = publisher.publish(config.label)
+        pipe.send(Told("done", str(report.version)))

@@ -1,0 +1,96 @@
+"""A replica that is watched, and, for chaos, broken: notes how far its rounds come and what its ranks did in them.
+
+Called by the publisher's threads; read by the trainer's once the round has ended.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from liveweight.errors import ChannelClosed
+from liveweight.rl.records import RankPart, ReplicaPart, Stage
+from liveweight.spec.deadline import Deadline
+from liveweight.trainer.replica import WireReplica
+from liveweight.wire import messages as m
+from liveweight.wire.credentials import Secret
+from liveweight.wire.values import RankTimes, RoundId
+
+Heard = Callable[[int, int, Stage, float], None]
+"""(version, replica, how far, milliseconds since the round was opened)"""
+_STAGE_OF: dict[m.Phase, Stage] = {"staged": "stage", "verified": "verify"}
+
+
+@dataclass(slots=True)
+class _Notes:
+    version: int = 0
+    began_s: float = 0.0
+    reached_ms: dict[Stage, float] = field(default_factory=dict)
+    committed: m.Committed | None = None
+
+
+class WatchedReplica(WireReplica):
+    """A replica on our wire that says how far it has come."""
+
+    def __init__(self, number: int, address: str, secret: Secret, heard: Heard) -> None:
+        super().__init__(address, secret)
+        self.number = number
+        self.cut_after: Stage | None = None
+        """Chaos: lose the connection once the next round has come that far."""
+        self._heard, self._notes = heard, _Notes()
+
+    def open(self, body: m.Open, deadline: Deadline) -> m.Opened:
+        """See Replica."""
+        self._notes = _Notes(version=int(body.version.label), began_s=time.monotonic())
+        opened = super().open(body, deadline)
+        self._reach("open")
+        return opened
+
+    def status(self, round_id: RoundId, until: m.Phase, deadline: Deadline) -> m.Progress:
+        """See Replica."""
+        progress = super().status(round_id, until, deadline)
+        if progress.fault is None and m.ORDER[progress.phase] >= m.ORDER[until]:
+            self._reach(_STAGE_OF[until])
+        return progress
+
+    def vote(self, round_id: RoundId, lease_s: float, deadline: Deadline) -> None:
+        """See Replica."""
+        super().vote(round_id, lease_s, deadline)
+        self._reach("vote")
+
+    def commit(self, round_id: RoundId, deadline: Deadline) -> m.Committed:
+        """See Replica."""
+        self._notes.committed = super().commit(round_id, deadline)
+        self._reach("commit")
+        return self._notes.committed
+
+    def part(self) -> ReplicaPart:
+        """Its part of the round that ended last."""
+        committed = self._notes.committed
+        return ReplicaPart(
+            replica=self.number,
+            committed=committed is not None,
+            stall_ms=0.0 if committed is None else committed.stall_s * 1e3,
+            reached_ms=tuple(self._notes.reached_ms.items()),
+            ranks=() if committed is None else tuple(_rank(times) for times in committed.ranks),
+        )
+
+    def _reach(self, stage: Stage) -> None:
+        notes = self._notes
+        notes.reached_ms[stage] = (time.monotonic() - notes.began_s) * 1e3
+        self._heard(notes.version, self.number, stage, notes.reached_ms[stage])
+        if self.cut_after == stage:
+            self.cut_after = None
+            self._disconnect()
+            raise ChannelClosed(f"the connection to {self.name} was cut")
+
+
+def _rank(times: RankTimes) -> RankPart:
+    return RankPart(
+        rank=times.rank,
+        stage_ms=times.stage_s * 1e3,
+        verify_ms=times.verify_s * 1e3,
+        swap_ms=times.swap_s * 1e3,
+        staged_bytes=times.staged_bytes,
+    )
