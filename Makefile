@@ -4,8 +4,10 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 # The only CPU build of torch that all our machines have. Other versions are a matter for `make soak`.
 TORCH  ?= 2.13.0
+# Tests wait for processes more than they compute: two at a time, also on two cores.
+WORKERS ?= 2
 
-.PHONY: venv demo test check soak bench wheel clean
+.PHONY: venv demo picture test check soak bench wheel clean
 venv: $(VENV)/.ready
 
 # torch first: a range alone would pull the newest build with gigabytes of CUDA.
@@ -19,8 +21,12 @@ $(VENV)/.ready: pyproject.toml setup.py $(wildcard native/*.c native/*.h)
 demo: venv
 	$(BIN)/liveweight demo
 
+# The README's picture of the demo, from a whole run.
+picture: venv
+	$(BIN)/python docs/pictures/draw.py
+
 test: venv
-	$(BIN)/python -m pytest -m "not soak"
+	$(BIN)/python -m pytest -m "not soak" -n $(WORKERS) --dist worksteal
 
 check: venv
 	$(BIN)/ruff format --check .

@@ -100,7 +100,7 @@ def run(settings: DemoSettings, out: Path, *, as_json: bool) -> None:
     try:
         _import_all()
         with viewing(settings, as_json=as_json) as view:
-            outcome = _run(settings, view)
+            outcome = play(settings, view)
             written = None if outcome is None else _report(outcome, settings, out)
     except KeyboardInterrupt:  # before anything was started: later signals do not raise
         raise typer.Exit(INTERRUPTED) from None
@@ -121,8 +121,8 @@ def _import_all() -> None:
     torch.set_num_threads(1)  # the engine's ranks need the other cores
 
 
-def _run(settings: DemoSettings, say: Listener) -> Outcome | None:
-    """None after Ctrl-C; nothing of the demo is left then."""
+def play(settings: DemoSettings, say: Listener) -> Outcome | None:
+    """Run it, and tell `say` of it. None after Ctrl-C; nothing of the demo is left then."""
     from liveweight.cli.signals import stopped_by_signals
     from liveweight.rl.demo import run_demo
     from liveweight.rl.settings import Launching

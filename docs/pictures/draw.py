@@ -1,0 +1,27 @@
+"""Draws docs/pictures/demo.svg: what `liveweight demo` shows on a terminal at its end. Runs the whole demo. `make picture`."""
+
+from __future__ import annotations
+
+import io
+from pathlib import Path
+
+from rich.console import Console
+
+from liveweight.cli.demo import play
+from liveweight.cli.demo_picture import Picture
+from liveweight.rl.settings import DemoSettings
+
+
+def main() -> None:
+    """Run the demo without a terminal, and keep its last picture."""
+    settings = DemoSettings()
+    picture = Picture(settings)
+    if play(settings, picture.hear) is None:
+        return
+    console = Console(record=True, width=100, file=io.StringIO())
+    console.print(picture.draw())
+    console.save_svg(str(Path(__file__).with_name("demo.svg")), title="liveweight demo")
+
+
+if __name__ == "__main__":
+    main()
