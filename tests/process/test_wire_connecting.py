@@ -19,11 +19,13 @@ from liveweight.errors import (
 )
 from liveweight.spec.deadline import Deadline
 from liveweight.wire.channel import Channel
+from liveweight.wire.codec import PROTOCOL
 from liveweight.wire.credentials import load_or_create_secret, server_keys
 from liveweight.wire.listener import Listener
 from tests.support.wire import (
     CODEC,
-    CODEC_2,
+    CODEC_OF_ANOTHER,
+    OTHER,
     OTHER_SECRET,
     SECRET,
     Echo,
@@ -100,12 +102,12 @@ def test_another_protocol_version_is_named_on_both_sides(address: str) -> None:
     with leaving_nothing(), Echo(address) as echo:
         began = time.monotonic()
         with pytest.raises(ProtocolMismatch) as refused:
-            channel(echo.address, codec=CODEC_2)
+            channel(echo.address, codec=CODEC_OF_ANOTHER)
         assert time.monotonic() - began < PROMPTLY_S
-        assert (refused.value.ours, refused.value.theirs) == (2, 1)
+        assert (refused.value.ours, refused.value.theirs) == (OTHER, PROTOCOL)
         reason = echo.listener.last_refusal
         assert isinstance(reason, ProtocolMismatch)
-        assert (reason.ours, reason.theirs, echo.listener.refused) == (1, 2, 1)
+        assert (reason.ours, reason.theirs, echo.listener.refused) == (PROTOCOL, OTHER, 1)
         with channel(echo.address) as asking:
             assert asking.request(Ping(1), soon(), "a pong") == Pong(1)
 

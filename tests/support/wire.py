@@ -17,7 +17,7 @@ import msgspec
 from liveweight.errors import LiveWeightError
 from liveweight.spec.deadline import Deadline
 from liveweight.wire.channel import Channel
-from liveweight.wire.codec import Codec
+from liveweight.wire.codec import PROTOCOL, Codec
 from liveweight.wire.credentials import Secret
 from liveweight.wire.limits import Limits
 from liveweight.wire.listener import Incoming, Listener
@@ -49,7 +49,8 @@ class Say(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag=True):
 
 Small: TypeAlias = Ping | Pong | Say
 CODEC: Codec[Small] = Codec(Small)
-CODEC_2: Codec[Small] = Codec(Small, protocol=2)
+OTHER = PROTOCOL + 1
+CODEC_OF_ANOTHER: Codec[Small] = Codec(Small, protocol=OTHER)
 
 
 def soon(seconds: float = 20.0) -> Deadline:

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from liveweight.errors import MessageInvalid, MessageTooLarge, ProtocolMismatch, WireError
 from liveweight.wire.codec import MAGIC, PROTOCOL, Codec, version_of
 from liveweight.wire.limits import Limits
-from tests.support.wire import CODEC, CODEC_2, Ping, Pong, Say, Small
+from tests.support.wire import CODEC, CODEC_OF_ANOTHER, OTHER, Ping, Pong, Say, Small
 
 LIMITS = Limits(message_bytes=4096)
 MIB = 1024 * 1024
@@ -65,11 +65,11 @@ def test_a_message_beyond_the_limit_is_neither_encoded_nor_decoded() -> None:
 
 def test_another_version_is_named_on_both_sides() -> None:
     with pytest.raises(ProtocolMismatch) as refused:
-        CODEC.decode(CODEC_2.encode(Ping(1), call=1, limits=LIMITS), limits=LIMITS)
-    assert (refused.value.ours, refused.value.theirs) == (1, 2)
+        CODEC.decode(CODEC_OF_ANOTHER.encode(Ping(1), call=1, limits=LIMITS), limits=LIMITS)
+    assert (refused.value.ours, refused.value.theirs) == (PROTOCOL, OTHER)
     with pytest.raises(ProtocolMismatch) as learned:
-        CODEC_2.decode(CODEC.refusal(2), limits=LIMITS)
-    assert (learned.value.ours, learned.value.theirs) == (2, 1)
+        CODEC_OF_ANOTHER.decode(CODEC.refusal(OTHER), limits=LIMITS)
+    assert (learned.value.ours, learned.value.theirs) == (OTHER, PROTOCOL)
 
 
 @pytest.mark.parametrize("protocol", [0, -1, 65536])
@@ -196,7 +196,7 @@ def damaged(chance: random.Random, frames: list[bytes]) -> bytes:
 
 def test_a_hundred_thousand_hostile_frames_raise_only_wire_errors_and_hold_no_memory() -> None:
     chance = random.Random(20260)
-    frames = [CODEC.encode(body, call=1, limits=LIMITS) for body in EXAMPLES] + [CODEC.refusal(2)]
+    frames = [CODEC.encode(body, call=1, limits=LIMITS) for body in EXAMPLES] + [CODEC.refusal(OTHER)]
     outcomes: dict[str, int] = {}
     tracemalloc.start()
     try:
