@@ -165,7 +165,9 @@ def test_garbage_from_holders_of_the_secret_is_counted_and_dropped(address: str)
                 frame = bytearray(valid)
                 frame[chance.randrange(2)] ^= 1 << chance.randrange(8)
                 inside.send(
-                    chance.choice([bytes(frame), valid[: chance.randrange(4)], b"LW\x01\0\x91" * 200])
+                    chance.choice(
+                        [bytes(frame), valid[: chance.randrange(4)], (CODEC.greeting + b"\x91") * 200]
+                    )
                 )
             for parts in ([b"", b""], [valid, valid], [valid] * 50):
                 inside.send_multipart(parts)
