@@ -332,10 +332,10 @@ def test_a_quorum_goes_on_without_a_straggler_which_catches_up(cluster: Cluster)
 
 def test_a_leader_that_stands_still_for_a_while_is_waited_for(cluster: Cluster) -> None:
     ranks, trainer = ready(cluster, "frozen")
-    ranks[0].ask("hold", event="RoundOpened", rank=REPLICA)
+    ranks[0].ask("hold", event="Verified", rank=REPLICA)
     trainer.ask("hold", event="Silence")
     call = trainer.begin("publish", label=2)
-    ranks[0].held("RoundOpened")
+    ranks[0].held("Verified")
     trainer.held("Silence")  # it has asked how far the round is, and heard nothing
     ranks[0].ask("go")
     trainer.ask("go")
