@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import re
 from pathlib import Path
 
 from rich.console import Console
@@ -10,6 +11,9 @@ from rich.console import Console
 from liveweight.cli.demo import play
 from liveweight.cli.demo_picture import Picture
 from liveweight.rl.settings import DemoSettings
+
+FROM_ELSEWHERE = re.compile(r"@font-face \{.*?\}\s*|<!--.*?-->\s*", re.DOTALL)
+"""Fonts that rich would have fetched from the network: a monospace font of the reader's does."""
 
 
 def main() -> None:
@@ -20,7 +24,8 @@ def main() -> None:
         return
     console = Console(record=True, width=100, file=io.StringIO())
     console.print(picture.draw())
-    console.save_svg(str(Path(__file__).with_name("demo.svg")), title="liveweight demo")
+    svg = console.export_svg(title="liveweight demo")
+    Path(__file__).with_name("demo.svg").write_text(FROM_ELSEWHERE.sub("", svg))
 
 
 if __name__ == "__main__":

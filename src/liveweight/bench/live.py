@@ -42,6 +42,7 @@ class LiveSettings:
     every_s: float = 10.0
     offer: Literal["frozen", "live"] = "frozen"
     stretches: int = 4
+    policies: tuple[KvPolicy, ...] = ("reuse", "recompute")
 
 
 @dataclass(slots=True)
@@ -129,9 +130,7 @@ def bench_live(settings: LiveSettings) -> dict[str, Any]:
         load = _Load(engine, settings.requests)
         load.start()
         _publish(trainer.line, settings.offer, "reuse")  # the first round faults the shadow in
-        figures = {
-            policy: _compare(load, trainer.line, settings, policy) for policy in ("reuse", "recompute")
-        }
+        figures = {policy: _compare(load, trainer.line, settings, policy) for policy in settings.policies}
         load.stop()
         trainer.line.say(do="stop")
         trainer.line.hear(Deadline.after(WAIT_S))

@@ -138,13 +138,23 @@ def live(
     commits: Annotated[int, typer.Option(min=1, help="Updates, for each KV policy.")] = 20,
     every_s: Annotated[float, typer.Option(min=0.1, help="Seconds between updates.")] = 10.0,
     offer: Annotated[Literal["frozen", "live"], typer.Option(help="What the trainer offers.")] = "frozen",
+    kv_policy: Annotated[
+        Literal["reuse", "recompute", "both"], typer.Option(help="What a commit does to running requests.")
+    ] = "both",
     json_to: JsonTo = None,
 ) -> None:
     """What live updates cost an engine that serves: stall, goodput, gaps between tokens."""
     from liveweight.bench.live import LiveSettings, bench_live
 
     settings = LiveSettings(
-        model=model, size=size, tp=tp, requests=requests, commits=commits, every_s=every_s, offer=offer
+        model=model,
+        size=size,
+        tp=tp,
+        requests=requests,
+        commits=commits,
+        every_s=every_s,
+        offer=offer,
+        policies=("reuse", "recompute") if kv_policy == "both" else (kv_policy,),
     )
     report = bench_live(settings)
     _tell(report, json_to, lambda: _show_live(report))
@@ -155,8 +165,7 @@ def _show_live(report: dict[str, Any]) -> None:
         f"{report['model']}, {report['bytes'] / 1e9:.2f} GB, tp {report['tp']}, {report['requests']} requests, "
         f"an update every {report['every_s']:g} s; one plain copy of the weights: {report['copy_s'] * 1e3:.0f} ms"
     )
-    for policy in ("reuse", "recompute"):
-        found = report[policy]
+    for policy, found in ((p, report[p]) for p in ("reuse", "recompute") if p in report):
         print(
             f"{policy:10} stall {found['stall_s'] * 1e3:8.1f} ms, {found['stall_ratio']:.3f} of a copy; "
             f"goodput {found['goodput']:.3f}; p99 gap {found['gap_p99_ratio']:.2f} of that without updates"
