@@ -42,6 +42,7 @@ from tests.support.engines import (
     forking,
     greedy,
 )
+from tests.support.stopping import stop
 from tests.support.zygote import Zygote
 
 Start = Callable[..., Engine]
@@ -304,7 +305,7 @@ def test_a_rank_that_stands_still_is_named_when_its_time_is_over(start: Start, m
     engine = start(models.directory(), tp=2, step_timeout_s=2.0)
     answer = ask(engine, [5, 6, 7], greedy(2000))
     answer.piece()
-    os.kill(engine.pids[1], signal.SIGSTOP)
+    stop(engine.pids[1])
     with pytest.raises(RankLost, match="rank"):
         assert answer.wait().finish
     assert engine.status().state == "failed"

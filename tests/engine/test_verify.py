@@ -17,6 +17,7 @@ from liveweight.engine.verifying import Question
 from liveweight.errors import DeadlineExceeded, ManifestMismatch, RankLost, WireError, WrongState
 from tests.support.engines import WITHIN_S, Arch, Models, ask, forking, greedy
 from tests.support.flipping_hook import FLIPPED, NAME
+from tests.support.stopping import stop
 from tests.support.zygote import Zygote
 
 
@@ -91,7 +92,7 @@ def test_a_flipped_bit_of_a_rank_is_named_and_a_round_heals_it(
 
 
 def test_a_stopped_rank_is_named_and_goes_on_afterwards(damageable: Engine) -> None:
-    os.kill(damageable.pids[1], signal.SIGSTOP)
+    stop(damageable.pids[1])
     try:
         with pytest.raises(DeadlineExceeded, match="rank 1 to digest its weights"):
             damageable.verify(Question(timeout_s=1.0))

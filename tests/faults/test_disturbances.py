@@ -178,13 +178,13 @@ def test_closing_is_prompt_while_a_replica_stands_still(cluster: Cluster, moment
     trainer = cluster.trainer(timeout_s=300.0, lease_s=200.0)
     assert "error" not in trainer.ask("publish", label=1)
     if moment == "before":
-        ranks[0].signal(signal.SIGSTOP)
+        ranks[0].stop()
         trainer.ask("offer", label=2)
     else:
         ranks[0].ask("hold", event=moment)
         trainer.ask("offer", label=2)
         ranks[0].held(moment)
-        ranks[0].signal(signal.SIGSTOP)
+        ranks[0].stop()
     began_s = time.monotonic()
     closed = trainer.ask("close")
     assert time.monotonic() - began_s < 30.0

@@ -24,6 +24,7 @@ from tests.support.cluster import Cluster
 from tests.support.engine_scene import MOMENTS, Moment, Scene, directory_of, label_of, scene
 from tests.support.engines import WITHIN_S, Logits, Models, answers, greedy
 from tests.support.rounds import publish_when_free
+from tests.support.stopping import stop
 from tests.support.versions import Clients, mixtures
 from tests.support.zygote import Zygote
 
@@ -107,7 +108,7 @@ def test_a_stopped_rank(make: Make, judge: Any, offer: str, moment: Moment) -> N
     place = make(offer=offer, timeout_s=3.0, lease_s=2.0)
     with place.clients() as asked:
         with place.held_at(moment, 2) as held:
-            os.kill(place.engine.pids[1], signal.SIGSTOP)
+            stop(place.engine.pids[1])
             if moment not in ("open", "voting"):
                 held.gone()
             held.go()

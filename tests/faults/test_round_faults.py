@@ -126,7 +126,7 @@ def test_a_stopped_rank_is_named_at_the_deadline(
     ranks[1].ask("hold", event=moment)
     call = trainer.begin("publish", label=2)
     ranks[1].held(moment)
-    ranks[1].signal(signal.SIGSTOP)
+    ranks[1].stop()
     error = trainer.end(call)["error"]
     assert (error["code"], error["rank"], error["step"], error["serving"]) == ("LW-301", 1, step, "1 again")
     assert error["retryable"]
@@ -172,7 +172,7 @@ def test_a_rank_stopped_at_the_vote_keeps_the_old_version_serving(cluster: Clust
     trainer.ask("hold", event=VOTE)
     call = trainer.begin("publish", label=2)
     trainer.held(VOTE)
-    ranks[1].signal(signal.SIGSTOP)
+    ranks[1].stop()
     trainer.ask("go")
     # The leader votes for its ranks, who have verified; the commit waits for them.
     error = trainer.end(call)["error"]
@@ -190,7 +190,7 @@ def test_a_leader_stopped_at_the_vote_is_named_when_the_lease_is_over(cluster: C
     trainer.ask("hold", event=VOTE)
     call = trainer.begin("publish", label=2)
     trainer.held(VOTE)
-    ranks[0].signal(signal.SIGSTOP)
+    ranks[0].stop()
     trainer.ask("go")
     error = trainer.end(call)["error"]
     assert (error["code"], error["step"], error["serving"]) == ("LW-301", "vote", "1")
@@ -206,7 +206,7 @@ def test_a_reader_that_lags_is_revoked_by_the_next_freeze(cluster: Cluster) -> N
     ranks[1].ask("hold", event="StagingBegan")
     call = trainer.begin("publish", label=2)
     ranks[1].held("StagingBegan")
-    ranks[1].signal(signal.SIGSTOP)
+    ranks[1].stop()
     assert trainer.end(call)["error"]["rank"] == 1
     assert (
         trainer.ask("publish", label=3)["error"]["rank"] == 1
@@ -316,7 +316,7 @@ def test_a_quorum_goes_on_without_a_straggler_which_catches_up(cluster: Cluster)
     second[0].ask("hold", event="StagingBegan")
     call = trainer.begin("publish", label=2)
     second[0].held("StagingBegan")
-    second[0].signal(signal.SIGSTOP)
+    second[0].stop()
     assert trainer.end(call)["behind"] == [cluster.address("b")]
     assert_holds(first, 2)
     second[0].signal(signal.SIGCONT)

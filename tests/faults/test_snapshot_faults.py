@@ -97,7 +97,7 @@ def test_a_stopped_writer_keeps_its_snapshot_and_a_killed_one_does_not(
     writer = cluster.snapshots("write", store.root, 1)
     while all(entry.commit is not None for entry in store.listed()):
         writer.expect("wrote")
-        writer.signal(signal.SIGSTOP)
+        writer.stop()
         if all(entry.commit is not None for entry in store.listed()):
             writer.signal(signal.SIGCONT)
     (unfinished,) = [entry.path for entry in store.listed() if entry.commit is None]

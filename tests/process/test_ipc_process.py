@@ -52,6 +52,7 @@ from liveweight.wire.descriptors import fetch
 from liveweight.wire.limits import Limits
 from liveweight.wire.messages import Attach, Attached, Inquire, Message, Refusal
 from liveweight.wire.values import Offer
+from tests.support.stopping import stop
 from tests.support.wire import soon, wait_until
 
 SECRET = Secret(b"a secret that is only used by tests")
@@ -388,7 +389,7 @@ def test_a_stopped_source_ends_the_wait_at_the_deadline(
 ) -> None:
     with child("source", f"{directory},s,5") as trainer:
         offer = offer_in(trainer.hear())
-        os.kill(trainer.pid, signal.SIGSTOP)
+        stop(trainer.pid)
         with pytest.raises(DeadlineExceeded, match=offer.source):
             reader.bind(offer, layout(), [shadow.memory], Deadline.after(0.3))
         os.kill(trainer.pid, signal.SIGCONT)

@@ -12,6 +12,7 @@ import pytest
 
 from tests.support.cluster import Cluster, Program
 from tests.support.rounds import WORLD, assert_holds, assert_no_growth, publish_when_free, weights_of
+from tests.support.stopping import stop
 
 pytest.importorskip("nixl")
 
@@ -125,7 +126,7 @@ def test_a_stopped_keeper_ends_the_round_within_its_deadline(tcp: TcpCluster, mo
     """Over TCP nobody answers then; over shared memory the reads go on without it. Either way the round ends, and the next succeeds."""
     ranks, trainer = tcp.ready(mode, "frozen", timeout_s=5.0, lease_s=2.0)
     keeper = keeper_of(trainer)
-    os.kill(keeper, signal.SIGSTOP)
+    stop(keeper)
     answer = trainer.ask("publish", label=2)
     os.kill(keeper, signal.SIGCONT)
     assert_holds(ranks, 1 if "error" in answer else 2)

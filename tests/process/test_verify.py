@@ -243,7 +243,7 @@ OPEN = Open(
 def test_a_stopped_rank_is_named_when_the_time_is_over(cluster: Cluster) -> None:
     ranks, trainer, _ = published(cluster)
     with asking(cluster) as operator:
-        ranks[1].signal(signal.SIGSTOP)
+        ranks[1].stop()
         error = operator.refused(operator.begin(timeout_s=1.0))
         assert error.code == "LW-301"
         assert "rank 1 to digest its weights" in str(error)
@@ -269,7 +269,7 @@ def test_a_publisher_says_of_every_engine_what_it_holds_and_waits_for_none_for_e
     trainer = cluster.trainer("ab", timeout_s=2.0)
     assert trainer.ask("verify")["error"]["code"] == "LW-107"  # nothing was published yet
     digest = trainer.ask("publish", label=1)["digest"]
-    two[0].signal(signal.SIGSTOP)
+    two[0].stop()
     said = trainer.ask("verify")
     assert said["match"] is None
     assert [replica["match"] for replica in said["replicas"]] == [True, None]

@@ -20,6 +20,7 @@ from liveweight.wire.channel import Channel
 from liveweight.wire.limits import Limits
 from liveweight.wire.listener import Listener
 from liveweight.wire.waker import Waker
+from tests.support.stopping import stop
 from tests.support.wire import (
     CODEC,
     OTHER_SECRET,
@@ -127,7 +128,7 @@ def test_sending_to_a_peer_that_does_not_read_ends_at_the_deadline_without_spinn
         process(ping_process, listener.address),
     ):
         one, two = (listener.receive(soon(), "two pings") for _ in range(2))
-        os.kill(stopped.pid, signal.SIGSTOP)
+        stop(stopped.pid)
         for peer in (one.peer, two.peer):
             listener.send(peer, Pong(5), 1, soon())  # to both: one of them is stopped
         full = 0
@@ -175,7 +176,7 @@ def test_a_vanished_host_is_noticed_by_its_silence() -> None:
         process(echo_process, "tcp://127.0.0.1:0", None) as (child, pipe),
         channel(said(pipe), limits=limits) as asking,
     ):
-        os.kill(child.pid, signal.SIGSTOP)
+        stop(child.pid)
         with pytest.raises(ChannelClosed):
             asking.receive(soon(60), "anything")
 
@@ -212,7 +213,7 @@ def test_a_cancelled_request_ends_promptly_and_the_channel_stays_open(address: s
         process(echo_process, address, None) as (child, pipe),
         Channel(said(pipe), SECRET, CODEC, deadline=soon(), cancel=cancel) as asking,
     ):
-        os.kill(child.pid, signal.SIGSTOP)
+        stop(child.pid)
         began = time.monotonic()
         canceller = threading.Timer(0.2, cancel.wake)
         canceller.start()

@@ -14,6 +14,7 @@ import msgspec
 
 from liveweight.engine.config import EngineConfig
 from tests.support.conversation import ANSWER_S, Conversation
+from tests.support.stopping import stop
 from tests.support.zygote import Zygote
 
 
@@ -30,8 +31,12 @@ class Program(Conversation):
         super().__init__(f"process {self.pid}", reads=os.fdopen(our_input), writes=os.fdopen(our_output, "w"))
 
     def signal(self, number: signal.Signals) -> None:
-        """Stop, continue or kill it."""
+        """Continue or kill it; to stop it, `stop`."""
         signal.pidfd_send_signal(self._pidfd, number)
+
+    def stop(self) -> None:
+        """SIGSTOP, and wait until it stands still."""
+        stop(self.pid)
 
     def kill(self) -> None:
         """SIGKILL, and wait until it is gone."""
