@@ -1,7 +1,8 @@
 """What live updates cost an engine that serves: the stall at a commit, the tokens that are lost, the gaps between tokens.
 
 One run, one engine, one trainer process. Stretches without updates and with them take turns; in both, the same number of requests
-decodes all the time. The stall is compared with one plain copy of the weights by as many processes as there are ranks.
+decodes all the time. The stall is a gap at a commit beside the gaps that follow it, since a machine that is shared is not equally fast all
+the time; it is compared with one plain copy of the weights by as many processes as there are ranks.
 """
 
 from __future__ import annotations
@@ -27,6 +28,9 @@ from liveweight.engine.init_model.sizes import SIZES
 from liveweight.engine.requests import Delta, Sampling
 from liveweight.spec.deadline import Deadline
 from liveweight.wire.values import KvPolicy
+
+AFTER = 10
+"""How many gaps after a commit tell what is usual at that time."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,13 +64,16 @@ class _Stretch:
     def gaps(self) -> list[float]:
         return [b[0] - a[0] for row in self.tokens for a, b in itertools.pairwise(row)]
 
-    def crossings(self) -> dict[str, list[float]]:
-        """By the weights that came: each request's gap between its last token of before and its first after."""
-        found: dict[str, list[float]] = {}
+    def crossings(self) -> dict[str, list[tuple[float, float]]]:
+        """By the weights that came: each request's gap between its last token of before and its first after, and its usual gap then."""
+        found: dict[str, list[tuple[float, float]]] = {}
         for row in self.tokens:
-            for (before_s, before), (after_s, after) in itertools.pairwise(row):
-                if before != after:
-                    found.setdefault(after, []).append(after_s - before_s)
+            pairs = list(itertools.pairwise(row))
+            gaps = [after[0] - before[0] for before, after in pairs]
+            for index, (before, after) in enumerate(pairs):
+                following = gaps[index + 1 : index + 1 + AFTER]
+                if before[1] != after[1] and following:
+                    found.setdefault(after[1], []).append((gaps[index], statistics.median(following)))
         return found
 
 
@@ -179,14 +186,17 @@ def _figures(found: list[tuple[_Stretch, _Stretch, list[dict[str, Any]]]], copy_
     quiet_gaps = [gap for quiet, _, _ in found for gap in quiet.gaps()]
     busy_gaps = [gap for _, busy, _ in found for gap in busy.gaps()]
     usual_s = statistics.median(quiet_gaps)
-    crossings = [statistics.median(gaps) for _, busy, _ in found for gaps in busy.crossings().values()]
+    crossings = [some for _, busy, _ in found for some in busy.crossings().values()]
+    at_commits = [statistics.median(gap for gap, _ in some) for some in crossings]
+    stalls = [statistics.median(gap - usual for gap, usual in some) for some in crossings]
     rounds = [one for _, _, some in found for one in some]
-    stall_s = statistics.median(crossings) - usual_s
+    stall_s = statistics.median(stalls)
     return {
         "commits": len(rounds),
         "usual_gap_s": usual_s,
         "stall_s": stall_s,
         "stall_ratio": stall_s / copy_s,
+        "stall_beside_quiet_s": statistics.median(at_commits) - usual_s,
         "swap_s": statistics.median(one["stall_s"] for one in rounds),
         "round_s": statistics.median(one["took_s"] for one in rounds),
         "tokens_per_s": statistics.mean(busy.rate for _, busy, _ in found),

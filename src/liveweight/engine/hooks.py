@@ -22,17 +22,23 @@ ModelHook: TypeAlias = "Callable[[Model], object]"
 """Called with the rank's model, on its main thread, while no step runs. May raise: then all ranks go back to the weights before."""
 
 
-def derive(model: Model) -> None:
+def derive(model: Model) -> Callable[[], object]:
     """Post-processing: every module computes anew what it keeps of its weights in another form."""
     from liveweight.engine.models.derive import Deriving
 
-    for part in model.modules():
-        if isinstance(part, Deriving):
+    parts = [
+        part for part in model.modules() if isinstance(part, Deriving)
+    ]  # looked for once, not at every commit
+
+    def run() -> None:
+        for part in parts:
             part.derive()
 
+    return run
 
-BUILT_IN: Mapping[str, ModelHook] = {"derive": derive}
-"""The engine's own, by name, in order."""
+
+BUILT_IN: Mapping[str, Callable[[Model], Callable[[], object]]] = {"derive": derive}
+"""The engine's own, by name, in order: each is made for a model."""
 
 
 def hooks_of(model: Model, given: Sequence[str] = ()) -> tuple[Hook, ...]:
@@ -40,8 +46,9 @@ def hooks_of(model: Model, given: Sequence[str] = ()) -> tuple[Hook, ...]:
 
     EngineConfigInvalid for one that cannot be imported.
     """
-    named = [*BUILT_IN.items(), *((text, _imported(text)) for text in given)]
-    return tuple(partial(_run, name, hook, model) for name, hook in named)
+    named = [(name, make(model)) for name, make in BUILT_IN.items()]
+    named += [(text, partial(_imported(text), model)) for text in given]
+    return tuple(partial(_run, name, hook) for name, hook in named)
 
 
 def check_name(text: str) -> None:
@@ -64,12 +71,12 @@ def _imported(text: str) -> ModelHook:
     return hook
 
 
-def _run(name: str, hook: ModelHook, model: Model) -> None:
+def _run(name: str, hook: Callable[[], object]) -> None:
     import torch
 
     try:
         with torch.no_grad():
-            hook(model)
+            hook()
     except LiveWeightError:
         raise
     except Exception as error:

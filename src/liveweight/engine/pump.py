@@ -78,16 +78,18 @@ class Pump:
         return True
 
     def _send(self) -> None:
-        """What can be sent now. A decision goes before the next step, and no step follows it until its outcome is known."""
-        if self._exchanging is not None:
-            return
-        decision = self._inbox.take()
-        if decision is not None:
-            self._exchanging = decision
-            self.ranks.send(Exchange(decision.epoch, decision.undo, decision.timeout_s))
+        """What can be sent now. A decision goes before the next step; until its outcome is known, only steps follow it that are the same
+        whatever it is."""
+        if self._exchanging is None:
+            self._exchanging = self._inbox.take()
+            if self._exchanging is not None:
+                decision = self._exchanging
+                self.ranks.send(Exchange(decision.epoch, decision.undo, decision.timeout_s))
+        crossing = self._exchanging is not None
+        if crossing and self._policy() != "reuse":
             return
         while self.scheduler.in_flight < self._depth:
-            step = self.scheduler.schedule()
+            step = self.scheduler.schedule(crossing=crossing)
             if step is None:
                 return
             self.ranks.send(step)
@@ -118,12 +120,16 @@ class Pump:
 
     def _exchanged(self, weights: str) -> Said:
         """All ranks know the outcome: the next step may go. Requests feel it only if the weights are other ones now."""
-        decision, self._exchanging = self._exchanging, None
+        policy, self._exchanging = self._policy(), None
         if content_of(weights) == content_of(self.scheduler.weights):
             self.scheduler.weights = weights  # at most another name: keys and values are of the same content
             return []
-        asked = None if decision is None else decision.kv_policy
-        return self.scheduler.change(weights, self._kv_policy if asked is None else asked)
+        return self.scheduler.change(weights, policy)
+
+    def _policy(self) -> KvPolicy:
+        """What the exchange under way means for requests that run."""
+        asked = None if self._exchanging is None else self._exchanging.kv_policy
+        return self._kv_policy if asked is None else asked
 
     def _fail(self, error: LiveWeightError) -> None:
         with self.lock:

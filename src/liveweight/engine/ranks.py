@@ -84,7 +84,8 @@ class Ranks:
         self._selector.register(self._waker, selectors.EVENT_READ)
         self._pipes: list[Pipe[Answer]] = []
         self._processes: list[Process] = []
-        self._sent: deque[tuple[str, Deadline]] = deque()
+        self._sent: deque[tuple[str, float]] = deque()
+        self._due = Deadline.after(0.0)
         self._answers: list[deque[Done]] = [deque() for _ in range(config.tp)]
         self._meeting = tempfile.TemporaryDirectory(prefix="liveweight-ranks-")
         try:
@@ -115,7 +116,9 @@ class Ranks:
                 what, allowed_s = f"step {number}", 0.0
             case Exchange(epoch=epoch, timeout_s=allowed_s):
                 what = f"the exchange of round {epoch}"
-        self._sent.append((what, Deadline.after(allowed_s + self._config.step_timeout_s)))
+        self._sent.append((what, allowed_s + self._config.step_timeout_s))
+        if len(self._sent) == 1:
+            self._begin_waiting()
 
     def wake(self) -> None:
         """End the present wait, or the next one. Any thread."""
@@ -126,7 +129,7 @@ class Ranks:
 
         RankLost names the rank that died, failed or did not answer in time.
         """
-        timeout = self._sent[0][1].remaining_s() if self._sent else None
+        timeout = self._due.remaining_s() if self._sent else None
         ready = self._selector.select(timeout)
         if not ready and self._sent:
             raise self._late()
@@ -211,19 +214,25 @@ class Ranks:
         complete = []
         while all(self._answers):
             self._sent.popleft()
+            self._begin_waiting()
             complete.append(tuple(answers.popleft() for answers in self._answers))
         return complete
 
+    def _begin_waiting(self) -> None:
+        """An entry's time begins when it is the oldest: what goes before it may take its own."""
+        if self._sent:
+            self._due = Deadline.after(self._sent[0][1])
+
     def _late(self) -> RankLost:
         """Ranks wait for each other, so one that stands still keeps all from answering: if one is stopped, it alone is named."""
-        what, deadline = self._sent[0]
+        what, _ = self._sent[0]
         missing = [rank for rank, answers in enumerate(self._answers) if not answers]
         stopped = [rank for rank in missing if _is_stopped(self._processes[rank].pid)]
         named = " and ".join(
             f"rank {rank} (process {self._processes[rank].pid})" for rank in stopped or missing
         )
         stands = ", stopped," if stopped else ""
-        return RankLost(f"{named}{stands} did not answer {what} for {deadline.waited_s():.0f} s")
+        return RankLost(f"{named}{stands} did not answer {what} for {self._due.waited_s():.0f} s")
 
     def _lost(self, rank: int, error: LiveWeightError) -> RankLost:
         """What is known about a rank whose stream broke: its last word, or how it ended."""

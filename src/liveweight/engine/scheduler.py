@@ -103,7 +103,7 @@ class Scheduler:
         return [self._finish(sequence, Delta(fault=error)) for sequence in list(self._known.values())]
 
     def change(self, weights: str, policy: KvPolicy) -> Said:
-        """Other weights serve from the next step on; no step is in flight. What that means for requests that run is the policy's."""
+        """Other weights serve from here on in the stream; steps in flight come after it. What that means for requests is the policy's."""
         self.weights, self._root = weights, root_key(content_of(weights))
         said: Said = []
         for sequence in reversed(list(self._running)):
@@ -111,17 +111,22 @@ class Scheduler:
                 case "recompute":
                     self._preempt(sequence)
                 case "reuse":
-                    sequence.stale = sequence.reused = True
+                    sequence.stale = True
                 case "drop":
                     said.append(self._finish(sequence, sequence.aborted()))
         for sequence in self._known.values():
             sequence.keys.clear()
+            sequence.reused |= sequence.stale or sequence.in_flight > 0  # also one that lost its pages since
         return said
 
     # The next step.
 
-    def schedule(self) -> Step | None:
-        """The next step, if there is anything to do that does not wait for a result. Drawing goes before filling."""
+    def schedule(self, *, crossing: bool = False) -> Step | None:
+        """The next step, if there is anything to do that does not wait for a result. Drawing goes before filling.
+
+        `crossing`: it comes after an exchange whose outcome is not known. Then it only draws: what fills pages says now which weights
+        they are of.
+        """
         if self._pause == "freeze":
             return None
         rows: list[Fill | Next] = []
@@ -135,7 +140,7 @@ class Scheduler:
                 rows.append(row)
                 users.append(sequence)
                 budget -= self.limits.width
-        for sequence in self._to_fill():
+        for sequence in () if crossing else self._to_fill():
             if budget <= 0:
                 break
             chunk = self._fill(sequence, budget)
@@ -167,9 +172,7 @@ class Scheduler:
             if taken is not None:
                 blocks = taken
                 break
-            victim = self._running[
-                -1
-            ]  # rows are made in order of admission, so the victim has none in this step
+            victim = self._running[-1]  # rows come in order of admission: it has none in this step
             self._preempt(victim)
             if victim is sequence:
                 return None
@@ -197,9 +200,7 @@ class Scheduler:
             return False  # taken back from a step whose tokens are not known yet
         known, block_tokens = len(sequence.tokens), self.limits.block_tokens
         hits: list[int] = []
-        if (
-            not sequence.sampling.routing
-        ):  # the experts of every token are wanted, so every token must be computed
+        if not sequence.sampling.routing:  # else every token must be computed: its experts are wanted
             hits = self.pool.find(sequence.keys_until(known - 1, self._root, block_tokens))
         taken = self.pool.take(self._pages(known + self.limits.width) - len(hits))
         if taken is None:
