@@ -104,8 +104,12 @@ def test_a_lost_keeper_is_replaced_and_costs_one_round_at_most(tcp: TcpCluster, 
     ranks, trainer = tcp.ready(mode, "frozen", timeout_s=20.0)
     keeper = keeper_of(trainer)
     os.kill(keeper, signal.SIGKILL)
-    assert "error" not in trainer.ask("publish", label=2)
-    assert_holds(ranks, 2)
+    answer = trainer.ask(
+        "publish", label=2
+    )  # the keeper may be seen to be gone before the round, or in its middle
+    assert_holds(ranks, 1 if "error" in answer else 2)
+    assert "error" not in publish_when_free(trainer, 3)
+    assert_holds(ranks, 3)
     assert keeper_of(trainer) != keeper
 
 
