@@ -153,11 +153,15 @@ class World:
     def dropped(self, round_id: RoundId, rank: int) -> None:
         self.tell(m.Dropped(round=round_id, rank=rank), b"rank%d" % rank)
 
-    def ready(self, label: int = 1) -> RoundId:
+    def whole(self, label: int = 1) -> RoundId:
         round_id = self.opened(label)
         for rank in range(self.world):
             self.staged(round_id, rank)
             self.verified(round_id, rank, label)
+        return round_id
+
+    def ready(self, label: int = 1) -> RoundId:
+        round_id = self.whole(label)
         self.ask(m.Ask(round=round_id, lease_s=5), m.Voted)
         return round_id
 
@@ -668,6 +672,17 @@ def test_a_lost_rank_fails_the_round_at_once_and_its_successor_completes_the_rep
     assert world.refused(world.open(3)).code == "LW-102"  # described anew first
     world.ask(m.Describe(structure="s", manifest=MANIFEST), m.Described)
     world.committed(3)
+
+
+@pytest.mark.parametrize("voted", [False, True], ids=["at the vote", "at the commit"])
+def test_a_publisher_that_did_not_hear_of_a_lost_rank_is_told_its_name(voted: bool) -> None:
+    world = World()
+    world.committed(1)
+    round_id = world.ready(2) if voted else world.whole(2)
+    world.actions += world.scheduler.on_lost(world.now_s, 1)
+    asked = m.Commit(round=round_id, timeout_s=5) if voted else m.Ask(round=round_id, lease_s=5)
+    fault = world.ask(asked, m.Refusal).fault
+    assert (fault.rank, fault.code) == (1, "LW-205")
 
 
 def test_a_successor_that_claims_an_old_version_does_not_make_the_replica_seem_whole() -> None:

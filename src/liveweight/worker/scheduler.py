@@ -295,6 +295,9 @@ class Scheduler:
         self, now_s: float, peer: bytes, call: int, body: m.Ask | m.Commit | m.Undo | m.Abort
     ) -> list[Action]:
         match body:
+            case m.Ask(round=round_id) | m.Commit(round=round_id) if round_id in self._fallen():
+                fault, serving = self._fallen()[round_id], states.serving_version(self.state)
+                return [Reply(peer, call, m.Refusal(fault=fault, serving=serving))]
             case m.Ask(round=round_id, lease_s=lease_s):
                 current = self._current(round_id, "vote")
                 if current.phase != "verified":
@@ -450,6 +453,11 @@ class Scheduler:
         if self._round is None or self._round.id != round_id:
             raise WrongState(f"not in that round ({states.describe(self.state)})", command)
         return self._round
+
+    def _fallen(self) -> dict[RoundId, Fault]:
+        """Rounds that ended because of a rank: their publisher may not have heard of it, and go on."""
+        faults = ((ended.id, ended.fault) for ended in self._ended.values())
+        return {round_id: fault for round_id, fault in faults if fault is not None and fault.rank is not None}
 
     def _named(self, round_id: RoundId) -> Round:
         ended = self._ended.get(round_id)
