@@ -30,7 +30,8 @@ LiveWeightError
 ├── Unavailable                this machine cannot do it
 │   ├── MissingExtra           LW-501   an optional dependency is not installed
 │   ├── OutOfMemory            LW-502   memory for an arena or a shadow could not be had
-│   └── OutOfSpace             LW-503   a snapshot could not be written where it should be
+│   ├── OutOfSpace             LW-503   a snapshot could not be written where it should be
+│   └── AddressUnusable        LW-504   an address that nobody can listen at or connect to from here
 ├── Torn                       LW-601   an in-place update failed: a mixture, which does not serve
 ├── OutcomeUnknown             LW-602   the decision of a round could not be learned in time
 ├── RoundAborted               LW-603   the round was given up by its publisher
@@ -95,7 +96,7 @@ class ManifestInvalid(Refused):
     """A manifest that contradicts itself: empty, or with a name twice."""
 
     code = "LW-102"
-    remedy = "give every tensor one name, once, and offer at least one"
+    remedy = "give every tensor one name, once, and offer at least one; for a checkpoint, name a complete HF directory"
 
 
 class LayoutInvalid(Refused):
@@ -352,6 +353,15 @@ class OutOfSpace(Unavailable):
     code = "LW-503"
     remedy = "free space, prune older snapshots, or write elsewhere"
     retryable = True
+
+
+class AddressUnusable(Unavailable):
+    """An address that cannot be used from here: written wrong, taken by another, or without a way to it."""
+
+    code = "LW-504"
+    remedy = (
+        "give ipc:///path in a directory of yours, or tcp://host:port of this network, that nobody else uses"
+    )
 
 
 class Torn(LiveWeightError):

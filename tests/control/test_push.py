@@ -123,7 +123,7 @@ def test_a_push_changes_what_a_served_engine_says_and_an_undo_takes_it_back(
         refused = liveweight(short_path, "push", other, url, "--version", "step_2")
         assert refused.returncode == 1
         assert refused.stderr.startswith("LW-101 refused: ")
-        assert refused.stderr.endswith(". Still serving step_1.\n")
+        assert ". Still serving step_1. What to do: publish exactly " in refused.stderr
         assert said(url)["text"] == expected
 
         undone = liveweight(short_path, "undo", url)

@@ -107,7 +107,7 @@ def test_a_lost_rank_ends_open_requests_and_the_program_with_3(model_dir: Path) 
     assert "LW-706" in lines[-1]
     assert (health.status_code, "rank 1" in health.text) == (503, True)
     assert code == 3
-    assert errors.startswith("LW-706 rank 1 ended with signal 9\n")
+    assert errors.startswith("LW-706 rank 1 ended with signal 9. What to do: ")
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
@@ -119,7 +119,7 @@ def test_a_signal_while_it_starts_ends_it_too(tmp_path: Path, number: signal.Sig
         assert ended(started) == (0, "")
 
 
-def test_what_keeps_it_from_starting_is_one_line_and_a_remedy(tmp_path: Path, model_dir: Path) -> None:
+def test_what_keeps_it_from_starting_is_one_line_with_a_remedy(tmp_path: Path, model_dir: Path) -> None:
     (tmp_path / "empty").write_text("\n", encoding="utf-8")
     cases = {
         "LW-701 fault: model.safetensors is cut off": [str(tmp_path / "fault")],
@@ -137,7 +137,8 @@ def test_what_keeps_it_from_starting_is_one_line_and_a_remedy(tmp_path: Path, mo
     for line, arguments in cases.items():
         with program(*arguments, "--port", "0") as started:
             code, errors = ended(started)
-        assert (code, errors.startswith(line), errors.count("\n")) == (1, True, 2), errors
+        assert (code, errors.startswith(line), errors.count("\n")) == (1, True, 1), errors
+        assert ". What to do: " in errors
 
 
 @pytest.mark.parametrize("way", ["argument", "file", "environment"])
@@ -169,7 +170,7 @@ def test_a_missing_extra_is_told_by_the_pip_line(model_dir: Path) -> None:
         [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False
     )
     assert done.returncode == 1
-    assert done.stderr.startswith("LW-501 serving needs: pip install 'liveweight[engine]'\n")
+    assert done.stderr.startswith("LW-501 serving needs: pip install 'liveweight[engine]'. What to do: ")
 
 
 def test_the_command_line_loads_nothing_heavy() -> None:

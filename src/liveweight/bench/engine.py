@@ -48,7 +48,6 @@ def bench_engine(settings: EngineSettings) -> dict[str, Any]:
         if directory is None:
             directory = Path(stack.enter_context(tempfile.TemporaryDirectory())) / "model"
             init_model(directory, SIZES[settings.arch][settings.size])
-        theirs = _transformers(directory, settings)
         config = EngineConfig(
             model=str(directory),
             tp=settings.tp,
@@ -56,6 +55,7 @@ def bench_engine(settings: EngineSettings) -> dict[str, Any]:
             prefix_cache=False,  # the same prompts come again: it would be no comparison
         )
         engine = stack.enter_context(Engine(config))
+        theirs = _transformers(directory, settings)
         prompts = _prompts(settings, engine.vocab)
         ours_s: list[float] = []
         theirs_s: list[float] = []

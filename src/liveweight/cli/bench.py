@@ -9,27 +9,49 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
+from liveweight.cli.failing import telling
+
 if TYPE_CHECKING:
     from liveweight.bench.digest import DigestReport
 
+
+def _writable(place: str | None) -> str | None:
+    """Asked before anything is measured."""
+    if place is not None and place != "-" and not Path(place).parent.is_dir():
+        raise typer.BadParameter(f"{Path(place).parent} is not a directory")
+    return place
+
+
 JsonTo = Annotated[
-    str | None, typer.Option("--json", help="Write JSON to this file; '-' prints it in place of the table.")
+    str | None,
+    typer.Option(
+        "--json",
+        callback=_writable,
+        help="Write JSON to this file; '-' prints it in place of the table.",
+    ),
 ]
-app = typer.Typer(help="Measure on this machine.", no_args_is_help=True)
+app = typer.Typer(no_args_is_help=True)
 
 
 @app.callback()
 def options() -> None:
-    """Measure on this machine."""
+    """Measure on this machine.
+
+    For example: liveweight bench digest
+    """
 
 
 @app.command()
+@telling
 def digest(
     size_mb: Annotated[int, typer.Option(min=1, help="MB of bfloat16; more than the caches hold.")] = 256,
     repeats: Annotated[int, typer.Option(min=1, help="Repetitions; the best counts.")] = 15,
     json_to: JsonTo = None,
 ) -> None:
-    """What digesting costs beside copying: one core, warm."""
+    """What digesting costs beside copying: one core, warm.
+
+    For example: liveweight bench digest --size-mb 512 --json digest.json
+    """
     from liveweight.bench.digest import bench_digest
 
     report = bench_digest(size_mb=size_mb, repeats=repeats)
@@ -61,6 +83,7 @@ def _show(report: DigestReport) -> None:
 
 
 @app.command()
+@telling
 def ipc(
     size_gb: Annotated[float, typer.Option(min=0.001, help="GB of bfloat16 weights.")] = 1.4,
     ranks: Annotated[int, typer.Option(min=1, help="Ranks of the replica; each keeps its share.")] = 2,
@@ -70,7 +93,10 @@ def ipc(
     cast: Annotated[bool, typer.Option(help="Freeze from float32 too.")] = True,
     json_to: JsonTo = None,
 ) -> None:
-    """Rounds over shared memory, beside one plain copy of the same bytes."""
+    """Rounds over shared memory, beside one plain copy of the same bytes.
+
+    For example: liveweight bench ipc --size-gb 0.5 --ranks 2
+    """
     from liveweight.bench.ipc import IpcSettings, bench_ipc
 
     settings = IpcSettings(
@@ -95,6 +121,7 @@ def _show_ipc(report: dict[str, Any]) -> None:
 
 
 @app.command()
+@telling
 def engine(
     model: Annotated[
         Path | None, typer.Option(help="A checkpoint directory; without one, random weights.")
@@ -107,7 +134,10 @@ def engine(
     repeats: Annotated[int, typer.Option(min=1, help="Repetitions of both.")] = 5,
     json_to: JsonTo = None,
 ) -> None:
-    """The embedded engine beside transformers' generate, on the same model, prompts and cores."""
+    """The embedded engine beside transformers' generate, on the same model, prompts and cores.
+
+    For example: liveweight bench engine --size tiny --prompts 8
+    """
     from liveweight.bench.engine import EngineSettings, bench_engine
 
     settings = EngineSettings(
@@ -128,6 +158,7 @@ def _show_engine(report: dict[str, Any]) -> None:
 
 
 @app.command()
+@telling
 def live(
     model: Annotated[
         Path | None, typer.Option(help="A checkpoint directory; without one, random weights.")
@@ -143,7 +174,10 @@ def live(
     ] = "both",
     json_to: JsonTo = None,
 ) -> None:
-    """What live updates cost an engine that serves: stall, goodput, gaps between tokens."""
+    """What live updates cost an engine that serves: stall, goodput, gaps between tokens.
+
+    For example: liveweight bench live --size small --commits 5 --every-s 2 --kv-policy reuse
+    """
     from liveweight.bench.live import LiveSettings, bench_live
 
     settings = LiveSettings(
@@ -173,6 +207,7 @@ def _show_live(report: dict[str, Any]) -> None:
 
 
 @app.command()
+@telling
 def snapshot(
     size_gb: Annotated[float, typer.Option(min=0.001, help="GB of bfloat16 weights.")] = 0.5,
     rounds: Annotated[int, typer.Option(min=1, help="Repetitions of every contender.")] = 5,
@@ -182,7 +217,10 @@ def snapshot(
     ] = None,
     json_to: JsonTo = None,
 ) -> None:
-    """Saving and restoring snapshots, beside safetensors with the same bytes."""
+    """Saving and restoring snapshots, beside safetensors with the same bytes.
+
+    For example: liveweight bench snapshot --size-gb 4 --directory /tmp
+    """
     from liveweight.bench.snapshot import SnapshotSettings, bench_snapshot
 
     settings = SnapshotSettings(size_gb=size_gb, rounds=rounds, part_bytes=part_mb << 20, directory=directory)

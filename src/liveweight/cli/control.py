@@ -10,6 +10,8 @@ from typing import Annotated, Any, Literal, TypeAlias
 
 import typer
 
+from liveweight.cli.exits import FAILED
+from liveweight.cli.failing import line_of
 from liveweight.cli.keys import ControlKey, ControlKeyFile, key_of
 from liveweight.control.client import EngineClient
 from liveweight.errors import LiveWeightError
@@ -37,24 +39,30 @@ def status(
     control_key: ControlKey = None,
     control_key_file: ControlKeyFile = None,
 ) -> None:
-    """Tell what engines serve. The exit code is 1 if one of them does not answer."""
+    """Tell what engines serve. The exit code is 1 if one of them does not answer.
+
+    For example: liveweight status http://127.0.0.1:8000 http://127.0.0.1:8001 --json
+    """
     key, deadline = key_of(control_key, control_key_file, "control key"), Deadline.after(timeout)
-    said = [_asked(url, key, deadline) for url in urls]
+    errors: list[LiveWeightError] = []
+    said = [_asked(url, key, deadline, errors) for url in urls]
     if as_json:
         print(json.dumps(said, indent=2))
     else:
         _show([_COLUMNS, *(_row(answer) for answer in said)])
-    for answer in said:
-        if "error" in answer:
-            print(answer["error"], file=sys.stderr)
-    if any("error" in answer for answer in said):
-        raise typer.Exit(1)
+    for error in errors:
+        print(line_of(error), file=sys.stderr)
+    if errors:
+        raise typer.Exit(FAILED) from errors[0]
 
 
 def undo(
     url: Url, timeout: Timeout = 60.0, control_key: ControlKey = None, control_key_file: ControlKeyFile = None
 ) -> None:
-    """Take an engine back to the version before."""
+    """Take an engine back to the version before.
+
+    For example: liveweight undo http://127.0.0.1:8000
+    """
     client, deadline = _client(url, control_key, control_key_file), Deadline.after(timeout)
     print(f"{url} serves {label_of(client.undo(deadline)['version'])}")
 
@@ -66,7 +74,10 @@ def pause(
     control_key: ControlKey = None,
     control_key_file: ControlKeyFile = None,
 ) -> None:
-    """Let an engine's requests stand still."""
+    """Let an engine's requests stand still.
+
+    For example: liveweight pause http://127.0.0.1:8000 --mode wait
+    """
     client, deadline = _client(url, control_key, control_key_file), Deadline.after(timeout)
     print(f"{url} is {client.pause(mode, deadline)['state']}")
 
@@ -74,7 +85,10 @@ def pause(
 def resume(
     url: Url, timeout: Timeout = 60.0, control_key: ControlKey = None, control_key_file: ControlKeyFile = None
 ) -> None:
-    """Let an engine's requests go on."""
+    """Let an engine's requests go on.
+
+    For example: liveweight resume http://127.0.0.1:8000
+    """
     client, deadline = _client(url, control_key, control_key_file), Deadline.after(timeout)
     print(f"{url} is {client.resume(deadline)['state']}")
 
@@ -88,10 +102,12 @@ def _client(url: str, key: str | None, key_file: Path | None) -> EngineClient:
     return EngineClient(url, key_of(key, key_file, "control key"))
 
 
-def _asked(url: str, key: str | None, deadline: Deadline) -> dict[str, Any]:
+def _asked(url: str, key: str | None, deadline: Deadline, errors: list[LiveWeightError]) -> dict[str, Any]:
+    """What an engine says, or why it says nothing, which is also added to the errors."""
     try:
         return {"url": url, **EngineClient(url, key).weights(deadline)}
     except LiveWeightError as error:
+        errors.append(error)
         return {"url": url, "error": f"{error.code} {error}"}
 
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
+from liveweight.cli.exits import INTERRUPTED
 from liveweight.errors import MissingExtra
 from liveweight.transports.registry import TRANSPORTS
 
@@ -22,8 +23,6 @@ if TYPE_CHECKING:
     from liveweight.rl.watch import WatchedReplica
     from liveweight.trainer.publisher import Publisher
 
-INTERRUPTED = 130
-"""The exit code after Ctrl-C, as shells have it."""
 ROUND_S, LEASE_S = 30.0, 3.0
 _NEEDED = ("fastapi", "jinja2", "tokenizers", "torch", "transformers", "uvicorn")
 
@@ -51,7 +50,16 @@ Chaos = Annotated[
     bool, typer.Option("--chaos", help="Cut connections, let deadlines run out, kill ranks and engines.")
 ]
 Control = Annotated[bool, typer.Option("--control/--no-control", help="Also run without publishing.")]
-Out = Annotated[Path, typer.Option(metavar="DIR", help="Where the report is written.")]
+
+
+def _directory(place: Path) -> Path:
+    """Asked before the run, not after it."""
+    if place.exists() and not place.is_dir():
+        raise typer.BadParameter(f"{place} is not a directory")
+    return place
+
+
+Out = Annotated[Path, typer.Option(callback=_directory, metavar="DIR", help="Where the report is written.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print an object per step, and the summary last.")]
 
 
@@ -74,7 +82,7 @@ def demo(
     running requests. Then the same once more without publishing, for comparison. A report is written at the end. The exit code is 0
     after a whole demo, 130 after Ctrl-C, 1 after an error.
 
-    Example: liveweight demo --steps 60 --kv-policy reuse
+    For example: liveweight demo --steps 60 --kv-policy reuse
     """
     if context.invoked_subcommand is not None:
         return

@@ -5,7 +5,8 @@ from __future__ import annotations
 import typer
 
 from liveweight.cli import demo, demo_torn
+from liveweight.cli.failing import telling
 
 app = typer.Typer()
-app.callback(invoke_without_command=True)(demo.demo)
-app.command("torn")(demo_torn.torn)
+app.callback(invoke_without_command=True)(telling(demo.demo))
+app.command("torn")(telling(demo_torn.torn))

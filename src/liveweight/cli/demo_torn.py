@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING, Annotated, Literal, NoReturn
 
 import typer
 
+from liveweight.cli.exits import FAILED, INTERRUPTED
 from liveweight.errors import MissingExtra
 
 if TYPE_CHECKING:
     from liveweight.rl.torn_result import TornResult
 
-INTERRUPTED = 130
 _NEEDED = ("fastapi", "jinja2", "tokenizers", "torch", "uvicorn")
 
 Size = Annotated[Literal["tiny", "small"], typer.Option(help="Of the random weights.")]
@@ -48,7 +48,7 @@ def torn(
     Two engines serve the same model to the same requests. Every token that they send is replayed against the old version and the new
     one. The exit code is 0 if none of the right side's matches neither, and it serves the successor's version; else 1.
 
-    Example: liveweight demo torn --no-pause
+    For example: liveweight demo torn --no-pause
     """
     if any(find_spec(name) is None for name in _NEEDED):
         raise MissingExtra("the demo", "engine")
@@ -68,7 +68,7 @@ def torn(
     else:
         print(verdict(result))
     if not result.holds:
-        raise typer.Exit(1)
+        raise typer.Exit(FAILED)
 
 
 def publisher_main(descriptor: int) -> None:

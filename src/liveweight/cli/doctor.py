@@ -18,6 +18,7 @@ from typing import Annotated, Literal
 
 import typer
 
+from liveweight.cli.exits import FAILED
 from liveweight.errors import LiveWeightError
 
 INFINIBAND = Path("/sys/class/infiniband")
@@ -40,7 +41,10 @@ class Finding:
 def doctor(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON in place of lines.")] = False,
 ) -> None:
-    """Say what this machine can do for weight transfer, with the line that fixes what it cannot. Exit code 1 if something is broken."""
+    """Say what this machine can do for weight transfer, with the line that fixes what it cannot. Exit code 1 if something is broken.
+
+    For example: liveweight doctor --json
+    """
     found = examine()
     if as_json:
         print(json.dumps({"findings": [dataclasses.asdict(finding) for finding in found]}, indent=2))
@@ -50,7 +54,7 @@ def doctor(
             if finding.fix is not None:
                 print(f"{'':25} fix: {finding.fix}")
     if any(finding.state == "broken" for finding in found):
-        raise typer.Exit(1)
+        raise typer.Exit(FAILED)
 
 
 def examine() -> list[Finding]:

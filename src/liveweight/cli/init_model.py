@@ -21,7 +21,10 @@ def init_model(
     dtype: Annotated[Literal["float32", "bfloat16"], typer.Option(help="Of the weights.")] = "float32",
     tied: Annotated[bool, typer.Option("--tied/--untied", help="Head and embedding are one tensor.")] = True,
 ) -> None:
-    """Write an HF checkpoint directory with random weights and a working tokenizer."""
+    """Write an HF checkpoint directory with random weights and a working tokenizer.
+
+    For example: liveweight init-model ./model --size small --dtype bfloat16
+    """
     from liveweight.engine.init_model.checkpoint import init_model as write
     from liveweight.engine.init_model.sizes import SIZES
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import sys
+from collections.abc import Callable
 from typing import Annotated
 
 import typer
@@ -20,11 +20,12 @@ from liveweight.cli import (
     update,
     verify,
 )
-from liveweight.errors import LiveWeightError
+from liveweight.cli.exits import told
+from liveweight.cli.failing import telling
 
 app = typer.Typer(
     name="liveweight",
-    help="Puts a trainer's new weights into running engines: verified to the bit, all or nothing.",
+    epilog=told(),
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
@@ -32,17 +33,21 @@ app = typer.Typer(
 app.add_typer(bench.app, name="bench")
 app.add_typer(demo_app.app, name="demo")
 app.add_typer(snapshot.app, name="snapshot")
-app.command("doctor")(doctor.doctor)
-app.command("init-model")(init_model.init_model)
-app.command("serve")(serve.serve)
-app.command("push")(push.push)
-app.command("offer")(offer.offer)
-app.command("update")(update.update)
-app.command("verify")(verify.verify)
-app.command("status")(control.status)
-app.command("undo")(control.undo)
-app.command("pause")(control.pause)
-app.command("resume")(control.resume)
+COMMANDS: dict[str, Callable[..., None]] = {
+    "doctor": doctor.doctor,
+    "init-model": init_model.init_model,
+    "serve": serve.serve,
+    "push": push.push,
+    "offer": offer.offer,
+    "update": update.update,
+    "verify": verify.verify,
+    "status": control.status,
+    "undo": control.undo,
+    "pause": control.pause,
+    "resume": control.resume,
+}
+for name, command in COMMANDS.items():
+    app.command(name)(telling(command))
 
 
 def _version(wanted: bool) -> None:
@@ -59,17 +64,16 @@ def options(
         bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version and exit.")
     ] = False,
 ) -> None:
-    """Live weight updates."""
+    """Puts a trainer's new weights into running engines: verified to the bit, all or nothing.
+
+    For example: liveweight push ./new http://127.0.0.1:8000 --version step_100
+    """
     del version
 
 
 def run() -> None:
-    """The entry point. An error of ours is one line and its remedy, and exit code 1."""
-    try:
-        app()
-    except LiveWeightError as error:
-        print(f"{error.code} {error}\n{error.remedy}", file=sys.stderr)
-        raise SystemExit(1) from error
+    """The entry point."""
+    app()
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ from typing import Annotated, Literal
 
 import typer
 
+from liveweight.cli.exits import DONE
 from liveweight.cli.keys import SecretFile
 from liveweight.cli.push import Label, Run, Source
 from liveweight.cli.serve import interruptible
@@ -31,8 +32,9 @@ def offer(
 ) -> None:
     """Hold a checkpoint's weights ready for engines that ask for them, until Ctrl-C.
 
-    For example: liveweight offer ./model --version step_100 --address ipc:///run/me/source.sock,
-    and the engine: liveweight serve ./model --weights-from ipc:///run/me/source.sock
+    For example: liveweight offer ./model --version step_100 --address ipc:///run/me/source.sock
+
+    And the engine: liveweight serve ./model --weights-from ipc:///run/me/source.sock
     """
     from liveweight.api import Publisher, default_directory, default_secret_file
     from liveweight.wire.credentials import load_or_create_secret
@@ -54,4 +56,4 @@ def offer(
             print(f"offering {offered} at {publisher.address}, digest {offered.digest}", flush=True)
             threading.Event().wait()
     except KeyboardInterrupt:
-        raise typer.Exit(0) from None
+        raise typer.Exit(DONE) from None

@@ -11,10 +11,12 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from liveweight.cli.control import Timeout, Urls, label_of
+from liveweight.cli.exits import FAILED
+from liveweight.cli.failing import line_of
 from liveweight.cli.keys import ControlKey, ControlKeyFile, SecretFile, key_of
 from liveweight.cli.progress import Line, ToldReplica
 from liveweight.control.client import EngineClient, leader_of
-from liveweight.errors import Refused, RoundFailed
+from liveweight.errors import Refused
 from liveweight.spec.deadline import Deadline
 
 if TYPE_CHECKING:
@@ -42,7 +44,10 @@ def push(
     control_key_file: ControlKeyFile = None,
     secret_file: SecretFile = None,
 ) -> None:
-    """Put a checkpoint's weights into running engines: verified, all or nothing, while they serve."""
+    """Put a checkpoint's weights into running engines: verified, all or nothing, while they serve.
+
+    For example: liveweight push ./new http://127.0.0.1:8000 --version step_100
+    """
     from liveweight.api import Publisher, default_secret_file
     from liveweight.trainer.replica import WireReplica
     from liveweight.wire.credentials import load_or_create_secret
@@ -58,13 +63,7 @@ def push(
     with (
         _told(before, lines.values()),
         Publisher(
-            directory,
-            engines=engines,
-            secret=secret,
-            offer=offer,
-            verify=verify,
-            timeout_s=timeout,
-            run=run,
+            directory, engines=engines, secret=secret, offer=offer, verify=verify, timeout_s=timeout, run=run
         ) as publisher,
     ):
         report = publisher.publish(version)
@@ -76,18 +75,19 @@ def _told(before: Mapping[str, Mapping[str, Any]], lines: Collection[Line]) -> I
     """Ends the lines. A refusal also says what the engines serve, since nothing was touched."""
     try:
         yield
-    except RoundFailed as error:
-        problem = str(error)
     except Refused as error:
         serving = ", ".join(dict.fromkeys(label_of(said["version"]) for said in before.values()))
-        problem = f"{error.code} {error}. Still serving {serving}."
-    else:
-        return
+        _end(lines)
+        print(line_of(error, f"{error.code} {error}. Still serving {serving}."), file=sys.stderr)
+        raise typer.Exit(FAILED) from error
     finally:
-        for line in lines:
-            line.end()
-    print(problem, file=sys.stderr)
-    raise typer.Exit(1)
+        _end(lines)
+
+
+def _end(lines: Collection[Line]) -> None:
+    """No more steps."""
+    for line in lines:
+        line.end()
 
 
 def _show(urls: Sequence[str], report: Report) -> None:

@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING, Annotated, Literal, NoReturn
 
 import typer
 
+from liveweight.cli.exits import DONE, RANK_LOST
+from liveweight.cli.failing import line_of
 from liveweight.cli.keys import ApiKey, ApiKeyFile, ControlKey, ControlKeyFile, SecretFile
 from liveweight.cli.settings import Front, settings_of
 from liveweight.errors import LiveWeightError, MissingExtra
@@ -22,8 +24,6 @@ if TYPE_CHECKING:
     from liveweight.control.port import Engine
     from liveweight.engine.config import EngineConfig
 
-RANK_LOST = 3
-"""The exit code after a rank was lost; 0 after a signal, 1 where it could not start."""
 _NEEDED = ("fastapi", "jinja2", "tokenizers", "torch", "uvicorn")
 
 
@@ -113,7 +113,10 @@ def serve(
     max_body_mb: BodyMb = 8,
     access_log: AccessLog = False,
 ) -> None:
-    """Serve a checkpoint over OpenAI's HTTP interface."""
+    """Serve a checkpoint over OpenAI's HTTP interface.
+
+    For example: liveweight serve ./model --tp 2 --port 8000
+    """
     config, front = settings_of(dict(locals()))
     run(config, front, _start)
 
@@ -130,10 +133,10 @@ def run(config: EngineConfig, front: Front, start: Callable[[EngineConfig], Engi
         with bind(front.host, front.port) as bound, interruptible(), _started(config, start) as engine:
             fault = asyncio.run(_serve(engine, front, bound))
     except KeyboardInterrupt:
-        raise typer.Exit(0) from None  # a signal while it started: nothing was served yet
+        raise typer.Exit(DONE) from None  # a signal while it started: nothing was served yet
     if fault is not None:
-        print(f"{fault.code} {fault}\n{fault.remedy}", file=sys.stderr)
-        raise typer.Exit(RANK_LOST)
+        print(line_of(fault), file=sys.stderr)
+        raise typer.Exit(RANK_LOST) from fault
 
 
 async def _serve(engine: Engine, front: Front, bound: socket.socket) -> LiveWeightError | None:

@@ -12,7 +12,9 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeAlias
 
 import typer
 
+from liveweight.cli.failing import telling
 from liveweight.cli.progress import SEPARATOR
+from liveweight.errors import SnapshotNotFound
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -20,12 +22,9 @@ if TYPE_CHECKING:
     from liveweight.transports.snapshot.format import Commit
     from liveweight.transports.snapshot.opened import Snapshot
     from liveweight.transports.snapshot.saving import Saved
-    from liveweight.transports.snapshot.store import Listed
+    from liveweight.transports.snapshot.store import Listed, Store
 
-app = typer.Typer(
-    help="Weights in files: saved, listed, verified, exported to an HF checkpoint, pruned.",
-    no_args_is_help=True,
-)
+app = typer.Typer(no_args_is_help=True)
 
 StoreDir: TypeAlias = Annotated[Path, typer.Argument(metavar="STORE", help="The directory of snapshots.")]
 Place: TypeAlias = Annotated[
@@ -35,7 +34,16 @@ AsJson: TypeAlias = Annotated[bool, typer.Option("--json", help="Print JSON in p
 _SHOWN_EVERY_S = 0.5
 
 
+@app.callback()
+def options() -> None:
+    """Weights in files: saved, listed, verified, exported to an HF checkpoint, pruned.
+
+    For example: liveweight snapshot list ./snapshots
+    """
+
+
 @app.command()
+@telling
 def save(
     directory: Annotated[Path, typer.Argument(metavar="DIR", help="An HF checkpoint directory.")],
     store: StoreDir,
@@ -81,14 +89,13 @@ def _tell_saved(saved: Saved, took_s: float, as_json: bool) -> None:
 
 
 @app.command("list")
+@telling
 def list_(store: StoreDir, as_json: AsJson = False) -> None:
     """List the snapshots of a store, the oldest first, also those that are not complete.
 
     For example: liveweight snapshot list ./snapshots --json
     """
-    from liveweight.transports.snapshot.store import Store
-
-    found = Store(store).listed()
+    found = _store(store).listed()
     if as_json:
         _print_json([_listed(entry) for entry in found])
         return
@@ -97,6 +104,7 @@ def list_(store: StoreDir, as_json: AsJson = False) -> None:
 
 
 @app.command()
+@telling
 def inspect(place: Place, as_json: AsJson = False) -> None:
     """Tell what a snapshot holds: its ranks, parts and tensors. All files must be there, in their sizes; weights are not read.
 
@@ -130,6 +138,7 @@ def inspect(place: Place, as_json: AsJson = False) -> None:
 
 
 @app.command("verify")
+@telling
 def verify_(place: Place, as_json: AsJson = False) -> None:
     """Read all of a snapshot, and compare every block and digest with what was written. The exit code is 1 if one differs.
 
@@ -155,6 +164,7 @@ def verify_(place: Place, as_json: AsJson = False) -> None:
 
 
 @app.command("export")
+@telling
 def export_(
     place: Place,
     directory: Annotated[Path, typer.Argument(metavar="DIR", help="Where to write; must not be there.")],
@@ -184,6 +194,7 @@ def export_(
 
 
 @app.command()
+@telling
 def prune(
     store: StoreDir,
     keep: Annotated[int, typer.Option(min=1, help="So many of the newest complete ones stay.")],
@@ -193,21 +204,24 @@ def prune(
 
     For example: liveweight snapshot prune ./snapshots --keep 3
     """
-    from liveweight.transports.snapshot.store import Store
-
-    pruned = Store(store).prune(keep)
+    pruned = _store(store).prune(keep)
     if as_json:
-        _print_json(
-            {
-                "removed": [str(path) for path in pruned.removed],
-                "in_use": [str(path) for path in pruned.in_use],
-            }
-        )
+        said = {"removed": pruned.removed, "in_use": pruned.in_use}
+        _print_json({name: [str(path) for path in paths] for name, paths in said.items()})
         return
     for path in pruned.removed:
         print(f"removed {path.name}")
     for path in pruned.in_use:
         print(f"{path.name} is in use and stays")
+
+
+def _store(directory: Path) -> Store:
+    """A store that is there: only writing makes one."""
+    from liveweight.transports.snapshot.store import Store
+
+    if not directory.is_dir():
+        raise SnapshotNotFound("no store of snapshots", [str(directory)])
+    return Store(directory)
 
 
 def _opened(place: Path) -> Snapshot:

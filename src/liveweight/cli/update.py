@@ -9,6 +9,8 @@ from typing import Annotated, Any, Literal
 import typer
 
 from liveweight.cli.control import Timeout, Url, label_of
+from liveweight.cli.exits import FAILED
+from liveweight.cli.failing import line_of
 from liveweight.cli.keys import ControlKey, ControlKeyFile, key_of
 from liveweight.cli.progress import SEPARATOR
 from liveweight.cli.push import Verify
@@ -73,8 +75,8 @@ def update(
     try:
         answer = client.update({name: value for name, value in wish.items() if value is not None}, timeout)
     except LiveWeightError as error:
-        print(_problem(error, before), file=sys.stderr)
-        raise typer.Exit(1) from error
+        print(line_of(error, _problem(error, before)), file=sys.stderr)
+        raise typer.Exit(FAILED) from error
     print(SEPARATOR.join(_steps(answer, before["tp"])))
     print(f"{url} serves {label_of(answer['version'])}, digest {answer['version']['digest']}")
 

@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from liveweight.cli.control import Timeout, Urls, label_of
+from liveweight.cli.exits import DIFFERENT, FAILED
+from liveweight.cli.failing import line_of
 from liveweight.cli.keys import ControlKey, ControlKeyFile, key_of
 from liveweight.cli.progress import SEPARATOR
 from liveweight.cli.push import Source
@@ -19,8 +21,6 @@ from liveweight.errors import NAMES_SHOWN, DigestMismatch, LiveWeightError, Mani
 if TYPE_CHECKING:
     from liveweight.spec.manifest import Manifest, TensorSpec
 
-DIFFERENT = 3
-"""The exit code where an engine holds something else; 0 where all hold the same, 1 where that could not be learned."""
 ASKED_AGAIN = 100
 
 Names = Annotated[
@@ -44,19 +44,21 @@ def verify(
     """
     key = key_of(control_key, control_key_file, "control key")
     local = _Local(directory, name)
-    codes = []
+    differ, errors = False, list[LiveWeightError]()
     for url in urls:
         prefix = "" if len(urls) == 1 else f"{url}: "
         try:
             differs, text = _compared(EngineClient(url, key), local, timeout)
         except LiveWeightError as error:
-            differs, text, code = True, f"{error.code} {error}", 1
+            errors.append(error)
+            print(f"{prefix}{line_of(error)}", file=sys.stderr)
         else:
-            code = DIFFERENT if differs else 0
-        print(f"{prefix}{text}", file=sys.stderr if differs else sys.stdout)
-        codes.append(code)
-    if any(codes):
-        raise typer.Exit(1 if 1 in codes else DIFFERENT)
+            differ |= differs
+            print(f"{prefix}{text}", file=sys.stderr if differs else sys.stdout)
+    if errors:
+        raise typer.Exit(FAILED) from errors[0]
+    if differ:
+        raise typer.Exit(DIFFERENT)
 
 
 class _Local:

@@ -18,7 +18,7 @@ from pathlib import Path
 from threading import Lock, Thread
 from typing import Self
 
-from liveweight.errors import ChannelClosed, MessageInvalid, Unavailable, WireError, WrongSecret
+from liveweight.errors import AddressUnusable, ChannelClosed, MessageInvalid, WireError, WrongSecret
 from liveweight.wire import proof
 from liveweight.wire.credentials import Secret, socket_directory
 from liveweight.wire.descriptors import COUNT, TOKEN_BYTES_MAX, check_token, close_all, peer_user
@@ -240,5 +240,5 @@ def _listening(path: Path) -> socket.socket:
         listener.setblocking(False)
     except OSError as error:
         listener.close()
-        raise Unavailable(f"cannot listen at {path}: {error}") from error
+        raise AddressUnusable(f"cannot listen at {path}: {error}") from error
     return listener

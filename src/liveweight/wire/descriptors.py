@@ -21,7 +21,7 @@ from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
-from liveweight.errors import ChannelClosed, MessageInvalid, Unavailable, WrongSecret, WrongState
+from liveweight.errors import AddressUnusable, ChannelClosed, MessageInvalid, WrongSecret, WrongState
 from liveweight.spec.deadline import Deadline
 from liveweight.wire import proof
 from liveweight.wire.credentials import Secret
@@ -111,7 +111,7 @@ class _Talk:
         except (FileNotFoundError, ConnectionRefusedError) as error:
             raise ChannelClosed(f"nobody serves descriptors at {self.path}") from error
         except OSError as error:
-            raise Unavailable(f"cannot connect to {self.path}: {error}") from error
+            raise AddressUnusable(f"cannot connect to {self.path}: {error}") from error
         return True
 
     def send(self, data: bytes) -> None:

@@ -14,7 +14,7 @@ from contextlib import ExitStack
 import zmq
 from zmq.utils.monitor import parse_monitor_message
 
-from liveweight.errors import ChannelClosed, Unavailable, WrongSecret
+from liveweight.errors import AddressUnusable, ChannelClosed, WrongSecret
 from liveweight.spec.deadline import Deadline
 from liveweight.wire.credentials import Secret, client_keys, server_keys
 from liveweight.wire.limits import Limits
@@ -79,7 +79,9 @@ class Link:
             try:
                 self._connect(address, secret, limits)
             except zmq.ZMQError as error:
-                raise Unavailable(f"cannot connect to {address}: {zmq.strerror(error.errno or 0)}") from error
+                raise AddressUnusable(
+                    f"cannot connect to {address}: {zmq.strerror(error.errno or 0)}"
+                ) from error
             acquired.callback(self.socket.monitor, None, 0)
             self._acquired = acquired.pop_all()
 

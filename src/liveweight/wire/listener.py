@@ -13,7 +13,7 @@ from typing import Generic, Self
 
 import zmq
 
-from liveweight.errors import ChannelClosed, MessageInvalid, ProtocolMismatch, Unavailable, WireError
+from liveweight.errors import AddressUnusable, ChannelClosed, MessageInvalid, ProtocolMismatch, WireError
 from liveweight.spec.deadline import Deadline
 from liveweight.wire.codec import REFUSAL, Codec, Message, version_of
 from liveweight.wire.credentials import Secret, client_keys, server_keys, socket_directory
@@ -95,7 +95,7 @@ class Listener(Generic[Message]):
         try:
             self._socket.bind(address)
         except zmq.ZMQError as error:
-            raise Unavailable(f"cannot listen at {address}: {zmq.strerror(error.errno or 0)}") from error
+            raise AddressUnusable(f"cannot listen at {address}: {zmq.strerror(error.errno or 0)}") from error
 
     def receive(self, deadline: Deadline, waiting_for: str) -> Incoming[Message]:
         """The next message. A wake does not end this wait; it stays for the next `receive_or_wake`."""

@@ -18,7 +18,7 @@ from typing import TypeAlias
 
 import zmq
 
-from liveweight.errors import ChannelClosed, Unavailable
+from liveweight.errors import AddressUnusable, ChannelClosed, Unavailable
 from liveweight.spec.deadline import Deadline
 from liveweight.wire.limits import Limits
 
@@ -38,20 +38,20 @@ def milliseconds(deadline: Deadline) -> int:
 
 
 def unix_path(address: str) -> Path | None:
-    """The path of a unix address; None for TCP. Raises Unavailable for anything else."""
+    """The path of a unix address; None for TCP. Raises AddressUnusable for anything else."""
     host, _, port = address.removeprefix(_TCP).rpartition(":")
     if address.startswith(_TCP) and host and (port == "*" or (port.isdecimal() and int(port) <= _LAST_PORT)):
         return None
     path = address.removeprefix(_UNIX)
     if not address.startswith(_UNIX) or not path or path.startswith(("@", "*")):
-        raise Unavailable(f"{address!r} is neither ipc://path nor tcp://host:port")
+        raise AddressUnusable(f"{address!r} is neither ipc://path nor tcp://host:port")
     return Path(path)
 
 
 def host_towards(address: str) -> str | None:
     """The address that this host has on the way to a TCP address; None for a unix address. Sends nothing.
 
-    Raises Unavailable where there is no way.
+    Raises AddressUnusable where there is no way.
     """
     if unix_path(address) is not None:
         return None
@@ -60,7 +60,7 @@ def host_towards(address: str) -> str | None:
         try:
             probe.connect((host, int(port)))
         except OSError as error:
-            raise Unavailable(f"no way from this host to {address}: {error}") from error
+            raise AddressUnusable(f"no way from this host to {address}: {error}") from error
         return str(probe.getsockname()[0])
 
 
@@ -93,10 +93,10 @@ def make(context: Context, kind: int) -> Socket:
 
 
 def refuse_if_taken(path: Path) -> None:
-    """Raise Unavailable if a process listens at that path, or if what lies there is no socket."""
+    """Raise AddressUnusable if a process listens at that path, or if what lies there is no socket."""
     try:
         if not stat.S_ISSOCK(os.lstat(path).st_mode):
-            raise Unavailable(f"{path} exists and is no socket")
+            raise AddressUnusable(f"{path} exists and is no socket")
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
             probe.setblocking(False)
             probe.connect(str(path))
@@ -105,8 +105,8 @@ def refuse_if_taken(path: Path) -> None:
     except BlockingIOError:
         pass
     except OSError as error:
-        raise Unavailable(f"cannot listen at {path}: {error}") from error
-    raise Unavailable(f"another process listens at {path}")
+        raise AddressUnusable(f"cannot listen at {path}: {error}") from error
+    raise AddressUnusable(f"another process listens at {path}")
 
 
 def unlink_if_same(path: Path, bound: os.stat_result) -> None:

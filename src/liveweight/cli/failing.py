@@ -1,0 +1,61 @@
+"""How commands fail: one line with the remedy and an exit code; the traceback for those who ask for it with --debug."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import sys
+import traceback
+from collections.abc import Callable
+from typing import Annotated, Any
+
+import typer
+
+from liveweight.cli.exits import FAILED
+from liveweight.errors import LiveWeightError, RoundFailed
+
+Debug = Annotated[bool, typer.Option("--debug", help="After an error, print the traceback.")]
+_SYSTEM = "see that the file, directory or address that it names is there, and that you may use it"
+_UNEXPECTED = "run it again with --debug, and report what it says"
+
+
+def line_of(error: BaseException, told: str | None = None) -> str:
+    """An error as one line: what happened, or what is told of it, and what to do."""
+    match error:
+        case RoundFailed():  # its text begins with the code of its cause
+            text, remedy = told or str(error), error.cause.remedy
+        case LiveWeightError():
+            text, remedy = told or f"{error.code} {error}", error.remedy
+        case OSError():
+            text, remedy = told or str(error), _SYSTEM
+        case _:
+            text, remedy = told or f"unexpected {type(error).__name__}: {error}", _UNEXPECTED
+    return f"{' '.join(text.split()).removesuffix('.')}. What to do: {remedy}."
+
+
+def telling(command: Callable[..., None]) -> Callable[..., None]:
+    """The command as typer is to have it: with --debug, and with its errors told.
+
+    A command that tells its errors itself ends with `raise typer.Exit(code) from error`, so that --debug knows of them.
+    """
+    own = inspect.signature(command, eval_str=True)
+
+    @functools.wraps(command)
+    def told(*, debug: bool, **given: Any) -> None:
+        try:
+            command(**given)
+        except typer.Exit as ending:
+            if debug and ending.__cause__ is not None:
+                traceback.print_exception(ending.__cause__)
+            raise
+        except Exception as error:
+            if debug:
+                traceback.print_exception(error)
+            print(line_of(error), file=sys.stderr)
+            raise typer.Exit(FAILED) from error
+
+    added = inspect.Parameter("debug", inspect.Parameter.KEYWORD_ONLY, default=False, annotation=Debug)
+    described = own.replace(parameters=[*own.parameters.values(), added])
+    told.__signature__ = described  # type: ignore[attr-defined]
+    told.__annotations__ = {name: one.annotation for name, one in described.parameters.items()}
+    return told
