@@ -7,7 +7,11 @@ TORCH  ?= 2.13.0
 # Tests wait for processes more than they compute: two at a time, also on two cores.
 WORKERS ?= 2
 
-.PHONY: venv demo picture test check soak bench wheel clean
+# Paddle's CPU package, for tests of the trainer that has it in place of torch. Nothing else of it is pinned.
+PADDLE ?= 3.3.1
+PADDLE_VENV := .venv-paddle
+
+.PHONY: venv demo picture test test-paddle check soak bench wheel clean
 venv: $(VENV)/.ready
 
 # torch first: a range alone would pull the newest build with gigabytes of CUDA.
@@ -28,6 +32,16 @@ picture: venv
 test: venv
 	$(BIN)/python -m pytest -m "not soak" -n $(WORKERS) --dist worksteal
 
+# Two environments: Paddle without torch in one, the engine and the tests in the other.
+test-paddle: venv $(PADDLE_VENV)/.ready
+	LIVEWEIGHT_PADDLE_PYTHON=$(PADDLE_VENV)/bin/python $(BIN)/python -m pytest tests/paddle
+
+$(PADDLE_VENV)/.ready: pyproject.toml setup.py $(wildcard native/*.c native/*.h) | venv
+	$(PYTHON) -m venv $(PADDLE_VENV)
+	$(PADDLE_VENV)/bin/python -m pip install --quiet "paddlepaddle==$(PADDLE)"
+	$(PADDLE_VENV)/bin/python -m pip install --quiet --editable .
+	touch $@
+
 check: venv
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
@@ -47,4 +61,4 @@ wheel: venv
 	$(PYTHON) tests/wheel_smoke.py dist
 
 clean:
-	rm -rf $(VENV) build dist src/*.egg-info
+	rm -rf $(VENV) $(PADDLE_VENV) build dist src/*.egg-info

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from liveweight.api import Publisher, Receiver, share_module
     from liveweight.errors import LiveWeightError, OutcomeUnknown, RoundFailed
+    from liveweight.integrations.paddle import paddle_source
     from liveweight.spec.dtype import DType
     from liveweight.spec.layout import Piece
     from liveweight.spec.manifest import TensorSpec, Version
@@ -27,6 +28,7 @@ _HOMES = {
     "Verification": "liveweight.trainer.errands",
     "Version": "liveweight.spec.manifest",
     "box": "liveweight.spec.region",
+    "paddle_source": "liveweight.integrations.paddle",
     "share_module": "liveweight.api",
     "whole": "liveweight.spec.region",
 }
@@ -44,6 +46,7 @@ __all__ = [
     "Verification",
     "Version",
     "box",
+    "paddle_source",
     "share_module",
     "whole",
 ]

@@ -27,6 +27,7 @@ WITHIN_S = 90.0
 NEAR = 1e-4
 """Two best logits that lie closer than this may change places."""
 Arch = Literal["qwen3", "qwen3_moe"]
+Dtype = Literal["float32", "bfloat16"]
 
 torch.set_num_threads(1)  # threads that wait for each other on a busy machine cost more than they bring here
 
@@ -91,7 +92,7 @@ class Models:
         tied: bool = True,
         mtp: bool = False,
         seed: int = 0,
-        dtype: Literal["float32", "bfloat16"] = "float32",
+        dtype: Dtype = "float32",
     ) -> Path:
         """A tiny model."""
         path = self._root / f"{arch}-{tied:d}-{mtp:d}-{seed}-{dtype}"

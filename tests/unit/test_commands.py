@@ -180,6 +180,14 @@ def test_an_error_that_nobody_expected_is_one_line_that_names_debug(monkeypatch:
     assert "Traceback " in run("doctor", "--debug")[2]
 
 
+def test_ctrl_c_has_a_code_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    def examine() -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(doctor, "examine", examine)
+    assert run("doctor") == (exits.INTERRUPTED, "", "")
+
+
 @pytest.mark.parametrize("command", ["demo", "demo torn"])
 def test_a_missing_extra_is_the_pip_line(monkeypatch: pytest.MonkeyPatch, command: str) -> None:
     for module in ("demo", "demo_torn"):

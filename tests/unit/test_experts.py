@@ -21,6 +21,7 @@ from liveweight.trainer.experts import (
     split_manifest,
     splits_for,
 )
+from liveweight.trainer.host_tensor import HostTensor
 from liveweight.trainer.source import one_pass, whole_pass
 from liveweight.trainer.sources import ModuleSource, StateDictSource
 from tests.support.engines import Models
@@ -56,7 +57,9 @@ def test_the_parts_are_what_the_checkpoint_has_under_its_names(module: nn.Module
         )
     )
     for name, tensor in load_file(checkpoint / SINGLE).items():
-        assert torch.equal(found[name], tensor), name
+        part = found[name]
+        assert isinstance(part, torch.Tensor)
+        assert torch.equal(part, tensor), name
 
 
 def test_the_parts_lie_in_the_stacked_parameters(module: nn.Module, checkpoint: Path) -> None:
@@ -70,6 +73,26 @@ def test_the_parts_lie_in_the_stacked_parameters(module: nn.Module, checkpoint: 
     assert len(lying) == len(parts) == 4 * 8 * 3
     assert all(any(start <= address < end for start, end in spans) for address in lying)
     assert len(set(lying)) == len(lying)
+
+
+def test_the_parts_of_a_host_tensor_lie_where_torchs_do() -> None:
+    name = "experts.gate_up_proj"
+    stacked = torch.arange(3.0 * 4 * 5).reshape(5, 3, 4).permute(1, 2, 0)
+    found = HostTensor(
+        address=stacked.data_ptr(),
+        dtype=DType.FLOAT32,
+        shape=tuple(stacked.shape),
+        strides=tuple(stacked.stride()),
+        owner=stacked,
+    )
+    places = []
+    for tensor in (stacked, found):
+        source = StateDictSource({name: tensor})
+        splits = splits_for(source.manifest(), checkpoint_manifest(source.manifest()))
+        parts = dict(SplitSource(source, splits).tensors())
+        places.append({part: (t.data_ptr(), tuple(t.shape), t.stride()) for part, t in parts.items()})
+    assert len(places[0]) == 6
+    assert places[0] == places[1]
 
 
 def test_a_layout_of_whole_tensors_becomes_one_of_their_parts() -> None:
@@ -113,6 +136,7 @@ def test_strided_stacks_and_streams_give_the_same_parts() -> None:
     parts = list(one_pass(split, names))
     for number, part in enumerate(parts):
         expert, half = divmod(number, 2)
+        assert isinstance(part, torch.Tensor)
         assert torch.equal(part, stack[expert, 3 * half : 3 * half + 3])
 
 

@@ -26,6 +26,7 @@ from liveweight.spec.layout import contiguous_strides, packed
 from liveweight.spec.manifest import Manifest, TensorSpec
 from liveweight.trainer.freeze import CASTABLE, Freezer, Frozen, offered_manifest
 from liveweight.trainer.freeze_tables import Templates
+from liveweight.trainer.host_tensor import HostTensor
 from liveweight.trainer.shares import ROW_BYTES, ranges, run_shared
 from liveweight.trainer.source import Source
 from liveweight.trainer.sources import IteratorSource, as_source
@@ -126,7 +127,25 @@ def awkward(dtype: DType) -> dict[str, Tensor]:
     }
 
 
-FORMS: dict[str, Callable[[Mapping[str, Tensor]], object]] = {"held": lambda t: t, "streamed": streamed}
+def host(tensor: Tensor) -> HostTensor:
+    """The same memory without torch's words for it."""
+    dtype = DType(str(tensor.dtype).removeprefix("torch."))
+    shape, strides = tuple(tensor.shape), tuple(tensor.stride())
+    return HostTensor(address=tensor.data_ptr(), dtype=dtype, shape=shape, strides=strides, owner=tensor)
+
+
+def host_streamed(tensors: Mapping[str, Tensor]) -> IteratorSource:
+    """The same tensors from an iterator, without torch's words for them."""
+    given = {name: host(tensor) for name, tensor in tensors.items()}
+    return IteratorSource([(n, t.dtype, t.shape) for n, t in given.items()], lambda: iter(given.items()))
+
+
+FORMS: dict[str, Callable[[Mapping[str, Tensor]], object]] = {
+    "held": lambda t: t,
+    "streamed": streamed,
+    "host": lambda t: {name: host(tensor) for name, tensor in t.items()},
+    "host streamed": host_streamed,
+}
 
 
 @pytest.mark.parametrize("form", FORMS)

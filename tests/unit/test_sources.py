@@ -34,7 +34,8 @@ def names_of(source: Source) -> list[str]:
 def a_pass(source: Source, manifest: Manifest) -> list[Tensor]:
     """One pass, as it is made over such a source."""
     names = [spec.name for spec in manifest]
-    return whole_pass(source, names) if source.held else list(one_pass(source, names))
+    tensors = whole_pass(source, names) if source.held else list(one_pass(source, names))
+    return [tensor for tensor in tensors if isinstance(tensor, Tensor)]
 
 
 def read(source: Source) -> dict[str, Tensor]:

@@ -10,9 +10,9 @@ from typing import Any
 from liveweight.bench.child import Line
 from liveweight.bench.publishing import publishing
 from liveweight.spec.deadline import Deadline
+from liveweight.trainer.checkpoint import CheckpointSource
 from liveweight.trainer.live import share_module
 from liveweight.trainer.settings import PublisherSettings
-from liveweight.trainer.sources import as_source
 from liveweight.transports.ipc.arena import SharedArena
 
 WAIT_S = 600.0
@@ -58,7 +58,7 @@ def _module(directory: Path) -> Any:
     import torch
 
     module = torch.nn.Module()
-    for name, tensor in as_source(directory).tensors():
+    for name, tensor in CheckpointSource(directory).tensors():
         *path, last = name.split(".")
         owner = module
         for part in path:

@@ -151,11 +151,11 @@ def _move(row: Sequence[int]) -> None:
     for top in range(0, rows, height):
         shape = (min(height, rows - top), columns)
         source = _view(address + top * row_stride, shape, (row_stride, stride), source_item)
-        values = source if not cast else _bfloat16(source) if cast == _BFLOAT16 else _float16(source)
+        values = source if not cast else bfloat16_bits(source) if cast == _BFLOAT16 else _float16(source)
         _view(target + top * to_stride, shape, (to_stride, item), item)[...] = values
 
 
-def _bfloat16(bits: npt.NDArray[np.uint32]) -> npt.NDArray[np.uint32]:
+def bfloat16_bits(bits: npt.NDArray[np.uint32]) -> npt.NDArray[np.uint32]:
     """float32 to bfloat16, to the nearest, ties to even; every NaN becomes 0x7FC0."""
     rounded = (bits + (np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1)))) >> np.uint32(16)
     return np.where((bits & np.uint32(0x7FFFFFFF)) > np.uint32(0x7F800000), np.uint32(0x7FC0), rounded)

@@ -7,17 +7,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TypeVar
 
 import msgspec
 
 from liveweight.errors import ManifestInvalid
 from liveweight.spec.manifest import Manifest, TensorSpec
 from liveweight.trainer.names import clean_all
-from liveweight.trainer.tensors import Seat, seat, spec_of
+from liveweight.trainer.tensors import AnyTensor, Seat, seat, spec_of
 
-if TYPE_CHECKING:
-    import torch
+T = TypeVar("T", bound=AnyTensor)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,7 +38,7 @@ class Census:
     owners: tuple[int, ...]
     ties: tuple[Tie, ...]
 
-    def walk(self, tensors: Sequence[torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
+    def walk(self, tensors: Sequence[T]) -> Iterator[tuple[str, T]]:
         """One pass over a new list of the same entries; ManifestInvalid where tied tensors have come apart."""
         for tie in self.ties:
             alias, owner = tensors[tie.alias], tensors[tie.owner]
@@ -51,7 +50,7 @@ class Census:
         return zip(self.names, owned, strict=True)
 
 
-def take_census(names: Sequence[str], tensors: Sequence[torch.Tensor]) -> Census:
+def take_census(names: Sequence[str], tensors: Sequence[AnyTensor]) -> Census:
     """Wrappers stripped from the names. Of tensors that lie in the same place in the same way, the first one's name counts."""
     specs: list[TensorSpec] = []
     owners: list[int] = []

@@ -9,15 +9,14 @@ its manifest says; what both sides call the same is left alone.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TypeAlias
 
 from liveweight.spec.layout import Layout, Placement, contiguous_strides
 from liveweight.spec.manifest import Manifest, TensorSpec
 from liveweight.spec.region import whole
+from liveweight.trainer.host_tensor import HostTensor
 from liveweight.trainer.source import Source
-
-if TYPE_CHECKING:
-    import torch
+from liveweight.trainer.tensors import AnyTensor
 
 STACKED: Mapping[str, tuple[str, ...]] = {
     "gate_up_proj": ("gate_proj", "up_proj"),
@@ -86,7 +85,7 @@ class SplitSource:
         """The source's, with the parts."""
         return split_manifest(self._source.manifest(), self._splits)
 
-    def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+    def tensors(self) -> Iterator[tuple[str, AnyTensor]]:
         """A pass of the source; the parts of a tensor are given out before the next one is asked for."""
         for name, tensor in self._source.tensors():
             parts = self._splits.get(name)
@@ -124,7 +123,10 @@ def _parts(spec: TensorSpec) -> tuple[TensorSpec, ...]:
     )
 
 
-def _views(stacked: torch.Tensor, rows: int) -> Iterator[torch.Tensor]:
+def _views(stacked: AnyTensor, rows: int) -> Iterator[AnyTensor]:
     """Its parts of so many rows each: views, whatever its strides."""
+    if isinstance(stacked, HostTensor):
+        yield from stacked.parts(rows)
+        return
     for expert in stacked.detach().unbind(0):
         yield from (expert.narrow(0, start, rows) for start in range(0, expert.shape[0], rows))

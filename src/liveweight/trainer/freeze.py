@@ -6,8 +6,10 @@ publisher's matter; a freeze that raises leaves bytes that nobody may offer.
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeAlias
 
@@ -24,8 +26,10 @@ from liveweight.spec.dtype import DType
 from liveweight.spec.layout import packed
 from liveweight.spec.manifest import Manifest, TensorSpec
 from liveweight.trainer.freeze_tables import Templates, digest_rows, freeze_rows
+from liveweight.trainer.host_tensor import HostTensor
 from liveweight.trainer.shares import ranges, run_shared, summed
 from liveweight.trainer.source import Source, check_tensor, one_pass, whole_pass
+from liveweight.trainer.tensors import AnyTensor
 from liveweight.trainer.views import bytes_of, extent_bytes, strides_bytes, view
 
 if TYPE_CHECKING:
@@ -35,9 +39,9 @@ CASTABLE = frozenset({DType.FLOAT64, DType.FLOAT32, DType.FLOAT16, DType.BFLOAT1
 """Dtypes that a freeze casts between. An eight-bit float means nothing without its scale: no cast gives or takes one."""
 
 SMALL_BYTES = 256 << 10
-"""A streamed tensor below this is copied by torch and digested with the others at the end: binding it would cost more."""
+"""A streamed tensor below this is copied without a kernel and digested with the others at the end: binding it would cost more."""
 
-_Seat: TypeAlias = "tuple[int, torch.Size, tuple[int, ...], torch.dtype, bool]"
+_Seat: TypeAlias = "tuple[int, tuple[int, ...], tuple[int, ...], torch.dtype | DType, bool]"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,7 +72,7 @@ class _Moves:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Readings:
-    """Tensors that are digested in the arena, after torch wrote them there."""
+    """Tensors that are digested in the arena, after they were cast into it."""
 
     numbers: Sequence[int]
     arena: Memory
@@ -83,7 +87,7 @@ class _Standing:
     arena: Memory
     seats: Sequence[_Seat]
     moves: _Moves
-    by_torch: Sequence[int]
+    by_cast: Sequence[int]
 
 
 def offered_manifest(source: Manifest, expected: Manifest) -> Manifest:
@@ -127,8 +131,6 @@ class Freezer:
 
     def freeze(self, source: Source, arena: Memory, *, threads: int, digest: bool) -> Frozen:
         """Copy every tensor to its place, by that many threads. Whatever is raised, the arena holds nothing that may be offered."""
-        import torch
-
         began_s = time.monotonic()
         if arena.size_bytes < self.layout.memories_bytes[0] or not arena.writable:
             kind = "writable" if arena.writable else "read-only"
@@ -136,7 +138,7 @@ class Freezer:
                 f"a {kind} arena of {arena.size_bytes} bytes for {self.layout.memories_bytes[0]} bytes of tensors"
             )
         lanes = np.zeros((len(self._offsets), SEEDS), dtype=np.uint32) if digest else None
-        with torch.no_grad():
+        with _without_gradients():
             freeze = self._freeze_held if source.held else self._freeze_streamed
             freeze(source, arena, threads, lanes)
         return Frozen(lanes=lanes, size_bytes=self._size_bytes, took_s=time.monotonic() - began_s)
@@ -152,19 +154,18 @@ class Freezer:
             self._standing = None
             self._standing = standing = self._stand(tensors, arena)
         standing.moves.run(threads, lanes)
-        raw = bytes_of(arena)
-        for number in standing.by_torch:
-            self._copy_by_torch(raw, number, tensors[number])
-        self._digest(standing.by_torch, arena, threads, lanes)
+        for number in standing.by_cast:
+            self._cast(arena, number, tensors[number])
+        self._digest(standing.by_cast, arena, threads, lanes)
 
     def _freeze_streamed(self, source: Source, arena: Memory, threads: int, lanes: Lanes | None) -> None:
-        raw, later = bytes_of(arena), []
+        later: list[int] = []
         passing = one_pass(source, self._names)
         for number, spec in enumerate(self._source):
             tensor = next(passing)
             check_tensor(spec, tensor)
             if spec.size_bytes < SMALL_BYTES or not self._has_kernel(number, tensor):
-                self._copy_by_torch(raw, number, tensor)
+                self._cast(arena, number, tensor)
                 later.append(number)
             else:
                 self._bind([number], [tensor], arena).run(threads, lanes)
@@ -173,21 +174,21 @@ class Freezer:
             pass  # one more is refused
         self._digest(later, arena, threads, lanes)
 
-    def _stand(self, tensors: Sequence[torch.Tensor], arena: Memory) -> _Standing:
+    def _stand(self, tensors: Sequence[AnyTensor], arena: Memory) -> _Standing:
         by_kernel: list[int] = []
-        by_torch: list[int] = []
+        by_cast: list[int] = []
         for number, (spec, tensor) in enumerate(zip(self._source, tensors, strict=True)):
             check_tensor(spec, tensor)
-            (by_kernel if self._has_kernel(number, tensor) else by_torch).append(number)
+            (by_kernel if self._has_kernel(number, tensor) else by_cast).append(number)
         moves = self._bind(by_kernel, [tensors[number] for number in by_kernel], arena)
-        return _Standing(arena=arena, seats=[_seat(t) for t in tensors], moves=moves, by_torch=by_torch)
+        return _Standing(arena=arena, seats=[_seat(t) for t in tensors], moves=moves, by_cast=by_cast)
 
-    def _has_kernel(self, number: int, tensor: torch.Tensor) -> bool:
+    def _has_kernel(self, number: int, tensor: AnyTensor) -> bool:
         """Whether a kernel can read the tensor where it lies and write it in the offered dtype."""
         have, want = self._source.tensors[number].dtype, self.layout.tensors[number].dtype
         return tensor.is_cpu and not tensor.is_neg() and (have is want or (have, want) in CASTS)
 
-    def _bind(self, numbers: Sequence[int], tensors: Sequence[torch.Tensor], arena: Memory) -> _Moves:
+    def _bind(self, numbers: Sequence[int], tensors: Sequence[AnyTensor], arena: Memory) -> _Moves:
         """The moves of some tensors. The memories have no owner: a run follows only on tensors that are there."""
         memories = [
             Memory(address=t.data_ptr(), size_bytes=extent_bytes(t), writable=False, owner=None)
@@ -201,10 +202,15 @@ class Freezer:
         bound = self._kernels.bind_freeze(rows, memories, [arena], len(numbers))
         return _Moves(numbers=np.array(numbers, dtype=np.int64), bound=bound, sizes_bytes=row_bytes(rows))
 
-    def _copy_by_torch(self, raw: torch.Tensor, number: int, tensor: torch.Tensor) -> None:
-        spec = self.layout.tensors[number]
+    def _cast(self, arena: Memory, number: int, tensor: AnyTensor) -> None:
+        """Copy a tensor to its place without a kernel, by torch or NumPy."""
+        spec, placement = self.layout.tensors[number], self.layout.placements[number]
         try:
-            view(raw, self.layout.placements[number], spec).copy_(tensor)
+            if isinstance(tensor, HostTensor):
+                first = placement.offset_bytes
+                arena.bytes()[first : first + spec.size_bytes] = tensor.cast(spec.dtype)
+            else:
+                view(bytes_of(arena), placement, spec).copy_(tensor)
         except Exception as error:
             raise Unavailable(f"{spec.name} could not be copied from {tensor.device}: {error}") from error
 
@@ -224,11 +230,17 @@ class Freezer:
         lanes[numbers] = summed(parts, len(numbers))
 
 
-def _seat(tensor: torch.Tensor) -> _Seat:
+def _without_gradients() -> AbstractContextManager[object]:
+    """torch records nothing of what a source computes. Where it is not loaded, nothing is computed by it."""
+    torch = sys.modules.get("torch")
+    return nullcontext() if torch is None else torch.no_grad()
+
+
+def _seat(tensor: AnyTensor) -> _Seat:
     return tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype, tensor.is_cpu
 
 
-def _seated(tensors: Sequence[torch.Tensor], seats: Sequence[_Seat]) -> bool:
+def _seated(tensors: Sequence[AnyTensor], seats: Sequence[_Seat]) -> bool:
     """Whether every tensor is where and what it was. This is what Python does per tensor in a warm freeze."""
     try:
         for tensor, (address, shape, strides, dtype, cpu) in zip(tensors, seats, strict=True):

@@ -17,11 +17,12 @@ from liveweight.spec.digest import to_hex
 from liveweight.spec.layout import packed
 from liveweight.spec.manifest import Manifest, TensorSpec
 from liveweight.trainer.freeze import offered_manifest
+from liveweight.trainer.host_tensor import HostTensor
 from liveweight.trainer.source import Source, check_tensor, one_pass
-from liveweight.trainer.tensors import torch_dtypes
+from liveweight.trainer.tensors import AnyTensor, torch_dtypes
 
 if TYPE_CHECKING:
-    import torch
+    pass
 
 
 def inventory(
@@ -42,8 +43,15 @@ def inventory(
     return Manifest(tensors=tuple(specs))
 
 
-def _digested(spec: TensorSpec, tensor: torch.Tensor, kernels: Kernels) -> TensorSpec:
-    cast = tensor.to(device="cpu", dtype=torch_dtypes()[spec.dtype]).contiguous()
+def _digested(spec: TensorSpec, tensor: AnyTensor, kernels: Kernels) -> TensorSpec:
     rows = plan_digests(packed([spec])).rows
-    lanes = kernels.bind_digest(rows, [Memory.of_view(cast, writable=False)], 1).run(0, len(rows))
+    lanes = kernels.bind_digest(rows, [_cast(spec, tensor)], 1).run(0, len(rows))
     return msgspec.structs.replace(spec, digest=to_hex(lanes[0]))
+
+
+def _cast(spec: TensorSpec, tensor: AnyTensor) -> Memory:
+    """The tensor as it would be offered, in host memory."""
+    if isinstance(tensor, HostTensor):
+        return Memory.from_array(tensor.cast(spec.dtype))
+    cast = tensor.to(device="cpu", dtype=torch_dtypes()[spec.dtype]).contiguous()
+    return Memory.of_view(cast, writable=False)

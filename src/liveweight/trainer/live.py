@@ -27,6 +27,7 @@ from liveweight.trainer.registry import Registry
 from liveweight.trainer.shares import ROW_BYTES, ranges, run_shared, summed
 from liveweight.trainer.source import Source, whole_pass
 from liveweight.trainer.sources import ModuleSource
+from liveweight.trainer.tensors import AnyTensor
 from liveweight.trainer.views import extent_bytes, view
 from liveweight.transports.port import Arena
 
@@ -50,7 +51,7 @@ class SharedModule:
         self._residents = residents
         self._reading: tuple[Kernels, Layout, BoundDigest, Table] | None = None
 
-    def holds(self, tensors: Sequence[torch.Tensor]) -> bool:
+    def holds(self, tensors: Sequence[AnyTensor]) -> bool:
         """Whether these are, one by one, the tensors that lie in the arena, each in one run.
 
         Many thousand are asked before every offer: no tuple is made for each, as its shape would be.
@@ -207,7 +208,7 @@ def _other_dtypes(have: Manifest, expected: Manifest) -> str | None:
     )
 
 
-def _strays(tensors: Sequence[torch.Tensor], shared: SharedModule) -> Iterator[str]:
+def _strays(tensors: Sequence[AnyTensor], shared: SharedModule) -> Iterator[str]:
     """Which tensors are no longer where they were put."""
     for address, spec, tensor in zip(shared.addresses, shared.manifest, tensors, strict=True):
         if tensor.numel() == 0 or (

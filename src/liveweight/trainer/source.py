@@ -8,14 +8,11 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, NoReturn, Protocol, runtime_checkable
+from typing import NoReturn, Protocol, runtime_checkable
 
 from liveweight.errors import LiveWeightError, ManifestInvalid, Unavailable
 from liveweight.spec.manifest import Manifest, TensorSpec
-from liveweight.trainer.tensors import spec_of
-
-if TYPE_CHECKING:
-    import torch
+from liveweight.trainer.tensors import AnyTensor, spec_of
 
 
 @runtime_checkable
@@ -29,11 +26,11 @@ class Source(Protocol):
     def manifest(self) -> Manifest:
         """Names, the source's own dtypes, full shapes, aliases; no digests. Touches no bytes."""
 
-    def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+    def tensors(self) -> Iterator[tuple[str, AnyTensor]]:
         """One pass over the current values, in the manifest's order, aliases left out. Any strides, any device."""
 
 
-def one_pass(source: Source, names: Sequence[str]) -> Iterator[torch.Tensor]:
+def one_pass(source: Source, names: Sequence[str]) -> Iterator[AnyTensor]:
     """The source's tensors, one per name. Compares the names; dtype and shape are for `check_tensor`.
 
     What the source raises comes out as Unavailable with the name of the tensor that was asked for. No tensor is kept.
@@ -54,10 +51,10 @@ def one_pass(source: Source, names: Sequence[str]) -> Iterator[torch.Tensor]:
         _refuse(None, names, position)
 
 
-def whole_pass(source: Source, names: Sequence[str]) -> list[torch.Tensor]:
+def whole_pass(source: Source, names: Sequence[str]) -> list[AnyTensor]:
     """The same over a held source, all at once: a tenth of the time per tensor."""
     named: list[str] = []
-    tensors: list[torch.Tensor] = []
+    tensors: list[AnyTensor] = []
     try:
         for name, tensor in source.tensors():
             named.append(name)
@@ -73,7 +70,7 @@ def whole_pass(source: Source, names: Sequence[str]) -> list[torch.Tensor]:
     return tensors
 
 
-def check_tensor(spec: TensorSpec, tensor: torch.Tensor) -> None:
+def check_tensor(spec: TensorSpec, tensor: AnyTensor) -> None:
     """Refuse a tensor that is not what the manifest says, or whose bytes cannot be read."""
     given = spec_of(spec.name, tensor)
     if (given.dtype, given.shape) != (spec.dtype, spec.shape):

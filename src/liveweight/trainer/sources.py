@@ -20,7 +20,7 @@ from liveweight.trainer.census import Census, take_census
 from liveweight.trainer.checkpoint import CheckpointSource
 from liveweight.trainer.registry import Registry
 from liveweight.trainer.source import Source
-from liveweight.trainer.tensors import spec_dtype
+from liveweight.trainer.tensors import AnyTensor, spec_dtype
 
 if TYPE_CHECKING:
     import torch
@@ -58,7 +58,7 @@ class StateDictSource:
 
     held = True
 
-    def __init__(self, tensors: Mapping[str, torch.Tensor]) -> None:
+    def __init__(self, tensors: Mapping[str, AnyTensor]) -> None:
         self._tensors = tensors
         self._taken: tuple[list[str], Census] | None = None
 
@@ -66,7 +66,7 @@ class StateDictSource:
         """Later passes follow, and are compared with, this manifest."""
         return self._take()[1].manifest
 
-    def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+    def tensors(self) -> Iterator[tuple[str, AnyTensor]]:
         """The tensors that the mapping holds now, under the names that its manifest listed."""
         names, census = self._taken or self._take()
         differing = sorted(set(names) ^ set(self._tensors))
@@ -89,7 +89,7 @@ class IteratorSource:
     held = False
 
     def __init__(
-        self, metadata: Sequence[Metadata], factory: Callable[[], Iterable[tuple[str, torch.Tensor]]]
+        self, metadata: Sequence[Metadata], factory: Callable[[], Iterable[tuple[str, AnyTensor]]]
     ) -> None:
         self._manifest = Manifest(tensors=tuple(_spec(entry) for entry in metadata))
         self._factory = factory
@@ -98,7 +98,7 @@ class IteratorSource:
         """What the metadata says."""
         return self._manifest
 
-    def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+    def tensors(self) -> Iterator[tuple[str, AnyTensor]]:
         """A new pass of the factory."""
         return iter(self._factory())
 

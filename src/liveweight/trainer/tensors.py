@@ -1,4 +1,4 @@
-"""What liveweight asks of a torch tensor: its dtype and shape in our words, where it lies, and whether its bytes can be read at all.
+"""What liveweight asks of a tensor, torch's or the host's: dtype and shape in our words, where it lies, whether its bytes can be read.
 
 The only table between torch's dtypes and ours. torch is imported by those who call, never by importing this.
 """
@@ -12,9 +12,12 @@ from typing import TYPE_CHECKING, TypeAlias
 from liveweight.errors import ManifestInvalid
 from liveweight.spec.dtype import DType
 from liveweight.spec.manifest import TensorSpec
+from liveweight.trainer.host_tensor import HostTensor
 
 if TYPE_CHECKING:
     import torch
+
+AnyTensor: TypeAlias = "torch.Tensor | HostTensor"
 
 Seat: TypeAlias = tuple[object, ...]
 """Where a tensor lies and how: equal for two tensors that are one."""
@@ -41,8 +44,10 @@ def spec_dtype(name: str, dtype: torch.dtype) -> DType:
     return known
 
 
-def spec_of(name: str, tensor: torch.Tensor) -> TensorSpec:
+def spec_of(name: str, tensor: AnyTensor) -> TensorSpec:
     """The tensor as an entry of a manifest; ManifestInvalid, with the reason, where its bytes cannot be read. Touches no bytes."""
+    if isinstance(tensor, HostTensor):
+        return TensorSpec(name=name, dtype=tensor.dtype, shape=tensor.shape)
     problem = _problem(tensor)
     if problem is not None:
         raise ManifestInvalid(f"{name} {problem}")
@@ -73,7 +78,7 @@ def _is_distributed(tensor: torch.Tensor) -> bool:
     return distributed is not None and isinstance(tensor, getattr(distributed, "DTensor", ()))
 
 
-def seat(tensor: torch.Tensor) -> Seat:
+def seat(tensor: AnyTensor) -> Seat:
     """Where a tensor lies. Empty tensors lie nowhere: each is its own."""
     if tensor.numel() == 0:
         return ("empty", id(tensor))

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from liveweight.devices.memory import Memory
 from liveweight.spec.layout import Placement
 from liveweight.spec.manifest import TensorSpec
-from liveweight.trainer.tensors import torch_dtypes
+from liveweight.trainer.tensors import AnyTensor, torch_dtypes
 
 if TYPE_CHECKING:
     import torch
@@ -31,7 +31,7 @@ def view(raw: torch.Tensor, placement: Placement, spec: TensorSpec) -> torch.Ten
     return part.view(torch_dtypes()[spec.dtype]).view(spec.shape)
 
 
-def extent_bytes(tensor: torch.Tensor) -> int:
+def extent_bytes(tensor: AnyTensor) -> int:
     """How many bytes lie between the first byte of a strided tensor and the end of its last element."""
     if tensor.numel() == 0:
         return 0
@@ -39,6 +39,6 @@ def extent_bytes(tensor: torch.Tensor) -> int:
     return (sum(steps) + 1) * tensor.itemsize
 
 
-def strides_bytes(tensor: torch.Tensor) -> tuple[int, ...]:
+def strides_bytes(tensor: AnyTensor) -> tuple[int, ...]:
     """Its strides, in bytes."""
     return tuple(stride * tensor.itemsize for stride in tensor.stride())

@@ -16,6 +16,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
+from liveweight.devices.cpu import allocate
 from liveweight.devices.device import CPU, Device
 from liveweight.devices.memory import Memory
 from liveweight.errors import LayoutInvalid, Refused, WrongState
@@ -41,9 +42,8 @@ class FileArena:
 
     def __init__(self, size_bytes: int, device: Device, path: Path) -> None:
         """Allocate it. OutOfMemory where it cannot be had; nothing is left behind then."""
-        (whole,) = device.allocate([size_bytes], "an arena")
         self.size_bytes, self.device, self.path = size_bytes, device, path
-        self._memory: Memory | None = Memory.of_view(whole)
+        self._memory: Memory | None = _allocated(size_bytes, device)
         self.generation = 1 + secrets.randbits(_GENERATION_BITS)
         """As in the file; CLOSED after `close`."""
         write_whole(path, self.generation.to_bytes(8, "little"), durable=False)
@@ -68,6 +68,13 @@ class FileArena:
         self._memory, self.generation = None, CLOSED
         with suppress(OSError):
             self.path.unlink()
+
+
+def _allocated(size_bytes: int, device: Device) -> Memory:
+    """The host's memory is had without torch, which a trainer may not have."""
+    if device is CPU:
+        return allocate(size_bytes, "an arena").memory
+    return Memory.of_view(device.allocate([size_bytes], "an arena")[0])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
