@@ -82,8 +82,10 @@ def test_a_request_asks_for_what_a_sample_needs() -> None:
 def test_generation_runs_ahead_by_the_bound_and_no_further(staleness: int) -> None:
     bound = Bound(staleness=staleness, batch=BATCH)
     for served in range(3):
-        allowed = [asked for asked in range(100) if bound.may_ask(asked, served)]
+        allowed = [asked for asked in range(100) if bound.may_ask(asked, served, served + 1)]
         assert allowed == list(range((served + staleness + 1) * BATCH))
+        waiting = [asked for asked in range(100) if bound.may_ask(asked, served, served)]
+        assert waiting == list(range((served + (staleness if staleness >= 2 else staleness + 1)) * BATCH))
     assert bound.fresh(7 - staleness, 7)
     assert not bound.fresh(6 - staleness, 7)
     assert Bound(staleness=staleness, batch=BATCH, enforced=False).fresh(0, 1000)
@@ -153,8 +155,26 @@ def test_questions_wait_until_the_engines_serve_what_their_step_may_learn_from()
         assert (taken.dropped, engine.asked) == (0, 3 * BATCH)
 
 
+def test_the_last_batch_of_the_bound_is_asked_for_when_the_next_weights_are_on_their_way() -> None:
+    with FakeEngine() as engine, Stop() as stop, rollouts(engine, stop, 2) as running:
+        engine.until_asked(2 * BATCH)
+        assert len(running.take(BATCH, 0).groups) == BATCH
+        assert len(running.take(BATCH, 1).groups) == BATCH
+        assert engine.asked == 2 * BATCH
+        running.offers(1)  # these cross its commit, if they are not done before
+        engine.until_asked(3 * BATCH)
+        assert len(running.take(BATCH, 2).groups) == BATCH
+        assert engine.asked == 3 * BATCH
+        engine.label = "1"
+        running.serves(1)
+        running.offers(2)
+        assert {group.oldest for group in running.take(BATCH, 3).groups} == {1}
+        assert engine.asked == 4 * BATCH
+
+
 def test_what_is_too_old_is_dropped_and_asked_for_again() -> None:
     with FakeEngine() as engine, Stop() as stop, rollouts(engine, stop, 2) as running:
+        running.offers(1)
         engine.until_asked(3 * BATCH)  # version 0, as many as may be
         with engine.changed:
             engine.label = "5"

@@ -22,7 +22,7 @@ from liveweight.rl.policy import Policy
 from liveweight.rl.publishing import Published, Publishing
 from liveweight.rl.records import Listener, Phase, PhaseName, Round, Run, Step, Summary, Warmed, summarise
 from liveweight.rl.rollouts import Asking, Rollouts
-from liveweight.rl.rounds import MakePublisher, Progress, Rounds
+from liveweight.rl.rounds import Listening, MakePublisher, Progress, Rounds, Unheard
 from liveweight.rl.servers import START_S, Fleet, Server
 from liveweight.rl.settings import DemoSettings, Launching
 from liveweight.rl.staleness import Bound
@@ -126,7 +126,7 @@ class _Demo:
         settings = self._settings
         blows = plan(settings.steps, settings.replicas, settings.seed) if settings.chaos else {}
         rollouts = self._rollouts(fleet, self._bound)
-        with self._rounds(policy, fleet, rollouts.serves) as rounds:
+        with self._rounds(policy, fleet, rollouts) as rounds:
             first = self._publish_warm(policy, rounds)
             publishing = Publishing(
                 rounds=rounds, servers=fleet.servers, blows=blows, stop=self._stop, since_s=self._since_s
@@ -138,12 +138,13 @@ class _Demo:
         """The same again, but for one thing: the engines keep the warm-up's weights."""
         self._phase("control", "the same, but nothing is published after the warm-up")
         rollouts = self._rollouts(fleet, replace(self._bound, enforced=False))
-        with self._rounds(policy, fleet, lambda _: None) as rounds:
+        with self._rounds(policy, fleet, Unheard()) as rounds:
             self._publish_warm(policy, rounds)
 
         def keep_still(step: int, last: bool) -> Published:
             del last
-            rollouts.serves(step)  # nobody serves it: generation is held back by training alone
+            rollouts.offers(step)  # nobody does: generation is held back by training alone
+            rollouts.serves(step)
             return Published()
 
         with rollouts:
@@ -175,10 +176,10 @@ class _Demo:
         asking = Asking(group=self._settings.training.group, seed=self._settings.seed)
         return Rollouts(fleet.servers, self._settings.task, bound, asking, self._stop)
 
-    def _rounds(self, policy: Policy, fleet: Fleet, served: Callable[[int], None]) -> Rounds:
+    def _rounds(self, policy: Policy, fleet: Fleet, listening: Listening) -> Rounds:
         """A publisher that has met the fleet: a new run, whose labels are steps."""
         secret = load_or_create_secret(self._directory / "secret")
-        progress = Progress(len(fleet.servers), since_s=self._since_s, say=self._say, served=served)
+        progress = Progress(len(fleet.servers), since_s=self._since_s, say=self._say, listening=listening)
         replicas = [
             WatchedReplica(server.number, server.address, secret, progress.heard) for server in fleet.servers
         ]

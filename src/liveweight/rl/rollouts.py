@@ -56,7 +56,7 @@ class Taken:
 
 
 class Rollouts:
-    """Asks while the `with` lasts. `take` and `serves` are for the trainer; `serves` for any thread."""
+    """Asks while the `with` lasts. `take` is for the trainer; `offers` and `serves` for any thread."""
 
     def __init__(
         self, engines: Sequence[Endpoint], task: SortDigits, bound: Bound, asking: Asking, stop: Stop
@@ -64,7 +64,7 @@ class Rollouts:
         self._task, self._bound, self._asking, self._stop = task, bound, asking, stop
         self._changed = threading.Condition()
         self._groups: deque[Group] = deque()
-        self._asked = self._tokens = self._served = 0
+        self._asked = self._tokens = self._served = self._offered = 0
         self._ending = False
         self._problem: Exception | None = None
         self._clients: set[Completions] = set()
@@ -79,6 +79,12 @@ class Rollouts:
         """All engines serve that version now, or a later one."""
         with self._changed:
             self._served = max(self._served, version)
+            self._changed.notify_all()
+
+    def offers(self, version: int) -> None:
+        """An engine has begun to read that version."""
+        with self._changed:
+            self._offered = max(self._offered, version)
             self._changed.notify_all()
 
     def take(self, count: int, version: int, meanwhile: Callable[[], bool] = lambda: False) -> Taken:
@@ -156,7 +162,7 @@ class Rollouts:
         """Wait until the bound allows a request. False: it is over."""
         with self._changed:
             while not (self._ending or self._stop.said):
-                if self._bound.may_ask(self._asked + self._asking.questions - 1, self._served):
+                if self._bound.may_ask(self._asked + self._asking.questions - 1, self._served, self._offered):
                     self._asked += self._asking.questions
                     return True
                 self._changed.wait()

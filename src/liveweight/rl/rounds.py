@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from types import TracebackType
-from typing import Self, TypeAlias
+from typing import Protocol, Self, TypeAlias
 
 from liveweight.errors import OutcomeUnknown, RoundFailed
 from liveweight.rl.records import Reached, Round, Stage
@@ -88,19 +88,41 @@ class Rounds:
         )
 
 
+class Listening(Protocol):
+    """Who wants to know what becomes of versions. Called by the publisher's threads."""
+
+    def offers(self, version: int) -> None:
+        """A replica has begun to read it."""
+
+    def serves(self, version: int) -> None:
+        """All replicas serve it, or a later one."""
+
+
+class Unheard:
+    """Nobody wants to know."""
+
+    def offers(self, version: int) -> None:
+        """See Listening."""
+
+    def serves(self, version: int) -> None:
+        """See Listening."""
+
+
 class Progress:
     """Hears how far replicas have come, says so, and knows when all of them serve a version. Any thread."""
 
     def __init__(
-        self, count: int, *, since_s: float, say: Callable[[Reached], None], served: Callable[[int], None]
+        self, count: int, *, since_s: float, say: Callable[[Reached], None], listening: Listening
     ) -> None:
         self._latest = [-1] * count
-        self._since_s, self._say, self._served = since_s, say, served
+        self._since_s, self._say, self._listening = since_s, say, listening
 
     def heard(self, version: int, replica: int, stage: Stage, took_ms: float) -> None:
         """A replica has come that far."""
         at_s = time.monotonic() - self._since_s
         self._say(Reached(at_s=at_s, version=version, replica=replica, stage=stage, took_ms=took_ms))
-        if stage == "commit":
+        if stage == "open":
+            self._listening.offers(version)
+        elif stage == "commit":
             self._latest[replica] = version
-            self._served(min(self._latest))
+            self._listening.serves(min(self._latest))
