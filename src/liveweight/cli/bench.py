@@ -242,3 +242,38 @@ def _show_snapshot(report: dict[str, Any]) -> None:
     print(f"restore_ratio  {report['restore_ratio']:5.2f}   wanted <= 1.2")
     peak, limit = report["peak_extra_bytes"] / 1e6, report["part_bytes"] * 1.1 / 1e6
     print(f"peak_extra_bytes {peak:.1f} MB, wanted <= {limit:.1f}: one part and a tenth")
+
+
+@app.command()
+@telling
+def nixl(
+    size_gb: Annotated[float, typer.Option(min=0.001, help="GB of bfloat16 weights.")] = 0.5,
+    rounds: Annotated[int, typer.Option(min=1, help="Repetitions of every contender.")] = 8,
+    json_to: JsonTo = None,
+) -> None:
+    """One-sided reads (`gdr`), staged and verified, beside a bare NIXL READ of the same bytes.
+
+    For example: liveweight bench nixl --size-gb 1.4 --json nixl.json
+    """
+    from liveweight.bench.nixl import NixlSettings, bench_nixl
+
+    report = bench_nixl(NixlSettings(size_gb=size_gb, rounds=rounds))
+    _tell(report, json_to, lambda: _show_nixl(report))
+
+
+def _show_nixl(report: dict[str, Any]) -> None:
+    print(f"{report['bytes'] / 1e9:.2f} GB, {report['cores']} cores")
+    rows = {
+        "bare READ": "bare",
+        "staged": "plain",
+        "staged and verified": "verified",
+        "two ranks, half each": "halves",
+    }
+    for name, key in rows.items():
+        times = report[f"{key}_s"]
+        print(
+            f"{name:22}{times['best'] * 1e3:9.1f} ms{times['median'] * 1e3:9.1f} median{report['rates_gb_s'][key]:7.2f} GB/s"
+        )
+    print(f"plain_ratio     {report['plain_ratio']:5.2f}   wanted >= 0.9")
+    print(f"verified_ratio  {report['verified_ratio']:5.2f}   wanted >= 0.8")
+    print(f"two_rank_ratio  {report['two_rank_ratio']:5.2f}   wanted <= 1.1")

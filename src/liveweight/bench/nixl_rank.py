@@ -1,0 +1,115 @@
+"""A rank of the nixl benchmark: its share of the source's bytes by a bare READ, staged, and staged with verification, into one memory."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from liveweight.bench.child import Line
+from liveweight.bench.decoder import parameters
+from liveweight.devices.crew import Crew
+from liveweight.devices.kernels import choose_kernels
+from liveweight.devices.memory import Memory
+from liveweight.plan.tally import lanes_to_bytes
+from liveweight.spec.deadline import Deadline
+from liveweight.spec.manifest import TensorSpec
+from liveweight.transports.attaching import ask_source
+from liveweight.transports.nixl.library import Agent
+from liveweight.transports.nixl.places import place_from
+from liveweight.transports.nixl.reader import NixlReader
+from liveweight.wire.codec import Codec
+from liveweight.wire.credentials import Secret, load_or_create_secret
+from liveweight.wire.limits import Limits
+from liveweight.wire.messages import Message
+from liveweight.wire.values import Offer
+from liveweight.worker.shadow_digest import ShadowDigest
+from liveweight.worker.staging import StageResult, stage
+from liveweight.worker.torch_target import TensorTarget
+
+WAIT_S = 600.0
+
+
+def main(line: Line, config: dict[str, Any]) -> None:
+    """Read, on request, until told to stop; every answer has when it began and ended, on the clock that all processes share."""
+    import torch
+
+    torch.set_num_threads(1)
+    specs = msgspec.convert(config["specs"], list[TensorSpec])
+    secret = load_or_create_secret(Path(config["secret"]))
+    target = TensorTarget(parameters(specs, config["rank"], config["world"]))
+    with NixlReader(secret, choose_kernels(), name="gdr", direct=True) as reader, Crew(1) as crew:
+        rank = _Rank(target, reader, crew, secret)
+        line.say(ready=True)
+        while (command := line.hear(Deadline.after(WAIT_S)))["do"] != "stop":
+            line.say(**rank.run(command["do"], msgspec.convert(command["offer"], Offer)))
+
+
+class _Rank:
+    """What a rank keeps from one round to the next."""
+
+    def __init__(self, target: TensorTarget, reader: NixlReader, crew: Crew, secret: Secret) -> None:
+        self._target, self._reader, self._crew, self._secret = target, reader, crew, secret
+        self._digest = ShadowDigest(target.layout, choose_kernels())
+        self._bare: BareRead | None = None
+
+    def run(self, what: str, offer: Offer) -> dict[str, Any]:
+        """One contender."""
+        shadow = self._target.shadow()
+        if what == "bare" and self._bare is None:
+            self._bare = BareRead(offer, self._secret, shadow)
+        lanes = b""
+        began_s = time.monotonic()
+        match what:
+            case "bare":
+                if self._bare is not None:
+                    self._bare.run()
+            case "plain":
+                self._stage(offer, shadow)
+            case "verified":
+                self._stage(offer, shadow)
+                lanes = self._lanes(shadow)
+            case "digest":
+                lanes = self._lanes(shadow)
+            case _:
+                raise ValueError(what)
+        return {"span": (began_s, time.monotonic()), "lanes": lanes.hex()}
+
+    def _stage(self, offer: Offer, shadow: Sequence[Memory]) -> None:
+        deadline = Deadline.after(WAIT_S)
+        reading = self._reader.bind(offer, self._target.layout, shadow, deadline)
+        done = stage(reading, crew=self._crew, pace_bytes_per_s=None, stop=lambda: False, deadline=deadline)
+        if not isinstance(done, StageResult):
+            raise TypeError("a stage that nobody stopped was stopped")
+
+    def _lanes(self, shadow: Sequence[Memory]) -> bytes:
+        deadline = Deadline.after(WAIT_S)
+        return lanes_to_bytes(self._digest.all_of(shadow, crew=self._crew, deadline=deadline))
+
+
+class BareRead:
+    """NIXL and nothing of ours: one READ of as many bytes, from the source's arena into the same memory, registered and prepared once."""
+
+    def __init__(self, offer: Offer, secret: Secret, shadow: Sequence[Memory]) -> None:
+        deadline = Deadline.after(WAIT_S)
+        attached = ask_source(offer, offer.layout, secret, Codec[Message](Message), Limits(), deadline)
+        place = place_from(attached.memories[0], attached.layout.memories_bytes[0])
+        first = min(memory.address for memory in shadow)
+        last = max(memory.address + memory.size_bytes for memory in shadow)
+        size = min(last - first, place.size_bytes)
+        self._agent = Agent("liveweight-bench", progress=False)
+        here = np.array([[first, size, 0]], dtype=np.uint64)
+        self._agent.register(here)
+        peer = self._agent.meet(place.description)
+        theirs = self._agent.prepare(np.array([[place.data, size, 0]], dtype=np.uint64), peer)
+        self._request = self._agent.request(self._agent.prepare(here), theirs, 0, 1)
+
+    def run(self) -> None:
+        """Post it, and ask until it is done."""
+        done = self._agent.post(self._request)
+        while not done:
+            done = self._agent.done(self._request)
