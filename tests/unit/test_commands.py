@@ -136,7 +136,7 @@ ERRORS: dict[str, tuple[Sequence[str], str]] = {
     "bench snapshot": (("--directory", "NOWHERE", "--size-gb", "0.001"), "[Errno"),
 }
 """Arguments that cannot work, and how the line begins. Those of other commands are provoked below."""
-ELSEWHERE = {"doctor", "demo", "demo torn", "bench digest", "bench ipc"}
+ELSEWHERE = {"doctor", "demo", "demo torn", "bench digest", "bench ipc", "bench nixl"}
 
 
 def test_every_command_is_provoked() -> None:
@@ -198,7 +198,7 @@ def test_a_missing_extra_is_the_pip_line(monkeypatch: pytest.MonkeyPatch, comman
     assert "pip install 'liveweight[" in said
 
 
-@pytest.mark.parametrize("command", ["bench digest", "bench ipc", "demo"])
+@pytest.mark.parametrize("command", ["bench digest", "bench ipc", "bench nixl", "demo"])
 def test_a_place_that_cannot_be_written_is_refused_before_the_work(tmp_path: Path, command: str) -> None:
     (tmp_path / "file").touch()
     option = (
