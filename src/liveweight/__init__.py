@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from liveweight.spec.region import box, whole
     from liveweight.trainer.errands import Verification
     from liveweight.trainer.report import Report
+    from liveweight.transports.stock import RingSettings
 
 _HOMES = {
     "LiveWeightError": "liveweight.errors",
@@ -23,6 +24,7 @@ _HOMES = {
     "Publisher": "liveweight.api",
     "Receiver": "liveweight.api",
     "Report": "liveweight.trainer.report",
+    "RingSettings": "liveweight.transports.stock",
     "RoundFailed": "liveweight.errors",
     "TensorSpec": "liveweight.spec.manifest",
     "Verification": "liveweight.trainer.errands",
@@ -41,6 +43,7 @@ __all__ = [
     "Publisher",
     "Receiver",
     "Report",
+    "RingSettings",
     "RoundFailed",
     "TensorSpec",
     "Verification",

@@ -19,7 +19,6 @@ from liveweight.control.client import is_url, wire_address
 from liveweight.devices.cuda import CudaDevice
 from liveweight.devices.device import CpuDevice, Device, open_device
 from liveweight.devices.kernels import choose_kernels
-from liveweight.errors import Refused
 from liveweight.observe.bus import Bus
 from liveweight.observe.events import OfferKind
 from liveweight.observe.log import log
@@ -38,7 +37,8 @@ from liveweight.trainer.shelf import Shelf
 from liveweight.trainer.source import Source
 from liveweight.trainer.sources import ModuleSource, as_source
 from liveweight.transports.ipc.source import allocate
-from liveweight.transports.registry import TRANSPORTS, Mode, mode
+from liveweight.transports.registry import TRANSPORTS, Mode, check_device, check_offer, mode
+from liveweight.transports.stock import RingSettings
 from liveweight.wire.credentials import Secret, load_or_create_secret, socket_directory
 from liveweight.wire.sockets import host_towards
 from liveweight.wire.values import KvPolicy
@@ -68,8 +68,9 @@ class Publisher(publishing.Publisher):
     `model` is a torch module, what `share_module` returned, a state dict, an HF checkpoint directory or a Source. `engines` are the
     leaders' addresses, or URLs of engines that say theirs to whoever shows their control key. Manifests are compared
     here, before training starts. Every method is for one thread. `offer="live"` lets ranks read the parameters where they lie; where
-    that is not possible the publisher says why and freezes. `device` is where offers lie, and must be where the ranks' weights are: by
-    default a shared module's, else the host. `threads` are for host memory; on a GPU one thread queues the work.
+    that is not possible the publisher says why and freezes. `offer="ring"` packs them, for each rank what it owns, into a few segments of
+    shared memory (`ring`), and needs no copy of the weights; both wait until all ranks have staged. `device` is where offers lie, and
+    must be where the ranks' weights are: by default a shared module's, else the host. `threads` are for host memory.
 
     `transfer_mode="gdr"` or `"rdma"` reaches engines on other hosts; `host` is the address of this one that they are told, by default the
     one on the way to the first of them.
@@ -92,6 +93,7 @@ class Publisher(publishing.Publisher):
         host: str | None = None,
         device: DeviceName | None = None,
         offer: OfferKind = "frozen",
+        ring: RingSettings | None = None,
         verify: bool = True,
         timeout_s: float = 60.0,
         lease_s: float = 10.0,
@@ -106,11 +108,11 @@ class Publisher(publishing.Publisher):
         held = _secret(secret)
         place = socket_directory(directory or default_directory())
         chosen = mode(transfer_mode)
-        if offer not in chosen.offers:
-            raise Refused(f"{transfer_mode} has no {offer} offers, but {', '.join(chosen.offers)}")
+        check_offer(chosen, offer)
         check_terms(engines, address, dtype, offer)
         source, shared = _source(model)
         there = source_device(_opened(device), shared)
+        check_device(chosen, offer, there)
         deadline = Deadline.after(timeout_s)
         with ExitStack() as stack:
             replicas = [_replica(engine, held, control_key, deadline) for engine in engines]
@@ -130,6 +132,7 @@ class Publisher(publishing.Publisher):
                 shared=shared,
                 threads=_threads(threads, there),
                 bus=bus,
+                ring=ring,
             )
             describe_to(replicas, offers, met, deadline)
             shelf = None

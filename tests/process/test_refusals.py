@@ -79,7 +79,7 @@ def test_regions_that_overlap_in_part_are_refused_when_the_rank_joins(short_path
 
 def test_an_offer_that_the_mode_does_not_have_is_refused(short_path: Path) -> None:
     with serving(engine(), short_path) as address, pytest.raises(Refused, match="no ring offers"):
-        publisher(engine(), address, short_path, offer="ring")
+        publisher(engine(), address, short_path, transfer_mode="ipc_snapshot", offer="ring")
 
 
 def test_a_live_offer_that_is_not_possible_says_why_and_freezes(short_path: Path) -> None:

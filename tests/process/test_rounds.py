@@ -22,7 +22,14 @@ def assert_holds(ranks: list[Program], label: int, version: object = ...) -> Non
 @pytest.mark.parametrize("world", [1, 2, 4])
 @pytest.mark.parametrize(
     ("offer", "verify", "exchange"),
-    [("frozen", True, "swap"), ("frozen", False, "copy"), ("live", True, "copy"), ("live", False, "swap")],
+    [
+        ("frozen", True, "swap"),
+        ("frozen", False, "copy"),
+        ("live", True, "copy"),
+        ("live", False, "swap"),
+        ("ring", True, "swap"),
+        ("ring", False, "copy"),
+    ],
 )
 def test_ranks_follow_the_trainer(
     cluster: Cluster, world: int, offer: str, verify: bool, exchange: str

@@ -13,7 +13,7 @@ import tempfile
 import time
 from contextlib import ExitStack
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import msgspec
 
@@ -32,17 +32,18 @@ from liveweight.spec.manifest import TensorSpec
 from liveweight.trainer.live import SharedModule, live_digest, share_module
 from liveweight.trainer.settings import PublisherSettings
 from liveweight.transports.ipc.arena import SharedArena
+from liveweight.transports.stock import RingSettings
 from liveweight.wire.credentials import load_or_create_secret
+from liveweight.wire.values import Offer
 from liveweight.worker.torch_layout import gather, layout_of
-
-if TYPE_CHECKING:
-    pass
 
 CONTENDERS: tuple[tuple[OfferKind, bool], ...] = (
     ("live", False),
     ("live", True),
     ("frozen", False),
     ("frozen", True),
+    ("ring", False),
+    ("ring", True),
 )
 
 
@@ -63,6 +64,7 @@ def bench_ipc(settings: IpcSettings) -> dict[str, Any]:
     size = int(settings.size_gb * 1e9)
     specs = small_tensors(size, settings.tensors) if settings.tensors else decoder(size)
     with _Scene(specs, settings) as scene:
+        ring = _cold_ring(scene)
         scene.reset_peaks()
         cold_s = scene.publish("frozen", verify=False)
         cold_live_s = scene.publish("live", verify=False)
@@ -88,10 +90,24 @@ def bench_ipc(settings: IpcSettings) -> dict[str, Any]:
         "limit_median_s": statistics.median(spans),
         "cold_s": cold_s,
         "cold_live_s": cold_live_s,
+        **ring,
         "peak_extra_bytes": peaks,
         "rounds": _rounds(times),
         "ratios": _ratios(times, limit_s),
         **freeze,
+    }
+
+
+def _cold_ring(scene: _Scene) -> dict[str, Any]:
+    """The first ring rounds, before anything is frozen: how long the very first took, and what the trainer held beside its weights."""
+    scene.reset_peaks()
+    cold_s = scene.publish("ring", verify=False)
+    for _ in range(2):  # to either shadow of the ranks
+        scene.publish("ring", verify=True)
+    return {
+        "cold_ring_s": cold_s,
+        "ring_bytes": scene.ring.segments * scene.ring.segment_bytes,
+        "ring_peak_extra_bytes": scene.peaks()["trainer"],
     }
 
 
@@ -117,6 +133,8 @@ class _Scene:
         self._specs, self._settings = specs, settings
         self._stack = ExitStack()
         self._label = 0
+        self.ring = RingSettings()
+        self._readable: Offer | None = None
 
     def __enter__(self) -> _Scene:
         with self._stack as stack:
@@ -155,6 +173,7 @@ class _Scene:
             directory=directory,
             timeout_s=WAIT_S,
             stack=stack,
+            ring=self.ring,
         )
         self._publisher, self._offers = made.publisher, made.offers
 
@@ -174,12 +193,13 @@ class _Scene:
         took_s = time.monotonic() - began_s
         if (report.offer, report.verified, report.unchanged) != (kind, verify, False):
             raise RuntimeError(f"asked for a {kind} round, got {report}")
+        self._readable = self._readable if kind == "ring" else self._offers.current
         return took_s
 
     def limit(self) -> float:
         """All ranks at once copy their share from the arena that was offered last; from the first's start to the last's end."""
         deadline = Deadline.after(WAIT_S)
-        offer = msgspec.to_builtins(self._offers.current)
+        offer = msgspec.to_builtins(self._readable)
         for rank in self._ranks:
             rank.line.say(do="limit", offer=offer)
         for rank in self._ranks:

@@ -106,7 +106,7 @@ class Limits:
     def run(self, line: Line, offer: Offer) -> tuple[float, float]:
         """When the copy began and ended, on the clock that all processes of the host share."""
         shadow = self._target.shadow()
-        reading = self._reader.bind(offer, self._target.layout, shadow, Deadline.after(WAIT_S))
+        reading = self._reader.bind_arenas(offer, self._target.layout, shadow, Deadline.after(WAIT_S))
         source = reading.attachment.arenas[0].memory.bytes()
         share = self._target.layout.placed_bytes
         pieces = _pieces(source, [memory.bytes() for memory in shadow], share * self._rank, share)

@@ -19,6 +19,7 @@ from liveweight.trainer.replica import WireReplica
 from liveweight.trainer.settings import PublisherSettings
 from liveweight.trainer.sources import ModuleSource
 from liveweight.transports.ipc.source import IpcOutlet
+from liveweight.transports.stock import RingSettings
 from liveweight.wire.credentials import load_or_create_secret
 
 
@@ -31,7 +32,13 @@ class Publishing:
 
 
 def publishing(
-    shared: SharedModule, *, address: str, directory: Path, timeout_s: float, stack: ExitStack
+    shared: SharedModule,
+    *,
+    address: str,
+    directory: Path,
+    timeout_s: float,
+    stack: ExitStack,
+    ring: RingSettings | None = None,
 ) -> Publishing:
     """Meet the replica at an address, whose secret lies in the directory; everything ends with the stack."""
     secret = load_or_create_secret(directory / "secret")
@@ -47,6 +54,7 @@ def publishing(
         shared=shared,
         threads=os.cpu_count() or 1,
         bus=Bus(),
+        ring=ring,
     )
     describe_to([replica], offers, met, deadline)
     publisher = Publisher(

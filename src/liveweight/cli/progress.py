@@ -84,6 +84,10 @@ class ToldReplica:
             self._line.add(self._step(until, progress))
         return progress
 
+    def compare(self, round_id: RoundId, digests: bytes, deadline: Deadline) -> None:
+        """See Replica."""
+        self._replica.compare(round_id, digests, deadline)
+
     def vote(self, round_id: RoundId, lease_s: float, deadline: Deadline) -> None:
         """See Replica."""
         self._replica.vote(round_id, lease_s, deadline)

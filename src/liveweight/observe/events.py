@@ -182,10 +182,19 @@ class Frozen(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LiveOfferImpossible(Event):
-    """The parameters cannot be read where they lie; the source freezes instead."""
+    """The parameters cannot be read, or for a ring packed, where they lie; the source freezes instead."""
 
     version: str
     reason: str
+    kind: OfferKind = "live"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BucketDamaged(Event):
+    """A rank found that a bucket, which begins with that tensor, was not what had been packed; it was packed again."""
+
+    bucket: int
+    tensor: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -233,6 +242,7 @@ AnyEvent: TypeAlias = (
     | OfferMade
     | Frozen
     | LiveOfferImpossible
+    | BucketDamaged
     | ReadersRevoked
     | PeerRefused
     | KernelsChosen

@@ -54,7 +54,9 @@ def line_of(event: ev.AnyEvent) -> tuple[int, str]:
             froze = f"{event.size_bytes} bytes of {event.version} in {event.took_s:.3f} s"
             return DEBUG, f"trainer rank {event.rank}: froze {froze}"
         case ev.LiveOfferImpossible():
-            return WARNING, f"no live offer of {event.version}: {event.reason}; freezing instead"
+            return WARNING, f"no {event.kind} offer of {event.version}: {event.reason}; freezing instead"
+        case ev.BucketDamaged():
+            return WARNING, f"bucket {event.bucket}, with {event.tensor}, was damaged, and is packed again"
         case ev.ReadersRevoked():
             who = ", ".join(event.readers)
             return (

@@ -165,6 +165,7 @@ class MetricsReader:
                 | ev.Voted()
                 | ev.Aborted()
                 | ev.LiveOfferImpossible()
+                | ev.BucketDamaged()
                 | ev.ReadersRevoked()
                 | ev.KernelsChosen()
             ):

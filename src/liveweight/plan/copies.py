@@ -123,16 +123,17 @@ def _fill(target: Placement, sources: Sequence[Placement], spec: TensorSpec) -> 
         shared = meet(source.region, target.region) if wanted else None
         if shared is not None:
             filled += count(shared)
-            tables.append(_copy(source, target, shared, spec.dtype.size_bytes))
+            tables.append(copy_rows(source, target, shared, spec.dtype.size_bytes))
     if filled != wanted:
         problem = "does not offer all of" if filled < wanted else "offers more than once parts of"
         raise LayoutInvalid(f"{spec.name}: the source {problem} {show(target.region)}")
     return np.concatenate(tables) if tables else np.empty((0, len(COLUMNS)), dtype=np.int64)
 
 
-def _copy(source: Placement, target: Placement, shared: Region, item_bytes: int) -> Table:
-    from_offset, from_strides = _seat(source, shared)
-    to_offset, to_strides = _seat(target, shared)
+def copy_rows(source: Placement, target: Placement, shared: Region, item_bytes: int) -> Table:
+    """The rows that copy a region which both placements hold."""
+    from_offset, from_strides = seat(source, shared)
+    to_offset, to_strides = seat(target, shared)
     nest = [(span.count, a, b) for span, a, b in zip(shared, from_strides, to_strides, strict=True)]
     nest.sort(key=lambda loop: (-loop[2], -loop[1]))  # the target is written forwards
     loops = merged(nest)
@@ -154,7 +155,7 @@ def _rows(
     return rows
 
 
-def _seat(placement: Placement, shared: Region) -> tuple[int, list[int]]:
+def seat(placement: Placement, shared: Region) -> tuple[int, list[int]]:
     """Where a part of a placement's region begins, and its strides."""
     offset, strides = placement.offset_bytes, []
     for own, part, stride in zip(placement.region, shared, placement.strides_bytes, strict=True):

@@ -39,8 +39,7 @@ STANDING_S = 5.0
 
 @dataclass(slots=True)
 class Part:
-    """One replica's part of the round so far. `serving` is what it served when it was last heard of; `fault` set: it is out of the
-    round, since `failed_s`."""
+    """One replica's part of the round so far. `serving`: what it served when last heard of; `fault`: why it is out, since `failed_s`."""
 
     replica: Replica
     serving: Version | None = None
@@ -88,8 +87,8 @@ class Part:
 class Drive:
     """A round under way. Run once, by the driver thread.
 
-    `meanwhile` is called once the round is open, while ranks stage; `look`, now and then until they have; `before_vote`, once they have
-    verified. What these raise ends the round before any vote is asked.
+    `meanwhile` is called once the round is open, while ranks stage; `look`, now and then until they have; `on_staged`, once they have (it
+    may give digests that the round opened without); `before_vote`, once they have verified. What these raise ends the round before a vote.
     """
 
     parts: Sequence[Part]
@@ -99,7 +98,7 @@ class Drive:
     lease_s: float
     deadline: Deadline
     pool: ThreadPoolExecutor
-    on_staged: Callable[[], None]
+    on_staged: Callable[[], bytes | None]
     closing: Callable[[], bool]
     meanwhile: Callable[[], None] = lambda: None
     look: Callable[[], None] = lambda: None
@@ -131,8 +130,8 @@ class Drive:
         if all(part.unchanged for part in self._in()):
             return
         self._each("stage", lambda part: self._until(part, "staged"))
-        self.on_staged()
-        self._each("verify", lambda part: self._until(part, "verified"))
+        digests = self.on_staged()
+        self._each("verify", lambda part: self._verified(part, digests))
         self.step = "vote"
         self.before_vote()
         began_s = time.monotonic()
@@ -148,12 +147,16 @@ class Drive:
         except ReplicaRefused as refused:
             if refused.fault.code != ManifestInvalid.code:
                 raise
-            part.replica.describe(
-                self.order.structure, self.manifest, self.deadline
-            )  # its ranks were replaced
+            # Its ranks were replaced.
+            part.replica.describe(self.order.structure, self.manifest, self.deadline)
             opened = part.replica.open(self.order, self.deadline)
         part.serving, part.round_id, part.unchanged = opened.serving, opened.round, opened.round is None
         part.kept = opened.kept
+
+    def _verified(self, part: Part, digests: bytes | None) -> None:
+        if digests is not None and part.round_id is not None:
+            part.replica.compare(part.round_id, digests, self.deadline)
+        self._until(part, "verified")
 
     def _until(self, part: Part, phase: m.Phase) -> None:
         """Wait until a replica has come that far; its failure, or the deadline, puts it out of the round."""

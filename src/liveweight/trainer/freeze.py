@@ -41,7 +41,8 @@ CASTABLE = frozenset({DType.FLOAT64, DType.FLOAT32, DType.FLOAT16, DType.BFLOAT1
 SMALL_BYTES = 256 << 10
 """A streamed tensor below this is copied without a kernel and digested with the others at the end: binding it would cost more."""
 
-_Seat: TypeAlias = "tuple[int, tuple[int, ...], tuple[int, ...], torch.dtype | DType, bool]"
+Seat: TypeAlias = "tuple[int, tuple[int, ...], tuple[int, ...], torch.dtype | DType, bool]"
+"""Where a tensor lies, and as what: address, shape, strides, dtype, and whether on the host."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,7 +86,7 @@ class _Standing:
     """The moves of a held source, valid while every tensor stays in its seat."""
 
     arena: Memory
-    seats: Sequence[_Seat]
+    seats: Sequence[Seat]
     moves: _Moves
     by_cast: Sequence[int]
 
@@ -150,7 +151,7 @@ class Freezer:
     def _freeze_held(self, source: Source, arena: Memory, threads: int, lanes: Lanes | None) -> None:
         tensors = whole_pass(source, self._names)
         standing = self._standing
-        if standing is None or standing.arena is not arena or not _seated(tensors, standing.seats):
+        if standing is None or standing.arena is not arena or not seated(tensors, standing.seats):
             self._standing = None
             self._standing = standing = self._stand(tensors, arena)
         standing.moves.run(threads, lanes)
@@ -181,7 +182,7 @@ class Freezer:
             check_tensor(spec, tensor)
             (by_kernel if self._has_kernel(number, tensor) else by_cast).append(number)
         moves = self._bind(by_kernel, [tensors[number] for number in by_kernel], arena)
-        return _Standing(arena=arena, seats=[_seat(t) for t in tensors], moves=moves, by_cast=by_cast)
+        return _Standing(arena=arena, seats=[seat_of(t) for t in tensors], moves=moves, by_cast=by_cast)
 
     def _has_kernel(self, number: int, tensor: AnyTensor) -> bool:
         """Whether a kernel can read the tensor where it lies and write it in the offered dtype."""
@@ -236,11 +237,12 @@ def _without_gradients() -> AbstractContextManager[object]:
     return nullcontext() if torch is None else torch.no_grad()
 
 
-def _seat(tensor: AnyTensor) -> _Seat:
+def seat_of(tensor: AnyTensor) -> Seat:
+    """Where a tensor lies, and as what."""
     return tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype, tensor.is_cpu
 
 
-def _seated(tensors: Sequence[AnyTensor], seats: Sequence[_Seat]) -> bool:
+def seated(tensors: Sequence[AnyTensor], seats: Sequence[Seat]) -> bool:
     """Whether every tensor is where and what it was. This is what Python does per tensor in a warm freeze."""
     try:
         for tensor, (address, shape, strides, dtype, cpu) in zip(tensors, seats, strict=True):

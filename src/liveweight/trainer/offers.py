@@ -1,4 +1,4 @@
-"""Offers: a version held ready to be read, frozen into an arena or live where the parameters lie.
+"""Offers: a version held ready to be read: frozen into an arena, live where the parameters lie, or packed from there into a ring.
 
 Owns the frozen arena and the moment at which memory may change: a generation is raised before, never after. How ranks reach the
 memory is the outlet's, what is done with an offer is the drive's.
@@ -6,9 +6,11 @@ memory is the outlet's, what is done with an offer is the drive's.
 
 from __future__ import annotations
 
+import dataclasses
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import cast
 
 from liveweight.devices.kernels import Kernels
 from liveweight.observe import events
@@ -21,8 +23,10 @@ from liveweight.spec.manifest import Manifest
 from liveweight.trainer.experts import SplitSource, split_layout, splits_for
 from liveweight.trainer.freeze import Freezer, offered_manifest
 from liveweight.trainer.live import SharedModule, live_digest, moved_since, why_not_live
+from liveweight.trainer.ring import RingOffers, RingOutlet
 from liveweight.trainer.source import Source
 from liveweight.transports.port import Arena, Outlet
+from liveweight.transports.stock import RingSettings
 from liveweight.wire.values import Offer
 
 
@@ -54,6 +58,7 @@ class Offers:
         shared: SharedModule | None,
         threads: int,
         bus: Bus,
+        ring: RingSettings | None = None,
     ) -> None:
         splits = splits_for(source.manifest(), expected)
         whole, source = source, SplitSource(source, splits) if splits else source
@@ -70,6 +75,7 @@ class Offers:
         self._freezer = Freezer(own, self.manifest, kernels)
         self.structure = self._freezer.layout.fingerprint
         """The name that rounds use for the manifest: the same only for the same tensors in the same order."""
+        self._ring = RingOffers(source, own, self._freezer.layout, kernels, ring or RingSettings())
         self._arena: Arena | None = None
         self.current: Offer | None = None
         """The offer made last."""
@@ -87,6 +93,11 @@ class Offers:
                 self.current = made.offer
                 return made
             return self.freeze(label, reason or "nothing is shared", release=release)
+        if kind == "ring":
+            reason = self._ring.why_not()
+            if reason is None:
+                return self._packed(label, digest=verify)
+            return self.freeze(label, reason, release=release, kind=kind)
         return self._frozen(label, release=release)
 
     def _why_not_live(self) -> str | None:
@@ -106,15 +117,29 @@ class Offers:
         self._strayed = reason is not None
         return reason
 
-    def freeze(self, label: str, reason: str, *, release: Callable[[], None]) -> Made:
-        """Hold the current values ready frozen, where a live offer was asked for and that is why it cannot be."""
-        self._bus.emit(events.LiveOfferImpossible(version=label, reason=reason))
+    def freeze(
+        self, label: str, reason: str, *, release: Callable[[], None], kind: OfferKind = "live"
+    ) -> Made:
+        """Hold the current values ready frozen, where a live or a ring offer was asked for and that is why it cannot be."""
+        self._bus.emit(events.LiveOfferImpossible(version=label, reason=reason, kind=kind))
         return self._frozen(label, release=release)
 
     def end(self, offer: Offer) -> None:
-        """The parameters of a live offer may change from now on: whoever still reads is revoked."""
+        """The parameters of a live or a ring offer may change from now on: whoever still reads is revoked."""
+        if offer.kind == "ring":
+            tally = self._ring.end()
+            for damaged in () if tally is None else tally.damaged:
+                self._bus.emit(events.BucketDamaged(bucket=damaged.bucket, tensor=damaged.tensor))
         if offer.kind == "live" and self._shared is not None and not self._shared.closed:
             self._shared.arena.raise_generation()
+
+    def staged(self, made: Made) -> Made:
+        """All ranks have staged: with the digests that a ring's packing gave, where they are to be verified."""
+        if made.offer.kind != "ring":
+            return made
+        began_s = time.monotonic()
+        lanes = self._ring.digests()
+        return dataclasses.replace(made, lanes=lanes, digest_s=time.monotonic() - began_s)
 
     def manifest_of(self, made: Made) -> Manifest | None:
         """The manifest with the digests of what was offered; None where those were not taken."""
@@ -123,7 +148,8 @@ class Offers:
         )
 
     def close(self) -> None:
-        """Give the frozen arena back. A shared module stays its owner's."""
+        """Give the frozen arena back, and let go of what a ring was packed from. A shared module stays its owner's."""
+        self._ring.close()
         self._freezer.forget()
         if self._arena is not None:
             self._outlet.withdraw(self._freezer.layout)
@@ -137,6 +163,12 @@ class Offers:
         lanes = live_digest(shared, self._kernels, self._threads, layout) if digest else None
         self._said(label, "live", layout)
         return Made(offer=offer, lanes=lanes, freeze_s=0.0, digest_s=time.monotonic() - began_s)
+
+    def _packed(self, label: str, *, digest: bool) -> Made:
+        outlet = cast("RingOutlet", self._outlet)  # the registry says which modes have rings
+        self.current = offer = self._ring.make(outlet, digest=digest)
+        self._said(label, "ring", self._freezer.layout)
+        return Made(offer=offer, lanes=None, freeze_s=0.0, digest_s=0.0)
 
     def _frozen(self, label: str, *, release: Callable[[], None]) -> Made:
         began_s = time.monotonic()

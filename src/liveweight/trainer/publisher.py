@@ -17,12 +17,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Self
 
-from liveweight.errors import (
-    OutcomeUnknown,
-    Refused,
-    RoundAborted,
-    WrongState,
-)
+from liveweight.errors import OutcomeUnknown, Refused, RoundAborted, WrongState
 from liveweight.spec.deadline import Deadline
 from liveweight.spec.manifest import Version
 from liveweight.trainer.drive import MARGIN_S, Drive, Part
@@ -95,7 +90,7 @@ class Publisher:
         return self.wait()
 
     def offer(self, label: str | int) -> Version:
-        """Begin a round; returns as soon as the parameters may change: after the freeze, or, live, when all ranks have staged.
+        """Begin a round; returns as soon as the parameters may change: after the freeze; live or a ring, when all ranks have staged.
 
         With a source's address, engines may ask for the version from now on, until the next offer or the end. Those that read the
         version before are waited for, `release_s` at most; then they are revoked, and their rounds fail and may be asked for again.
@@ -110,9 +105,9 @@ class Publisher:
             return version
         try:
             current = self._begin(version, made, began_s)
-            if made.offer.kind == "live":
+            if made.offer.kind != "frozen":
                 current.staged.wait(current.deadline.remaining_s() + GRACE_S)
-        finally:  # also if we are interrupted: the parameters of a live offer may change from here on
+        finally:  # also if we are interrupted: the parameters may change from here on
             self._offers.end(made.offer)
         if current.strayed is not None:
             return self._freeze_instead(label, current, current.strayed)
@@ -182,7 +177,7 @@ class Publisher:
         """Compare what every engine's ranks hold now, digested anew, with the version that was published last.
 
         Engines that differ, and those of which it cannot be learned in time, are in the answer. WrongState where nothing was published,
-        or what was has no digests: a live offer that was not verified.
+        or what was has no digests: a live or ring offer that was not verified.
         """
         if self._round is not None:
             self.wait()
@@ -240,10 +235,16 @@ class Publisher:
             lease_s=settings.lease_s,
             deadline=current.deadline,
             pool=self._pool,
-            on_staged=current.staged.set,
+            on_staged=lambda: self._staged(current),
             closing=self._closing.is_set,
             meanwhile=lambda: self._look_for_strays(current),
         )
+
+    def _staged(self, current: _Round) -> bytes | None:
+        """All ranks have staged; the digests that the round was opened without. In the driver's thread, as long as parameters stand."""
+        opened, current.made = current.made, self._offers.staged(current.made)
+        current.staged.set()
+        return current.made.digests if opened.digests is None else None
 
     def _look_for_strays(self, current: _Round) -> None:
         """End the round of a live offer whose parameters lie elsewhere by now. In the driver's thread, while ranks stage and the

@@ -52,6 +52,9 @@ class Replica(Protocol):
     def status(self, round_id: RoundId, until: m.Phase, deadline: Deadline) -> m.Progress:
         """Wait until the round has come that far, or failed, or the deadline is over."""
 
+    def compare(self, round_id: RoundId, digests: bytes, deadline: Deadline) -> None:
+        """Tell the digests of a round that was opened without them; `status` says how the comparison ended."""
+
     def vote(self, round_id: RoundId, lease_s: float, deadline: Deadline) -> None:
         """Ask for its yes; a no is raised."""
 
@@ -109,6 +112,10 @@ class WireReplica:
         """See Replica. The answer is due at the deadline; the wait for it lasts a little longer."""
         body = m.Await(round=round_id, until=until, wait_s=deadline.remaining_s())
         return self._ask(body, m.Progress, _with_grace(deadline), f"be {until}")
+
+    def compare(self, round_id: RoundId, digests: bytes, deadline: Deadline) -> None:
+        """See Replica."""
+        self._ask(m.Compare(round=round_id, digests=digests), m.Compared, deadline, "compare digests")
 
     def vote(self, round_id: RoundId, lease_s: float, deadline: Deadline) -> None:
         """See Replica."""

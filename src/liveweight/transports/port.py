@@ -64,8 +64,8 @@ class Outlet(Protocol):
     def address(self) -> str:
         """Where ranks attach."""
 
-    def allocate(self, size_bytes: int) -> Arena:
-        """An arena of that size, on the outlet's device; OutOfMemory where it cannot be had."""
+    def allocate(self, size_bytes: int, kind: OfferKind = "frozen") -> Arena:
+        """An arena of that size for offers of that kind, on the outlet's device; OutOfMemory where it cannot be had."""
 
     def offer(self, layout: Layout, arenas: Sequence[Arena], kind: OfferKind) -> Offer:
         """Let ranks read these arenas (one per memory of the layout), as they are now: what was queued to write them is waited for."""
@@ -88,7 +88,10 @@ class Reading(Protocol):
         """Fill the shadow with rows [first, last). Returns when the bytes are there, or `go_on` said no; releases the GIL."""
 
     def check(self) -> None:
-        """Raise OfferChanged if the source's memory changed since the offer was made. Called before the first read and after the last."""
+        """Raise OfferChanged if the source's memory changed since the offer was made. Called before the first read and after the last.
+
+        A `read` that waits for bytes which will not come any more raises it too.
+        """
 
     def end(self) -> None:
         """Called once when staging is over, however it ended: after it, nothing lands in the shadow any more."""

@@ -43,7 +43,10 @@ class MakeReader(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Mode:
-    """One transfer mode. `extra` is what pip must install for it; `outlet` and `reader` make its two halves, on these `devices`."""
+    """One transfer mode. `extra` is what pip must install for it; `outlet` and `reader` make its two halves, on these `devices`.
+
+    Rings lie in host memory, whatever the mode.
+    """
 
     name: str
     reach: Reach
@@ -54,6 +57,10 @@ class Mode:
     reader: MakeReader
     devices: tuple[str, ...] = ("cpu", "cuda")
 
+    def devices_of(self, kind: OfferKind) -> tuple[str, ...]:
+        """Where offers of that kind may lie."""
+        return tuple(name for name in self.devices if kind != "ring" or name == "cpu")
+
 
 def mode(name: str) -> Mode:
     """The mode of that name; refused, with the names there are, for any other."""
@@ -61,6 +68,19 @@ def mode(name: str) -> Mode:
     if found is None:
         raise Refused(f"unknown transfer mode {name!r}, known: {', '.join(sorted(TRANSPORTS))}")
     return found
+
+
+def check_offer(chosen: Mode, offer: OfferKind) -> None:
+    """Refuse an offer that the mode does not have."""
+    if offer not in chosen.offers:
+        raise Refused(f"{chosen.name} has no {offer} offers, but {', '.join(chosen.offers)}")
+
+
+def check_device(chosen: Mode, offer: OfferKind, device: Device) -> None:
+    """Refuse a device that offers of that kind cannot lie on."""
+    name = device.name.partition(":")[0]
+    if offer == "ring" and name not in chosen.devices_of(offer):
+        raise Refused(f"{offer} offers lie in host memory, and the publisher's device is {device.name}")
 
 
 def _ipc_outlet(
@@ -111,7 +131,7 @@ _MODES = (
     Mode(
         name="ipc",
         reach="one host",
-        offers=("frozen", "live"),
+        offers=("frozen", "live", "ring"),
         summary="shared memory that ranks map read-only; on CUDA devices, IPC handles",
         extra=None,
         outlet=_ipc_outlet,

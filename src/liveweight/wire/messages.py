@@ -17,6 +17,8 @@ from liveweight.wire.publisher_messages import (
     Await,
     Commit,
     Committed,
+    Compare,
+    Compared,
     Describe,
     Described,
     Inquire,
@@ -44,6 +46,7 @@ from liveweight.wire.rank_messages import (
     Swapped,
     Verified,
 )
+from liveweight.wire.ring_messages import Again, Filled, Free, Leave, Subscribe, Subscribed
 from liveweight.wire.source_messages import (
     Attach,
     Attached,
@@ -59,12 +62,15 @@ __all__ = [
     "ORDER",
     "Abort",
     "Aborted",
+    "Again",
     "Ask",
     "Attach",
     "Attached",
     "Await",
     "Commit",
     "Committed",
+    "Compare",
+    "Compared",
     "Describe",
     "Described",
     "Digest",
@@ -72,11 +78,14 @@ __all__ = [
     "Drop",
     "Dropped",
     "Failed",
+    "Filled",
+    "Free",
     "Held",
     "Hold",
     "Inquire",
     "Join",
     "Joined",
+    "Leave",
     "Message",
     "NotHeld",
     "Open",
@@ -90,6 +99,8 @@ __all__ = [
     "Stage",
     "Staged",
     "Standing",
+    "Subscribe",
+    "Subscribed",
     "Swapped",
     "Undo",
     "Verdict",
@@ -109,6 +120,8 @@ Message: TypeAlias = (
     | Opened
     | Await
     | Progress
+    | Compare
+    | Compared
     | Ask
     | Voted
     | Commit
@@ -132,6 +145,12 @@ Message: TypeAlias = (
     | Digested
     | Attach
     | Attached
+    | Subscribe
+    | Subscribed
+    | Filled
+    | Free
+    | Again
+    | Leave
     | Hold
     | Held
     | NotHeld

@@ -58,6 +58,8 @@ class Described(Body, frozen=True):
 class Open(Body, frozen=True):
     """Begin a round. `digests` holds 16 bytes per tensor of the structure, in its order; none: content unknown. -> Opened.
 
+    A verified round of a ring opens without them too: `Compare` brings them.
+
     `kv_policy` is for requests that run at its commit; None: as the engine is set. By `host` and `pid` a leader of the same host sees at
     once that the publisher has died.
     """
@@ -103,6 +105,20 @@ class Progress(Body, frozen=True):
     verify_s: float
     staged_bytes: int
     readers: tuple[int, ...]
+
+
+class Compare(Body, frozen=True):
+    """The digests of a round that was opened without them, 16 bytes per tensor of the structure. -> Compared.
+
+    Its ranks have staged; what they verify is compared with these.
+    """
+
+    round: RoundId
+    digests: bytes
+
+
+class Compared(Body, frozen=True):
+    """The digests are known; how the comparison ends, `Await` tells."""
 
 
 class Ask(Body, frozen=True):

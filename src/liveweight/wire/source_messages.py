@@ -6,7 +6,7 @@ from liveweight.observe.events import OfferKind
 from liveweight.spec.layout import Layout
 from liveweight.spec.manifest import Manifest, Version
 from liveweight.wire.body import Body
-from liveweight.wire.values import Offer
+from liveweight.wire.values import Offer, RingTerms
 
 
 class Attach(Body, frozen=True):
@@ -17,11 +17,15 @@ class Attach(Body, frozen=True):
 
 
 class Attached(Body, frozen=True):
-    """A source's layout, and per memory the token under which its descriptor is handed out (or the transport's own bytes)."""
+    """A source's layout, and per memory the token under which its descriptor is handed out (or the transport's own bytes).
+
+    With a ring, the first is the ring's, and those of the layout's memories are of no bytes: they carry the generation.
+    """
 
     layout: Layout
     memories: tuple[bytes, ...]
     descriptors: str
+    ring: RingTerms | None = None
 
 
 class Hold(Body, frozen=True):

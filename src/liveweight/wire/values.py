@@ -35,6 +35,14 @@ class Offer(_Value, frozen=True):
     generation: int
 
 
+class RingTerms(_Value, frozen=True):
+    """A source's ring: where its ranks subscribe, and so many segments of so many bytes each, side by side in one memory."""
+
+    address: str
+    segments: int
+    segment_bytes: int
+
+
 class RankTimes(_Value, frozen=True):
     """What one rank did in a round, in seconds that it measured itself: reading, digesting, exchanging with the hooks."""
 

@@ -165,7 +165,7 @@ class Ledger:
 
     def check(self, body: Open) -> None:
         """Refuse an offer that cannot be verified as asked, or whose label stood for other content."""
-        if self.digests(body) is None and body.verify:
+        if self.digests(body) is None and body.verify and body.offer.kind != "ring":
             raise ManifestInvalid("a verified round needs the digests of its tensors")
         known = self._labels.get((body.version.run, body.version.label))
         if known is not None and body.version.digest not in (None, known):

@@ -39,6 +39,7 @@ STEPS: dict[type, str] = {
     m.Describe: "open",
     m.Open: "open",
     m.Await: "stage",
+    m.Compare: "verify",
     m.Ask: "vote",
     m.Commit: "commit",
     m.Swapped: "commit",
@@ -101,6 +102,8 @@ class Scheduler:
             case m.Await(round=round_id, until=until, wait_s=wait_s):
                 self._named(round_id).waiters.append(Waiter(peer, call, until, now_s + wait_s))
                 return []
+            case m.Compare():
+                return self._compare(now_s, peer, call, body)
             case m.Ask() | m.Commit() | m.Undo() | m.Abort():
                 return self._decision(now_s, peer, call, body)
             case m.Verify():
@@ -276,11 +279,27 @@ class Scheduler:
         current.phase = "verified"
         return []
 
+    def _compare(self, now_s: float, peer: bytes, call: int, body: m.Compare) -> list[Action]:
+        """The digests of a round that was opened without them, told once. Ranks may have verified already, or not yet."""
+        current = self._named(body.round)
+        asked = current.asked
+        if current.over:
+            return [Reply(peer, call, m.Compared())]  # why it ended, `Await` tells
+        if asked is None or asked.digests is not None or not asked.verify or current.phase != "staged":
+            raise WrongState(f"{current.phase} ({states.describe(self.state)})", "compare")
+        told = msgspec.structs.replace(asked, digests=body.digests)
+        self._ledger.digests(told)  # refused here if they are not of its tensors
+        current.asked = told
+        actions: list[Action] = [Reply(peer, call, m.Compared())]
+        return actions if current.missing() else [*actions, *self._all_verified(now_s, current)]
+
     def _all_verified(self, now_s: float, current: Round) -> list[Action]:
         tally, asked = self.membership.whole(), current.asked
-        offered = None if asked is None else self._ledger.digests(asked)
-        if asked is None or offered is None:
+        if asked is None:
             raise WrongState(states.describe(self.state), "verify")
+        offered = self._ledger.digests(asked)
+        if offered is None:
+            return []  # a ring's are told when all have staged
         totals, disagreeing = tally.combine([current.lanes[rank] for rank in range(self.world)])
         differing = disagreeing or tally.differing(totals, offered, self._ledger.fit(asked).sources)
         if differing:

@@ -25,8 +25,9 @@ from liveweight.spec.layout import Layout
 from liveweight.transports.attaching import ask_source, nobody_listens
 from liveweight.transports.ipc.arena import CLOSED, MappedArena, combined
 from liveweight.transports.ipc.device_arena import TOKEN_BYTES, BorrowedArena, RankArena, ask_for
+from liveweight.transports.ipc.ring_attaching import RingReader
 from liveweight.transports.kept import shorten
-from liveweight.transports.port import GoOn, check_generation, patient
+from liveweight.transports.port import GoOn, Reading, check_generation, patient
 from liveweight.wire.codec import Codec
 from liveweight.wire.credentials import Secret
 from liveweight.wire.descriptors import close_all, fetch
@@ -106,11 +107,24 @@ class IpcReader:
         self._codec: Codec[Message] = Codec(Message)
         self._plans = CopyPlans()
         self._attachments: dict[tuple[str, str, OfferKind], _Attachment] = {}
-        self.requests = 0
-        """How often a source was asked where its memory lies."""
+        self._rings = RingReader(secret, kernels, self._device, self._limits)
+        self._requests = 0
 
-    def bind(self, offer: Offer, target: Layout, shadow: Sequence[Memory], deadline: Deadline) -> IpcReading:
+    @property
+    def requests(self) -> int:
+        """How often a source was asked where its memory lies."""
+        return self._requests + self._rings.requests
+
+    def bind(self, offer: Offer, target: Layout, shadow: Sequence[Memory], deadline: Deadline) -> Reading:
         """Attach to the offer's source if need be, plan if need be, and bind to this shadow."""
+        if offer.kind == "ring":
+            return self._rings.bind(offer, target, shadow, deadline)
+        return self.bind_arenas(offer, target, shadow, deadline)
+
+    def bind_arenas(
+        self, offer: Offer, target: Layout, shadow: Sequence[Memory], deadline: Deadline
+    ) -> IpcReading:
+        """The same for offers whose arenas ranks read themselves."""
         attachment = self._attachment(offer, deadline)
         binding = self._binding(attachment, target, shadow)
         return IpcReading(
@@ -140,11 +154,13 @@ class IpcReader:
 
     def forget(self, source: str) -> None:
         """Drop what is kept about a source. Its memory is unmapped once no Reading holds it."""
+        self._rings.forget(source)
         for key in [key for key in self._attachments if key[0] == source]:
             del self._attachments[key]
 
     def close(self) -> None:
         """Let go of all mappings. Twice is fine."""
+        self._rings.close()
         self._attachments.clear()
 
     def __enter__(self) -> Self:
@@ -184,7 +200,7 @@ class IpcReader:
                 self.forget(source)
 
     def _attach(self, offer: Offer, deadline: Deadline) -> _Attachment:
-        self.requests += 1
+        self._requests += 1
         wanted = ask_for(offer.layout, self._device)
         attached = ask_source(offer, wanted, self._secret, self._codec, self._limits, deadline)
         sizes = attached.layout.memories_bytes

@@ -28,8 +28,11 @@ from liveweight.spec.layout import Layout
 from liveweight.transports.attaching import AttachServer
 from liveweight.transports.ipc.arena import SharedArena, combined
 from liveweight.transports.ipc.device_arena import TOKEN_BYTES, DeviceArena, SourceArena, asked_for, home_of
+from liveweight.transports.ipc.ring_arena import RingArena
+from liveweight.transports.ipc.ring_source import Ring
 from liveweight.transports.port import Arena
 from liveweight.transports.registry import mode
+from liveweight.transports.stock import RingSettings, Stock
 from liveweight.wire.codec import Codec
 from liveweight.wire.credentials import Secret
 from liveweight.wire.descriptor_server import DescriptorServer
@@ -45,7 +48,7 @@ class _Registration:
     """What ranks are told about a layout, and whose memory it is."""
 
     attached: Attached
-    arenas: tuple[SourceArena, ...]
+    arenas: tuple[SourceArena | RingArena, ...]
     device: Device
 
     def lent(self) -> Attached:
@@ -53,7 +56,7 @@ class _Registration:
         if self.device.handles is None:
             return self.attached
         entries = zip(self.attached.memories, self.arenas, strict=True)
-        memories = tuple(token + arena.handle() for token, arena in entries)
+        memories = tuple(token + arena.handle() for token, arena in entries if isinstance(arena, SourceArena))
         return msgspec.structs.replace(self.attached, memories=memories)
 
 
@@ -77,12 +80,15 @@ class IpcOutlet:
         Arenas are allocated on `device`; None: in host memory.
         """
         self._device = CPU if device is None else device
+        self._secret = secret
+        self._ring: Ring | None = None
         name = secrets.token_hex(8) if name is None else name
         self._limits = limits or Limits()
         self._codec: Codec[Message] = Codec(Message)
         self._lock = threading.Lock()
         self._registrations: dict[tuple[OfferKind, str], _Registration] = {}
         address = f"ipc://{directory / name}"
+        self._ring_address = f"{address}.ring"
         self._server = AttachServer(address, secret, self._limits, self._reply, name="liveweight-ipc-outlet")
         try:
             self._descriptors = DescriptorServer(directory / f"{name}.fds", secret, self._limits)
@@ -96,13 +102,25 @@ class IpcOutlet:
         """Where ranks attach."""
         return self._server.address
 
-    def allocate(self, size_bytes: int) -> SourceArena:
-        """An arena of that size, the caller's to close; OutOfMemory where it cannot be had."""
-        return allocate(size_bytes, self._device)
+    def allocate(self, size_bytes: int, kind: OfferKind = "frozen") -> SourceArena | RingArena:
+        """An arena of that size, the caller's to close; OutOfMemory where it cannot be had. A ring's is private memory."""
+        return RingArena(size_bytes) if kind == "ring" else allocate(size_bytes, self._device)
+
+    def ring(self, settings: RingSettings | None = None) -> Ring:
+        """The ring that offers are packed into: made at its first use, and anew where other settings are asked for."""
+        if self._device.handles is not None:
+            raise Refused(f"ring offers lie in host memory, and this source's are on {self._device.name}")
+        if self._ring is not None and settings not in (None, self._ring.settings):
+            self._close_ring()
+        if self._ring is None:
+            self._ring = Ring(self._ring_address, self._secret, settings or RingSettings(), self._limits)
+        return self._ring
 
     def offer(self, layout: Layout, arenas: Sequence[Arena], kind: OfferKind) -> Offer:
         """Let ranks read these arenas (one per memory of the layout), as they are now. Other arenas replace those of before."""
         _check_kind(kind)
+        if kind == "ring":
+            return self._offer_arenas(layout, arenas)
         shared = _fitting(layout, arenas)
         device = home_of(shared, self._device)
         device.synchronise()
@@ -110,13 +128,48 @@ class IpcOutlet:
             known = self._registrations.get((kind, layout.fingerprint))
         if known is None or known.arenas != shared:
             self._register(layout, shared, kind, device)
-        generation = combined(arena.generation for arena in shared)
+        return self._said(layout, shared, kind)
+
+    def _said(self, layout: Layout, arenas: Sequence[Arena], kind: OfferKind) -> Offer:
+        generation = combined(arena.generation for arena in arenas)
         return Offer(
             mode=MODE, kind=kind, source=self.address, layout=layout.fingerprint, generation=generation
         )
 
+    def offer_stock(
+        self, stock: Stock, arenas: Sequence[Arena], settings: RingSettings | None = None
+    ) -> Offer:
+        """Let ranks have this stock packed for them, as it is now; the arenas carry the generation, and are `allocate`d as a ring's."""
+        pages = tuple(arena for arena in arenas if isinstance(arena, RingArena))
+        if not pages or len(pages) != len(arenas):
+            raise LayoutInvalid("ring offers are revoked by arenas that were allocated for a ring")
+        ring, layout = self.ring(settings), stock.offered
+        with self._lock:
+            known = self._registrations.get(("ring", layout.fingerprint))
+        if known is None or known.arenas != pages or known.attached.ring != ring.terms:
+            self._register(layout, pages, "ring", CPU, ring)
+        offer = self._said(layout, pages, "ring")
+        ring.offer(stock, offer.generation)
+        return offer
+
+    def _offer_arenas(self, layout: Layout, arenas: Sequence[Arena]) -> Offer:
+        """A ring that is packed from arenas of ours, one per memory of the layout."""
+        sizes = tuple(arena.size_bytes for arena in arenas if isinstance(arena, RingArena))
+        if sizes != layout.memories_bytes or len(sizes) != len(arenas):
+            raise LayoutInvalid(f"a ring's arenas of {sizes} bytes for a layout of {layout.memories_bytes}")
+        stock = Stock(
+            offered=layout,
+            held=layout,
+            memories=[arena.memory for arena in arenas],
+            kernels=self._device.choose().kernels,
+            digest=False,
+        )
+        return self.offer_stock(stock, arenas)
+
     def withdraw(self, layout: Layout) -> None:
         """Hand that layout out no more. Until then, this half holds the memory of its arenas, closed or not."""
+        if self._ring is not None:
+            self._ring.withdraw(layout.fingerprint)
         with self._lock:
             keys = [key for key in self._registrations if key[1] == layout.fingerprint]
         for key in keys:
@@ -130,9 +183,15 @@ class IpcOutlet:
 
     def close(self) -> None:
         """End the threads and remove the sockets. Arenas are their owner's. Twice is fine."""
+        self._close_ring()
         self._server.close()
         self._descriptors.close()
         self._registrations.clear()
+
+    def _close_ring(self) -> None:
+        if self._ring is not None:
+            self._ring.close()
+            self._ring = None
 
     def __enter__(self) -> Self:
         return self
@@ -143,17 +202,26 @@ class IpcOutlet:
         self.close()
 
     def _register(
-        self, layout: Layout, arenas: tuple[SourceArena, ...], kind: OfferKind, device: Device
+        self,
+        layout: Layout,
+        arenas: tuple[SourceArena | RingArena, ...],
+        kind: OfferKind,
+        device: Device,
+        ring: Ring | None = None,
     ) -> None:
-        tokens = tuple(secrets.token_bytes(TOKEN_BYTES) for _ in arenas)
-        attached = Attached(layout=layout, memories=tokens, descriptors=str(self._descriptors.path))
+        mapped = [arena.descriptor for arena in (*(() if ring is None else (ring.arena,)), *arenas)]
+        tokens = tuple(secrets.token_bytes(TOKEN_BYTES) for _ in mapped)
+        terms = None if ring is None else ring.terms
+        attached = Attached(
+            layout=layout, memories=tokens, descriptors=str(self._descriptors.path), ring=terms
+        )
         self._codec.encode(
             attached, call=1, limits=self._limits
         )  # a layout too large to be told is refused here
         self._withdraw((kind, layout.fingerprint))
         try:
-            for token, arena in zip(tokens, arenas, strict=True):
-                self._descriptors.register(token, [arena.descriptor])
+            for token, descriptor in zip(tokens, mapped, strict=True):
+                self._descriptors.register(token, [descriptor])
         except BaseException:
             self._drop(tokens)
             raise

@@ -82,7 +82,7 @@ class NixlOutlet:
         """The process that lends the arenas; None while there is none."""
         return self._keeper.pid
 
-    def allocate(self, size_bytes: int) -> SharedArena:
+    def allocate(self, size_bytes: int, kind: OfferKind = "frozen") -> SharedArena:  # noqa: ARG002 - all alike
         """An arena of that size, the caller's to close; OutOfMemory where it cannot be had."""
         return SharedArena(size_bytes)
 

@@ -109,7 +109,7 @@ class SnapshotOutlet:
         """Where ranks look."""
         return f"{SCHEME}{self._place}"
 
-    def allocate(self, size_bytes: int) -> FileArena:
+    def allocate(self, size_bytes: int, kind: OfferKind = "frozen") -> FileArena:  # noqa: ARG002 - all alike
         """An arena of that size, the caller's to close; OutOfMemory where it cannot be had."""
         return FileArena(size_bytes, self._device, self._place / f"arena-{secrets.token_hex(8)}")
 

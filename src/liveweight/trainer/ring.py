@@ -1,0 +1,174 @@
+"""Ring offers: a source's tensors packed where they lie, bucket by bucket, for the ranks that ask; no copy of the whole is made.
+
+Owns the page that revokes an offer, and the stock: where the tensors lie now. The tensors are held while an offer stands, and training
+waits: they must not change before `end` has returned. Packing and handing over is the outlet's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Protocol
+
+from liveweight.devices.kernels import Kernels
+from liveweight.devices.memory import Memory
+from liveweight.errors import Unavailable
+from liveweight.plan.freezes import CASTS
+from liveweight.spec.digest import Lanes
+from liveweight.spec.layout import Layout, Placement
+from liveweight.spec.manifest import Manifest, TensorSpec
+from liveweight.spec.region import counts, whole
+from liveweight.trainer.freeze import Seat, seat_of, seated
+from liveweight.trainer.source import Source, check_tensor, whole_pass
+from liveweight.trainer.tensors import torch_dtypes
+from liveweight.trainer.views import bytes_of, extent_bytes, strides_bytes
+from liveweight.transports.port import Arena, Outlet
+from liveweight.transports.stock import Put, RingSettings, RingTally, Stock
+from liveweight.wire.values import Offer
+
+if TYPE_CHECKING:
+    import torch
+
+
+class PackedRing(Protocol):
+    """What an outlet's ring tells of the offers that are packed into it."""
+
+    def end(self, layout: str) -> None:
+        """Pack no more; when it returns, nothing of the stock is read."""
+
+    def digests(self, layout: str) -> Lanes:
+        """The digests of the offered tensors."""
+
+    def tally(self, layout: str) -> RingTally:
+        """What was packed for whom."""
+
+
+class RingOutlet(Outlet, Protocol):
+    """The outlet of a mode that has ring offers."""
+
+    def ring(self, settings: RingSettings | None = None) -> PackedRing:
+        """The ring itself."""
+
+    def offer_stock(
+        self, stock: Stock, arenas: Sequence[Arena], settings: RingSettings | None = None
+    ) -> Offer:
+        """Let ranks have this stock packed for them; the arenas carry the generation."""
+
+
+class RingOffers:
+    """The ring offers of one source, one at a time. Called from the thread that offers; `digests` from the round's."""
+
+    def __init__(
+        self, source: Source, own: Manifest, offered: Layout, kernels: Kernels, settings: RingSettings
+    ) -> None:
+        self._source, self._own, self._offered = source, own, offered
+        self._kernels, self._settings = kernels, settings
+        self._names = [spec.name for spec in own]
+        self._arena: Arena | None = None
+        self._standing: tuple[RingOutlet, Stock] | None = None
+        self._seats: Sequence[Seat] = []
+
+    def why_not(self) -> str | None:
+        """Why this source cannot be packed into a ring, in words; None if it can."""
+        if self._source.held:
+            return None
+        return "the source makes its tensors one by one, and a ring is packed in the order of each rank"
+
+    def make(self, outlet: RingOutlet, *, digest: bool) -> Offer:
+        """Hold the source's current values ready."""
+        tensors = whole_pass(self._source, self._names)
+        stock = self._stock(tensors, digest=digest)
+        if self._arena is None:
+            self._arena = outlet.allocate(0, "ring")
+        self._standing = outlet, stock
+        return outlet.offer_stock(stock, [self._arena], self._settings)
+
+    def digests(self) -> Lanes | None:
+        """The digests of what was packed, if it was digested. Once ranks have staged, before `end`."""
+        if self._standing is None or not self._standing[1].digest:
+            return None
+        outlet, _ = self._standing
+        return outlet.ring(self._settings).digests(self._offered.fingerprint)
+
+    def end(self) -> RingTally | None:
+        """The parameters may change from now on: whoever still reads is revoked. What the ring did, if there was an offer."""
+        if self._standing is None or self._arena is None:
+            return None
+        outlet, _ = self._standing
+        ring = outlet.ring(self._settings)
+        self._arena.raise_generation()
+        ring.end(self._offered.fingerprint)
+        return ring.tally(self._offered.fingerprint)
+
+    def close(self) -> None:
+        """Let go of the offer and of the tensors."""
+        if self._standing is not None:
+            self._standing[0].withdraw(self._offered)
+            self._standing = None
+        if self._arena is not None:
+            self._arena.close()
+            self._arena = None
+
+    def _stock(self, tensors: Sequence[torch.Tensor], *, digest: bool) -> Stock:
+        """The one of before, if every tensor is where it was: what ranks had bound to it stays."""
+        before = None if self._standing is None else self._standing[1]
+        if before is not None and before.digest == digest and seated(tensors, self._seats):
+            return before
+        for spec, tensor in zip(self._own, tensors, strict=True):
+            check_tensor(spec, tensor)
+        self._seats = [seat_of(tensor) for tensor in tensors]
+        own = [n for n, tensor in enumerate(tensors) if self._has_kernel(n, tensor)]
+        others = set(range(len(tensors))) - set(own)
+        return Stock(
+            offered=self._offered,
+            held=_where([self._own.tensors[n] for n in own], [tensors[n] for n in own]),
+            memories=[_memory(tensors[n]) for n in own],
+            kernels=self._kernels,
+            digest=digest,
+            foreign={self._names[n]: _put(self._offered.tensors[n], tensors[n]) for n in sorted(others)},
+        )
+
+    def _has_kernel(self, number: int, tensor: torch.Tensor) -> bool:
+        have, want = self._own.tensors[number].dtype, self._offered.tensors[number].dtype
+        return tensor.is_cpu and not tensor.is_neg() and (have is want or (have, want) in CASTS)
+
+
+def _where(specs: Sequence[TensorSpec], tensors: Sequence[torch.Tensor]) -> Layout:
+    """Whole tensors where they lie, each in a memory of its own."""
+    placements = [
+        Placement(
+            name=spec.name,
+            region=whole(spec.shape),
+            memory=number,
+            offset_bytes=0,
+            strides_bytes=strides_bytes(tensor),
+        )
+        for number, (spec, tensor) in enumerate(zip(specs, tensors, strict=True))
+    ]
+    sizes = tuple(extent_bytes(tensor) for tensor in tensors)
+    return Layout(tensors=tuple(specs), memories_bytes=sizes, placements=tuple(placements))
+
+
+def _memory(tensor: torch.Tensor) -> Memory:
+    """What a tensor covers; it is held as long as the stock is."""
+    return Memory(
+        address=tensor.data_ptr(), size_bytes=extent_bytes(tensor), writable=False, owner=tensor.detach()
+    )
+
+
+def _put(spec: TensorSpec, tensor: torch.Tensor) -> Put:
+    """How a tensor that kernels cannot read, on a device for instance, is packed: by torch."""
+    detached = tensor.detach()
+
+    def put(parcel: Placement, memory: Memory) -> None:
+        shape = counts(parcel.region)
+        size = spec.dtype.size_bytes
+        for extent in shape:
+            size *= extent
+        part = bytes_of(memory)[parcel.offset_bytes : parcel.offset_bytes + size]
+        chosen = tuple(slice(span.start, span.last + 1, span.step) for span in parcel.region)
+        try:
+            part.view(torch_dtypes()[spec.dtype]).view(shape).copy_(detached[chosen])
+        except Exception as error:
+            raise Unavailable(f"{spec.name} could not be packed from {detached.device}: {error}") from error
+
+    return put

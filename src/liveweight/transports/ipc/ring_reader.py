@@ -1,0 +1,239 @@
+"""The rank half of a ring: subscribes to what the rank owns, checks every bucket, copies it out and gives its segment back.
+
+Owns the link to a source's ring: its channel, used under a lock by whichever thread of the crew waits, and the ring's mapping. A
+bucket whose checksum differs is asked for again, and named if it differs still.
+"""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from liveweight.devices.kernels import BoundCopy
+from liveweight.devices.memory import Memory
+from liveweight.errors import ChannelClosed, ChecksumMismatch, DeadlineExceeded, MessageInvalid, OfferChanged
+from liveweight.plan.loops import Table
+from liveweight.spec.deadline import Deadline
+from liveweight.spec.layout import Layout
+from liveweight.transports.ipc.arena import MappedArena, combined
+from liveweight.transports.ipc.ring_packing import bucket_sum
+from liveweight.transports.port import GoOn, check_generation, patient
+from liveweight.wire.channel import Channel
+from liveweight.wire.messages import Message, Refusal
+from liveweight.wire.ring_messages import Again, Filled, Free, Leave, Subscribe, Subscribed
+from liveweight.wire.values import Offer
+
+LOOK_S = 0.05
+"""How long a thread waits for a bucket before it looks whether to go on, and whether the offer stands."""
+TRIES = 3
+"""How often a bucket is read before it is given up."""
+_SEND_S = 5.0
+
+
+class RingLink:
+    """A rank's connection to one ring, and its segments. Any thread of the rank may use it; the staging thread closes it."""
+
+    def __init__(self, channel: Channel[Message], arena: MappedArena, segments: Sequence[Memory]) -> None:
+        self.arena, self.segments = arena, tuple(segments)
+        self.bytes = [segment.bytes() for segment in segments]
+        self._channel, self._waker = channel, channel.waker()
+        self._lock = threading.Lock()
+        self._outbox: deque[Message] = deque()
+        self._numbers = itertools.count(1)
+        self._told: set[str] = set()
+
+    def subscribe(self, offer: Offer, stream: Layout, deadline: Deadline) -> int | None:
+        """The number of a new subscription, which ends the one before; None where the offer does not stand any more."""
+        number, name = next(self._numbers), stream.fingerprint
+        told = name in self._told
+        while True:
+            body = Subscribe(
+                number=number,
+                layout=offer.layout,
+                generation=offer.generation,
+                stream=name,
+                parcels=None if told else stream,
+            )
+            with self._lock:
+                reply = self._channel.request(body, deadline, f"{offer.source} to pack for this rank")
+            match reply:
+                case Subscribed(known=True, stands=stands):
+                    self._told.add(name)
+                    return number if stands else None
+                case Subscribed() if told:
+                    told = False  # it was forgotten there
+                case Refusal(fault=fault):
+                    raise fault.to_error()
+                case other:
+                    raise MessageInvalid(f"{offer.source} answered with {type(other).__name__}")
+
+    def post(self, body: Message) -> None:
+        """Send a word to the source: now, or by the thread that listens at the moment."""
+        self._outbox.append(body)
+        self._flush()
+        if self._outbox:
+            self._waker.wake()
+
+    def listen(self, hear: Callable[[Message], None], within_s: float) -> bool:
+        """Hear what comes, a while; False where another thread listens already."""
+        if not self._lock.acquire(blocking=False):
+            return False
+        try:
+            with suppress(DeadlineExceeded):
+                body = self._channel.receive_or_wake(Deadline.after(within_s), "a bucket")
+                while body is not None:
+                    hear(body)
+                    body = self._channel.receive_now()
+        finally:
+            self._lock.release()
+            self._flush()
+        return True
+
+    def close(self) -> None:
+        """Let go of the connection. Readings that are under way find it closed."""
+        with self._lock:
+            self._channel.close()
+
+    def _flush(self) -> None:
+        while self._outbox and self._lock.acquire(blocking=False):
+            try:
+                while self._outbox:
+                    self._channel.send(self._outbox.popleft(), Deadline.after(_SEND_S))
+            finally:
+                self._lock.release()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RingBinding:
+    """A rank's copies out of a ring: `rows` bucket by bucket, and bound to each segment at its first use, to shadows at these
+    addresses."""
+
+    stream: Layout
+    rows: Table
+    starts: Table
+    bind: Callable[[int], BoundCopy]
+    bound: dict[int, BoundCopy] = field(default_factory=dict)
+
+    def run(self, segment: int, first: int, last: int) -> None:
+        """Copy rows [first, last) out of a segment."""
+        bound = self.bound.get(segment)
+        if bound is None:
+            bound = self.bound.setdefault(segment, self.bind(segment))
+        bound.run(first, last)
+
+
+class RingReading:
+    """A rank's part of one ring offer. Holds the mappings and the shadow while it lives."""
+
+    def __init__(
+        self,
+        offer: Offer,
+        binding: RingBinding,
+        link: RingLink,
+        pages: Sequence[MappedArena],
+        shadow: Sequence[Memory],
+        number: int | None,
+    ) -> None:
+        self.rows = binding.rows
+        self._offer, self._binding, self._link = offer, binding, link
+        self._pages, self._shadow = tuple(pages), tuple(shadow)
+        self._number, self._stands = number, number is not None
+        self._left = np.diff([*binding.starts, len(binding.rows)])
+        self._changed = threading.Condition()
+        self._filled: dict[int, Filled] = {}
+        self._checked: dict[int, int] = {}
+        self._tries: dict[int, int] = {}
+        self._failure: Refusal | None = None
+
+    def read(self, first: int, last: int, go_on: GoOn = patient) -> None:
+        """Copy rows [first, last) out of their buckets, waiting for each; a bucket that is done is given back."""
+        starts = self._binding.starts
+        at = int(np.searchsorted(starts, first, side="right")) - 1
+        while first < last:
+            end = min(last, int(starts[at + 1]) if at + 1 < len(starts) else len(self.rows))
+            bucket = int(self.rows[first, 0])
+            segment = self._arrived(bucket, go_on)
+            if segment is None:
+                return
+            self._binding.run(segment, first, end)
+            self._done(at, bucket, end - first)
+            first, at = end, at + 1
+
+    def check(self) -> None:
+        """Raise OfferChanged if the source has revoked the offer: what was read may be a mixture."""
+        check_generation(self._offer, combined(page.generation for page in self._pages))
+        if not self._stands:
+            raise OfferChanged(f"{self._offer.source} ended the offer of generation {self._offer.generation}")
+
+    def end(self) -> None:
+        """Give back what this rank still holds, and say whether it has everything."""
+        number, self._number = self._number, None
+        if number is not None:
+            with suppress(ChannelClosed, DeadlineExceeded):
+                self._link.post(Leave(number=number, staged=not self._left.any()))
+
+    def _arrived(self, bucket: int, go_on: GoOn) -> int | None:
+        """The segment that holds the bucket, whose checksum is right; None if told to wait no longer."""
+        while True:
+            with self._changed:
+                if bucket in self._checked:
+                    return self._checked[bucket]
+                filled = self._filled.pop(bucket, None)
+            if filled is not None:
+                self._look_at(filled)
+                continue
+            if self._failure is not None:
+                raise self._failure.fault.to_error()
+            self.check()
+            if not go_on():
+                return None
+            if not self._link.listen(self._hear, LOOK_S):
+                with self._changed:
+                    self._changed.wait_for(lambda: bucket in self._checked or bucket in self._filled, LOOK_S)
+
+    def _hear(self, body: Message) -> None:
+        with self._changed:
+            match body:
+                case Filled(number=number) if number == self._number:
+                    self._filled[body.bucket] = body
+                case Refusal():
+                    self._failure = body
+                case _:
+                    return  # of a subscription that is over
+            self._changed.notify_all()
+
+    def _look_at(self, filled: Filled) -> None:
+        """Compare the checksum; ask for the bucket again where it differs, and give up by name where it does so still."""
+        number, bucket = filled.number, filled.bucket
+        if not 0 <= filled.segment < len(self._link.bytes):
+            raise MessageInvalid(f"{self._offer.source} speaks of segment {filled.segment}")
+        content = self._link.bytes[filled.segment][: filled.size_bytes]
+        if bucket_sum(content) == filled.sum:
+            with self._changed:
+                self._checked[bucket] = filled.segment
+                self._changed.notify_all()
+            return
+        self.check()  # overwritten because it was revoked, or damaged
+        tries = self._tries[bucket] = self._tries.get(bucket, 1) + 1
+        if tries > TRIES:
+            parcels = self._binding.stream.placements
+            tensor = next(parcel.name for parcel in parcels if parcel.memory == bucket)
+            raise ChecksumMismatch(
+                f"bucket {bucket} of {self._offer.source}, which begins with {tensor}, was damaged {TRIES} times"
+            )
+        self._link.post(Again(number=number, bucket=bucket))
+
+    def _done(self, at: int, bucket: int, rows: int) -> None:
+        with self._changed:
+            self._left[at] -= rows
+            finished = not self._left[at]
+            if finished:
+                self._checked.pop(bucket, None)
+        if finished and self._number is not None:
+            self._link.post(Free(number=self._number, bucket=bucket))

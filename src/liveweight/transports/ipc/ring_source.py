@@ -1,0 +1,296 @@
+"""The source half of a ring: one memory in segments, packed for one rank after the other, handed over and given back.
+
+Owns the ring's memory, its socket, and the one thread that packs and speaks to ranks. What is packed is the stock's, which its owner
+must not change before `end` has returned; what the generation says is the arena's, and its owner raises it.
+"""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import dataclass, field
+
+from liveweight.errors import (
+    ChannelClosed,
+    DeadlineExceeded,
+    LiveWeightError,
+    MessageInvalid,
+    Unavailable,
+)
+from liveweight.plan.cover import Mask, covers
+from liveweight.spec.deadline import Deadline
+from liveweight.spec.digest import Lanes
+from liveweight.spec.layout import Layout
+from liveweight.transports.ipc.arena import SharedArena
+from liveweight.transports.ipc.ring_arena import segments_of
+from liveweight.transports.ipc.ring_book import Destination, RingBook, Work
+from liveweight.transports.ipc.ring_packing import Packing, digests_of
+from liveweight.transports.stock import Damaged, RingSettings, RingTally, Stock
+from liveweight.wire.codec import Codec
+from liveweight.wire.credentials import Secret
+from liveweight.wire.limits import Limits
+from liveweight.wire.listener import Incoming, Listener
+from liveweight.wire.messages import Message, Refusal
+from liveweight.wire.ring_messages import Again, Filled, Free, Leave, Subscribe, Subscribed
+from liveweight.wire.values import RingTerms, fault_of
+
+_IDLE_S = 3600.0
+_STREAMS_KEPT = 64
+
+
+@dataclass(slots=True, kw_only=True)
+class _Standing:
+    """An offer that stands: what it is packed from, and what was packed of it."""
+
+    stock: Stock
+    generation: int
+    packings: dict[str, Packing] = field(default_factory=dict)
+    order: list[str] = field(default_factory=list)
+    buckets: int = 0
+    size_bytes: int = 0
+    staged: int = 0
+    damaged: list[Damaged] = field(default_factory=list)
+
+
+class Ring:
+    """One publisher's ring. `offer`, `end` and the questions come from its threads; ranks are served on the ring's own."""
+
+    def __init__(
+        self, address: str, secret: Secret, settings: RingSettings, limits: Limits | None = None
+    ) -> None:
+        self.settings, self._limits = settings, limits or Limits()
+        size = settings.segment_bytes
+        self.arena = SharedArena(settings.segments * size)
+        self._segments = segments_of(self.arena.memory, settings.segments, size)
+        self._changed = threading.Condition()
+        self._book = RingBook(settings.segments)
+        self._standing: dict[str, _Standing] = {}
+        self._streams: dict[str, Layout] = {}
+        self._masks: dict[tuple[str, ...], list[Mask]] = {}
+        self._packing: str | None = None
+        self._closing = False
+        try:
+            listener = Listener(address, secret, Codec[Message](Message), self._limits)
+        except BaseException:
+            self.arena.close()
+            raise
+        self.terms = RingTerms(address=listener.address, segments=settings.segments, segment_bytes=size)
+        self._waker = listener.waker()
+        self._thread = threading.Thread(
+            target=self._serve, args=(listener,), name="liveweight-ring", daemon=True
+        )
+        self._thread.start()
+
+    def offer(self, stock: Stock, generation: int) -> None:
+        """Let ranks subscribe to that stock, under that generation. Those of an offer of the same layout before it are over."""
+        layout = stock.offered.fingerprint
+        self.end(layout)
+        with self._changed:
+            before = self._standing.get(layout)
+            kept = before.packings if before is not None and before.stock is stock else {}
+            for packing in kept.values():
+                packing.begin()
+            self._standing[layout] = _Standing(stock=stock, generation=generation, packings=kept)
+
+    def end(self, layout: str) -> None:
+        """Pack no more of that offer: when this returns, nothing of its stock is read, and all its segments are free.
+
+        It waits without a limit of its own for the one bucket that is being packed: the stock's owner is about to change what is read.
+        """
+        with self._changed:
+            self._book.drop(layout)
+            standing = self._standing.get(layout)
+            if standing is not None:
+                standing.generation = 0
+            self._changed.wait_for(lambda: self._packing != layout)
+
+    def withdraw(self, layout: str) -> None:
+        """Forget that offer, and let go of its stock."""
+        self.end(layout)
+        with self._changed:
+            self._standing.pop(layout, None)
+
+    def digests(self, layout: str) -> Lanes:
+        """The digests of what that offer holds, once ranks have staged it. While it stands."""
+        with self._changed:
+            standing = self._standing[layout]
+            packings = [standing.packings[stream] for stream in standing.order]
+            masks = self._covers(standing)
+        return digests_of(standing.stock, packings, masks, self.settings.segment_bytes)
+
+    def tally(self, layout: str) -> RingTally:
+        """What was done for that offer so far."""
+        with self._changed:
+            standing = self._standing[layout]
+            return RingTally(
+                buckets=standing.buckets,
+                size_bytes=standing.size_bytes,
+                staged=standing.staged,
+                damaged=tuple(standing.damaged),
+            )
+
+    def close(self) -> None:
+        """End the thread, remove the socket, give the memory back. Ranks that map it keep it until they let go. Twice is fine."""
+        self._closing = True
+        self._waker.wake()
+        self._thread.join()
+        self._standing.clear()
+        self.arena.close()
+
+    def _covers(self, standing: _Standing) -> list[Mask]:
+        key = tuple(standing.order)
+        if key not in self._masks:
+            self._masks.clear()
+            self._masks[key] = covers([standing.packings[stream].stream for stream in key])
+        return self._masks[key]
+
+    # The thread.
+
+    def _serve(self, listener: Listener[Message]) -> None:
+        with listener:
+            while not self._closing:
+                incoming = listener.receive_now()
+                if incoming is not None:
+                    self._take(listener, incoming)
+                elif not self._pack(listener):
+                    self._wait(listener)
+
+    def _wait(self, listener: Listener[Message]) -> None:
+        try:
+            incoming = listener.receive_or_wake(Deadline.after(_IDLE_S), "a rank")
+        except DeadlineExceeded:
+            return
+        if incoming is not None:
+            self._take(listener, incoming)
+
+    def _take(self, listener: Listener[Message], incoming: Incoming[Message]) -> None:
+        match incoming.body:
+            case Subscribe() as body:
+                try:
+                    reply: Message = self._subscribe(incoming.peer, body)
+                except LiveWeightError as error:
+                    reply = Refusal(fault=fault_of(error, step="subscribe"))
+                self._send(listener, incoming.peer, reply, incoming.call)
+            case Free(number=number, bucket=bucket):
+                with self._changed:
+                    found = self._book.find(incoming.peer, number)
+                    if found is not None:
+                        self._book.freed(found, bucket)
+            case Again(number=number, bucket=bucket):
+                self._again(incoming.peer, number, bucket)
+            case Leave(number=number, staged=staged):
+                self._leave(incoming.peer, number, staged=staged)
+            case other:
+                strange = MessageInvalid(f"a ring is subscribed to, not asked {type(other).__name__}")
+                refusal = Refusal(fault=fault_of(strange, step="subscribe"))
+                self._send(listener, incoming.peer, refusal, incoming.call)
+
+    def _subscribe(self, peer: bytes, body: Subscribe) -> Subscribed:
+        if body.parcels is not None:
+            self._keep(body.stream, body.parcels)
+        stream = self._streams.get(body.stream)
+        with self._changed:
+            self._book.leave(peer)
+            standing = self._standing.get(body.layout)
+            stands = standing is not None and standing.generation == body.generation
+            if standing is None or not stands or stream is None:
+                return Subscribed(known=stream is not None, stands=stands)
+            packing = standing.packings.get(body.stream)
+        if packing is None:
+            packing = Packing(standing.stock, stream, self._segments)
+        with self._changed:
+            if standing.generation != body.generation:
+                return Subscribed(known=True, stands=False)
+            standing.packings[body.stream] = packing
+            if body.stream not in standing.order:
+                standing.order.append(body.stream)
+            joined = Destination(
+                peer=peer,
+                number=body.number,
+                layout=body.layout,
+                stream=body.stream,
+                buckets=packing.buckets,
+            )
+            self._book.join(joined)
+        return Subscribed(known=True, stands=True)
+
+    def _keep(self, name: str, parcels: Layout) -> None:
+        """Refuse parcels that are not what they are called, or do not fit into segments; keep the most recent ones."""
+        if parcels.fingerprint != name:
+            raise MessageInvalid("parcels under a name that is not theirs")
+        if max(parcels.memories_bytes, default=0) > self.settings.segment_bytes:
+            raise MessageInvalid(f"buckets of more than {self.settings.segment_bytes} bytes")
+        memories = [parcel.memory for parcel in parcels.placements]
+        if memories != sorted(memories):
+            raise MessageInvalid("parcels that are not in the order of their buckets")
+        self._streams[name] = parcels
+        while len(self._streams) > _STREAMS_KEPT:
+            del self._streams[next(iter(self._streams))]
+
+    def _again(self, peer: bytes, number: int, bucket: int) -> None:
+        with self._changed:
+            found = self._book.find(peer, number)
+            standing = None if found is None else self._standing.get(found.layout)
+            if found is None or standing is None or bucket not in found.held:
+                return
+            self._book.again(found, bucket)
+            tensor = standing.packings[found.stream].first_tensor(bucket)
+            standing.damaged.append(Damaged(bucket=bucket, tensor=tensor))
+
+    def _leave(self, peer: bytes, number: int, *, staged: bool) -> None:
+        with self._changed:
+            found = self._book.find(peer, number)
+            if found is None:
+                return
+            standing = self._standing.get(found.layout)
+            if standing is not None:
+                standing.staged += staged
+            self._book.leave(peer)
+
+    def _pack(self, listener: Listener[Message]) -> bool:
+        """Pack one bucket and hand it over; whether there was one."""
+        with self._changed:
+            work = self._book.take()
+            standing = None if work is None else self._standing.get(work.destination.layout)
+            if work is None or standing is None:
+                return False
+            self._packing = work.destination.layout
+        body: Message | None = None
+        try:
+            body = self._packed(standing, work)
+        finally:
+            with self._changed:
+                self._packing = None
+                stands = self._book.find(work.destination.peer, work.destination.number) is work.destination
+                self._changed.notify_all()
+        if stands and body is not None:
+            self._send(listener, work.destination.peer, body, call=0)
+            if isinstance(body, Refusal):
+                self._leave(work.destination.peer, work.destination.number, staged=False)
+        return True
+
+    def _packed(self, standing: _Standing, work: Work) -> Message:
+        destination = work.destination
+        try:
+            size, checksum = standing.packings[destination.stream].pack(work.bucket, work.segment)
+        except LiveWeightError as error:
+            return Refusal(fault=fault_of(error, step="stage"))
+        except Exception as error:  # foreign: the rank is told, and the ring goes on
+            cause = Unavailable(f"the source could not pack: {type(error).__name__}: {error}")
+            return Refusal(fault=fault_of(cause, step="stage"))
+        standing.buckets += 1
+        standing.size_bytes += size
+        return Filled(
+            number=destination.number,
+            bucket=work.bucket,
+            segment=work.segment,
+            size_bytes=size,
+            sum=checksum,
+        )
+
+    def _send(self, listener: Listener[Message], peer: bytes, body: Message, call: int) -> None:
+        """Now or not at all: who is gone, or does not read any more, holds no part of the ring."""
+        try:
+            listener.send(peer, body, call, Deadline.after(0.0))
+        except (ChannelClosed, DeadlineExceeded):
+            with self._changed:
+                self._book.leave(peer)

@@ -1,0 +1,70 @@
+"""Stock: what a ring is packed from. The trainer's memory, where it lies and in its own dtypes.
+
+A value; who holds it keeps the memory. It must not change while its offer stands.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TypeAlias
+
+from liveweight.devices.kernels import Kernels
+from liveweight.devices.memory import Memory
+from liveweight.spec.layout import Layout, Placement
+
+Put: TypeAlias = Callable[[Placement, Memory], None]
+"""Writes a region of one tensor, packed, to its place in a memory. For tensors that no kernel can read."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Stock:
+    """`offered` is what ranks are told: tensors in the dtypes they are offered in, and the regions that there are.
+
+    `held` says where the same tensors lie in `memories`, in their own dtypes; those of `foreign` it may leave out. With `digest`, what is
+    packed is digested on the way.
+    """
+
+    offered: Layout
+    held: Layout
+    memories: Sequence[Memory]
+    kernels: Kernels
+    digest: bool
+    foreign: Mapping[str, Put] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RingSettings:
+    """How large a ring is, and in how many segments; a bucket fills one. Small enough, it stays in the processor's caches."""
+
+    size_bytes: int = 32 << 20
+    segments: int = 16
+
+    def __post_init__(self) -> None:
+        if self.segments < 2 or self.segment_bytes < 4096:
+            raise ValueError(
+                f"a ring of {self.size_bytes} bytes in {self.segments} segments: at least 2, of 4096 bytes each"
+            )
+
+    @property
+    def segment_bytes(self) -> int:
+        """Of one segment: whole pages."""
+        return self.size_bytes // self.segments // 4096 * 4096
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Damaged:
+    """A bucket that a rank found damaged and had packed again: its number, and the first tensor in it."""
+
+    bucket: int
+    tensor: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RingTally:
+    """What a ring did for one offer: buckets and bytes that were packed, ranks that have staged, buckets that were packed again."""
+
+    buckets: int
+    size_bytes: int
+    staged: int
+    damaged: tuple[Damaged, ...]

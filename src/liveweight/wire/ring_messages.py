@@ -1,0 +1,61 @@
+"""Between a rank and the ring of a source: what the rank wants, buckets that lie ready, segments that it gives back."""
+
+from __future__ import annotations
+
+from liveweight.spec.layout import Layout
+from liveweight.wire.body import Body
+from liveweight.wire.values import RingTerms
+
+__all__ = ["Again", "Filled", "Free", "Leave", "RingTerms", "Subscribe", "Subscribed"]
+
+
+class Subscribe(Body, frozen=True):
+    """Pack these parcels for me, bucket by bucket. -> Subscribed.
+
+    `layout` and `generation` are the offer's. `stream` is the fingerprint of the parcels; `parcels` are they themselves, told once per
+    source. `number` is the rank's own, and everything that follows carries it; what the rank had subscribed to before is over.
+    """
+
+    number: int
+    layout: str
+    generation: int
+    stream: str
+    parcels: Layout | None = None
+
+
+class Subscribed(Body, frozen=True):
+    """Buckets follow as Filled, if the offer still stands. `known`: False where the parcels have to be told."""
+
+    known: bool
+    stands: bool
+
+
+class Filled(Body, frozen=True):
+    """Notification to a rank: that bucket lies in that segment, so many bytes with that checksum. The segment is the rank's now."""
+
+    number: int
+    bucket: int
+    segment: int
+    size_bytes: int
+    sum: int
+
+
+class Free(Body, frozen=True):
+    """Notification to a source: the rank has copied the bucket out; the segment is the source's again."""
+
+    number: int
+    bucket: int
+
+
+class Again(Body, frozen=True):
+    """Notification to a source: the bucket is not what was packed. It is packed again, into the segment that the rank has."""
+
+    number: int
+    bucket: int
+
+
+class Leave(Body, frozen=True):
+    """Notification to a source: the rank wants no more, and all its segments are free. `staged`: it has everything."""
+
+    number: int
+    staged: bool
