@@ -38,7 +38,7 @@ class RingSettings:
     """How large a ring is, and in how many segments; a bucket fills one. Small enough, it stays in the processor's caches."""
 
     size_bytes: int = 32 << 20
-    segments: int = 16
+    segments: int = 8
 
     def __post_init__(self) -> None:
         if self.segments < 2 or self.segment_bytes < 4096:

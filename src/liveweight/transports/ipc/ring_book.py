@@ -100,7 +100,7 @@ class RingBook:
         if not ready:
             return None
         chosen = min(ready, key=lambda destination: len(destination.held))
-        bucket, segment = chosen.next, self._free.popleft()
+        bucket, segment = chosen.next, self._free.pop()  # the one that came back last: still in the caches
         chosen.next += 1
         chosen.held[bucket] = segment
         return Work(destination=chosen, bucket=bucket, segment=segment, again=False)
