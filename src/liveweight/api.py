@@ -19,6 +19,7 @@ from liveweight.control.client import is_url, wire_address
 from liveweight.devices.cuda import CudaDevice
 from liveweight.devices.device import CpuDevice, Device, open_device
 from liveweight.devices.kernels import choose_kernels
+from liveweight.integrations.stream import Streaming
 from liveweight.observe.bus import Bus
 from liveweight.observe.events import OfferKind
 from liveweight.observe.log import log
@@ -166,7 +167,7 @@ class Publisher(publishing.Publisher):
         self._outlet.close()
 
 
-class Receiver(receiving.Receiver):
+class Receiver(Streaming, receiving.Receiver):
     """Makes a program that holds tensors a rank of a replica.
 
         with lw.Receiver(model) as receiver:
@@ -179,7 +180,7 @@ class Receiver(receiving.Receiver):
     Target. A replica of several ranks gives every rank the same `address` and a gloo `group`. `device` is where the weights are:
     their tensors', which must agree with it if it is given; of a Target of one's own, the host unless it is given. `shadow="host"` keeps
     the second copy of the weights in the host's memory, reads sources there, and exchanges by copying: a longer stall for a device that
-    has no room for two.
+    has no room for two. `weights_from` is the address of a source, for `stream`.
     """
 
     def __init__(
@@ -201,9 +202,11 @@ class Receiver(receiving.Receiver):
         threads: int = 1,
         pace_bytes_per_s: float | None = None,
         bus: Bus | None = None,
+        weights_from: str | None = None,
         timeout_s: float = 60.0,
     ) -> None:
         held, bus = _secret(secret), logging_bus() if bus is None else bus
+        self._streams_from = None if weights_from is None else (weights_from, held)
         placed = as_target(target, pieces, exchange=exchange, shadow=shadow, device=_opened(device))
         kernels, home = choose_kernels(bus, placed.home.choose()), placed.home
         if address is None:

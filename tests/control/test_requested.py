@@ -454,7 +454,7 @@ def test_a_publisher_refuses_what_contradicts_itself(models: Models, short_path:
     cases: list[tuple[dict[str, Any], str]] = [
         ({}, "without engines"),
         ({"dtype": "float32"}, "a dtype is for a source"),
-        ({"address": address, "offer": "live"}, "read frozen offers"),
+        ({"address": address, "offer": "live", "engines": ["ipc:///nowhere"]}, "read frozen offers"),
         ({"address": address, "dtype": "int8"}, "cannot be offered as int8"),
         ({"address": address, "quorum": 1}, "a quorum of 1 of 0"),
     ]

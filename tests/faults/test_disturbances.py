@@ -18,6 +18,7 @@ import liveweight as lw
 from liveweight.devices.memory import Memory
 from liveweight.errors import ChannelClosed, RoundFailed, WrongSecret
 from liveweight.spec.deadline import Deadline
+from liveweight.transports.registry import TRANSPORTS
 from liveweight.wire.channel import Channel
 from liveweight.wire.codec import Codec
 from liveweight.wire.credentials import Secret
@@ -107,7 +108,7 @@ def test_an_arena_that_cannot_be_had_fails_the_offer_and_no_more(cluster: Cluste
     assert_holds(ranks, 1)
 
 
-@pytest.mark.parametrize("offer", ["frozen", "live"])
+@pytest.mark.parametrize("offer", TRANSPORTS["ipc"].offers)
 @pytest.mark.parametrize("rank", range(WORLD))
 def test_a_shadow_that_cannot_be_had_fails_the_round_by_name_and_no_more(
     cluster: Cluster, offer: str, rank: int

@@ -11,6 +11,7 @@ import time
 
 import pytest
 
+from liveweight.transports.registry import TRANSPORTS
 from tests.support import model
 from tests.support.cluster import Cluster, Program
 from tests.support.program import REPLICA
@@ -23,7 +24,7 @@ from tests.support.rounds import (
     weights_of,
 )
 
-OFFERS = pytest.mark.parametrize("offer", ["frozen", "live"])
+OFFERS = pytest.mark.parametrize("offer", TRANSPORTS["ipc"].offers)
 BEFORE_COMMIT = [("RoundOpened", REPLICA), ("StagingBegan", 1), ("Staged", 1), ("Verified", REPLICA)]
 """Moments of the leader, which is in rank 0's process, and of rank 1, in a round's order."""
 VOTE = "Voting"
@@ -139,14 +140,41 @@ def test_a_stopped_rank_is_named_at_the_deadline(
     assert_no_growth([*ranks, trainer], before)
 
 
-@OFFERS
-@pytest.mark.parametrize("what", ["shadow", "arena"])
+@pytest.mark.parametrize(
+    ("offer", "what"),
+    [
+        (offer, what)
+        for offer in TRANSPORTS["ipc"].offers
+        for what in ("shadow", "arena")
+        if (offer, what) != ("ring", "arena")  # its buckets carry checksums: below
+    ],
+)
 def test_a_flipped_bit_is_noticed_before_the_commit(cluster: Cluster, offer: str, what: str) -> None:
     ranks, trainer = ready(cluster, offer)
     (ranks[1] if what == "shadow" else trainer).ask("arm", what=what)
     error = trainer.ask("publish", label=2)["error"]
     assert (error["code"], error["step"], error["serving"]) == ("LW-401", "verify", "1")
     assert ".weight" in error["text"]
+    assert_holds(ranks, 1)
+    assert "error" not in trainer.ask("publish", label=3)
+    assert_holds(ranks, 3)
+
+
+def test_a_damaged_bucket_of_a_ring_is_named_and_read_again(cluster: Cluster) -> None:
+    ranks, trainer = ready(cluster, "ring")
+    trainer.ask("arm", what="bucket")
+    assert "error" not in trainer.ask("publish", label=2)
+    assert "weight" in trainer.expect("damaged")["damaged"]
+    assert_holds(ranks, 2)
+
+
+def test_a_bucket_that_is_always_damaged_fails_the_round_by_name(cluster: Cluster) -> None:
+    ranks, trainer = ready(cluster, "ring")
+    trainer.ask("arm", what="every bucket")
+    error = trainer.ask("publish", label=2)["error"]
+    assert (error["code"], error["step"], error["serving"]) == ("LW-402", "stage", "1")
+    assert "weight" in error["text"]
+    trainer.ask("arm", what="no bucket")
     assert_holds(ranks, 1)
     assert "error" not in trainer.ask("publish", label=3)
     assert_holds(ranks, 3)
@@ -223,6 +251,7 @@ def test_a_reader_that_lags_is_revoked_by_the_next_freeze(cluster: Cluster) -> N
     [
         ("frozen", "StagingBegan"),
         ("live", "StagingBegan"),
+        ("ring", "StagingBegan"),
         ("frozen", "Staged"),
         ("frozen", VOTE),
         ("frozen", "Hook"),

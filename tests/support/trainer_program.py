@@ -15,11 +15,12 @@ from safetensors.torch import load_file
 import liveweight as lw
 from liveweight.errors import DeadlineExceeded
 from liveweight.observe.bus import Bus
-from liveweight.observe.events import AnyEvent, OfferMade
+from liveweight.observe.events import AnyEvent, BucketDamaged, OfferMade
 from liveweight.spec.deadline import Deadline
 from liveweight.trainer.errands import ReplicaVerdict
 from liveweight.trainer.replica import WireReplica
 from liveweight.transports.ipc.arena import SharedArena
+from liveweight.transports.ipc.ring_packing import Packing
 from liveweight.wire.credentials import Secret, load_or_create_secret
 from liveweight.wire.messages import Committed, Phase, Progress
 from liveweight.wire.values import RoundId
@@ -38,6 +39,10 @@ def main(config: dict[str, Any]) -> None:
     )
     secret = load_or_create_secret(Path(config["secret"]))
     source: object = lw.share_module(weights) if config["offer"] == "live" else weights
+    pack = Packing.pack
+    Packing.pack = lambda packing, bucket, segment: damaged(
+        console, packing, segment, pack(packing, bucket, segment)
+    )  # type: ignore[method-assign]
     with (
         bus.subscribe(lambda event: damage(console, weights, event)),
         bus.subscribe(console.on_event),
@@ -108,6 +113,8 @@ class Watched(WireReplica):
 
 def damage(console: Console, weights: torch.nn.Module, event: AnyEvent) -> None:
     """If the test asked for it: flip one bit of what is offered, after it was digested."""
+    if isinstance(event, BucketDamaged):
+        console.say(damaged=event.tensor)
     if isinstance(event, OfferMade) and console.armed == "arena":
         console.armed = None
         if event.kind == "live":
@@ -116,6 +123,14 @@ def damage(console: Console, weights: torch.nn.Module, event: AnyEvent) -> None:
             arenas = [found for found in gc.get_objects() if isinstance(found, SharedArena)]
             address = arenas[0].memory.address
         ctypes.c_ubyte.from_address(address).value ^= 1
+
+
+def damaged(console: Console, packing: Packing, segment: int, packed: tuple[int, int]) -> tuple[int, int]:
+    """If the test asked for it: flip one bit of a bucket that was packed, once or every time."""
+    if console.armed in ("bucket", "every bucket"):
+        console.armed = None if console.armed == "bucket" else console.armed
+        ctypes.c_ubyte.from_address(packing.segments[segment].address).value ^= 1
+    return packed
 
 
 def act(

@@ -259,3 +259,7 @@ def _check_mode(wish: Wish, held: Held) -> None:
     mode, label = held.offer.mode, held.version
     if wish.transfer_mode not in (None, mode):
         raise VersionNotOffered(f"{label} over {wish.transfer_mode}", [f"{label} over {mode}"])
+    if wish.verify and held.digests is None:
+        raise VersionNotOffered(
+            f"{label} verified", [f"{label} as a {held.offer.kind} offer without digests"]
+        )

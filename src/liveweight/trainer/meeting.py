@@ -51,8 +51,8 @@ def meet_replicas(replicas: Sequence[Replica], deadline: Deadline) -> Met:
 
 def check_terms(engines: Sequence[object], address: str | None, dtype: object, offer: OfferKind) -> None:
     """Refuse what contradicts itself about engines that ask."""
-    if address is not None and offer != "frozen":
-        raise Refused(f"engines that ask read frozen offers, and these would be {offer}")
+    if address is not None and engines and offer != "frozen":
+        raise Refused(f"those who ask beside engines read frozen offers, and these would be {offer}")
     if dtype is not None and (engines or address is None):
         raise Refused("a dtype is for a source that has no engines: they say which they expect")
 

@@ -11,10 +11,9 @@ import threading
 import time
 from collections.abc import Sequence
 from concurrent import futures
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from concurrent.futures import TimeoutError as FutureTimeout
 from contextlib import nullcontext
-from dataclasses import dataclass, field
 from typing import Self
 
 from liveweight.errors import OutcomeUnknown, Refused, RoundAborted, WrongState
@@ -26,6 +25,7 @@ from liveweight.trainer.labels import Labels
 from liveweight.trainer.offers import Made, Offers
 from liveweight.trainer.replica import Replica
 from liveweight.trainer.report import Report
+from liveweight.trainer.rounds import Round
 from liveweight.trainer.settings import PublisherSettings
 from liveweight.trainer.shelf import OnOffer, Shelf
 from liveweight.wire import messages as m
@@ -34,21 +34,6 @@ from liveweight.wire.host import this_host
 GRACE_S = 30.0
 LAST_COMMIT_S = 5.0
 """How long closing waits for a commit that engines were told of already."""
-
-
-@dataclass(slots=True)
-class _Round:
-    """`strayed`: why its live offer must not be committed. Known before `staged` is set."""
-
-    version: Version
-    made: Made
-    parts: list[Part]
-    deadline: Deadline
-    began_s: float
-    drive: Drive | None = None
-    outcome: Future[Report] = field(default_factory=Future)
-    staged: threading.Event = field(default_factory=threading.Event)
-    strayed: str | None = None
 
 
 class Publisher:
@@ -70,9 +55,9 @@ class Publisher:
         if settings.quorum is not None and not 1 <= settings.quorum <= len(self._replicas):
             raise Refused(f"a quorum of {settings.quorum} of {len(self._replicas)} replicas")
         self._labels = Labels()
-        self._last: _Round | None = None
-        self._published: _Round | None = None
-        self._round: _Round | None = None
+        self._last: Round | None = None
+        self._published: Round | None = None
+        self._round: Round | None = None
         self._missed = 0
         self._closing = threading.Event()
         self._driver = ThreadPoolExecutor(1, thread_name_prefix="liveweight-driver")
@@ -94,6 +79,7 @@ class Publisher:
 
         With a source's address, engines may ask for the version from now on, until the next offer or the end. Those that read the
         version before are waited for, `release_s` at most; then they are revoked, and their rounds fail and may be asked for again.
+        Without engines to drive, a live or ring offer waits until one who asked (a stream) has read it.
         """
         if self._closing.is_set():
             raise WrongState("closed", "offer")
@@ -102,7 +88,7 @@ class Publisher:
         began_s = time.monotonic()
         version, made = self._make(label)
         if not self._replicas:
-            return version
+            return self._read(version, made)
         try:
             current = self._begin(version, made, began_s)
             if made.offer.kind != "frozen":
@@ -125,24 +111,34 @@ class Publisher:
                 shelf.put(OnOffer(version=version, digests=made.digests, offer=made.offer))
         return version, made
 
+    def _read(self, version: Version, made: Made) -> Version:
+        """Without engines to drive: parameters that are read, or packed, where they lie stand until one who asked has read them."""
+        if self._shelf is not None and made.offer.kind != "frozen":
+            try:
+                self._shelf.wait_until_read(Deadline.after(self.settings.timeout_s))
+                self._release()
+            finally:
+                self._offers.end(made.offer)
+        return version
+
     def _named(self, label: str | int, made: Made) -> Version:
         digest = None if made.lanes is None else self._offers.content.of(made.lanes)
         version = Version(run=self.run, label=label, digest=digest)
         self._labels.check(version)
         return version
 
-    def _begin(self, version: Version, made: Made, began_s: float) -> _Round:
+    def _begin(self, version: Version, made: Made, began_s: float) -> Round:
         served = [None] * len(self._replicas) if self._last is None else [p.serves for p in self._last.parts]
         parts = [Part(*known) for known in zip(self._replicas, served, strict=True)]
         # The round's time; the freeze before it waits for nobody but slow readers, and for them `release_s`.
-        current = _Round(version, made, parts, Deadline.after(self.settings.timeout_s), began_s)
+        current = Round(version, made, parts, Deadline.after(self.settings.timeout_s), began_s)
         current.drive = drive = self._drive(current)
         current.outcome = self._driver.submit(self._run, current, drive)
         current.outcome.add_done_callback(lambda _: current.staged.set())
         self._round = self._last = current
         return current
 
-    def _freeze_instead(self, label: str | int, live: _Round, reason: str) -> Version:
+    def _freeze_instead(self, label: str | int, live: Round, reason: str) -> Version:
         """Parameters lie elsewhere: the round of the live offer is given up, and one of a frozen offer takes its place."""
         self._round = None
         futures.wait([live.outcome], GRACE_S)
@@ -213,7 +209,7 @@ class Publisher:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _drive(self, current: _Round) -> Drive:
+    def _drive(self, current: Round) -> Drive:
         made, settings = current.made, self.settings
         order = m.Open(
             publisher=self.name,
@@ -240,20 +236,20 @@ class Publisher:
             meanwhile=lambda: self._look_for_strays(current),
         )
 
-    def _staged(self, current: _Round) -> bytes | None:
+    def _staged(self, current: Round) -> bytes | None:
         """All ranks have staged; the digests that the round was opened without. In the driver's thread, as long as parameters stand."""
         opened, current.made = current.made, self._offers.staged(current.made)
         current.staged.set()
         return current.made.digests if opened.digests is None else None
 
-    def _look_for_strays(self, current: _Round) -> None:
+    def _look_for_strays(self, current: Round) -> None:
         """End the round of a live offer whose parameters lie elsewhere by now. In the driver's thread, while ranks stage and the
         training loop waits for them."""
         current.strayed = self._offers.strayed(current.made.offer)
         if current.strayed is not None:
             raise RoundAborted(f"a frozen offer takes the place of the live one: {current.strayed}")
 
-    def _run(self, current: _Round, drive: Drive) -> Report:
+    def _run(self, current: Round, drive: Drive) -> Report:
         missed, self._missed = self._missed, self._missed + 1
         try:
             drive.run()
@@ -266,7 +262,7 @@ class Publisher:
         self._missed = 0
         return self._report(current, drive, missed)
 
-    def _report(self, current: _Round, drive: Drive, missed: int) -> Report:
+    def _report(self, current: Round, drive: Drive, missed: int) -> Report:
         replicas = tuple(part.report() for part in current.parts)
         unchanged = all(part.unchanged for part in current.parts)
         return Report(

@@ -80,6 +80,7 @@ class Shelf:
         self._state: State = Bare.EMPTY
         self._holders: dict[int, _Holder] = {}
         self._wanted: Deadline | None = None
+        self._read = False
         self._numbers = itertools.count(1)
         self._asked: list[_Asked] = []
         self._closing = False
@@ -120,7 +121,17 @@ class Shelf:
     def put(self, version: OnOffer) -> None:
         """Hold that version ready. MessageTooLarge if it could not be told to anyone."""
         self._codec.encode(self._held(0, version), call=1, limits=self._limits)
+        self._read = False
         self._become(version)
+
+    def wait_until_read(self, deadline: Deadline) -> None:
+        """Wait until one who held the version has given it back; then it is on offer no more."""
+        try:
+            with self._changed:
+                if not self._changed.wait_for(lambda: self._read, deadline.remaining_s()):
+                    raise deadline.exceeded(f"somebody to read what {self.address} offers")
+        finally:
+            self._become(Bare.EMPTY)
 
     def close(self) -> None:
         """End the thread and remove the socket; who reads learns that the source is gone. Twice is fine."""
@@ -160,8 +171,7 @@ class Shelf:
                 ends_s = time.monotonic() + wait_s
                 self._asked.append(_Asked(peer=incoming.peer, call=incoming.call, body=body, ends_s=ends_s))
             case Release(hold=number):
-                known = self._let_go(number, incoming.peer)
-                _send(listener, incoming.peer, Released(revoked=not known), incoming.call)
+                _send(listener, incoming.peer, self._released(number, incoming.peer), incoming.call)
             case other:
                 error = MessageInvalid(f"a source is asked to hold a version, not {type(other).__name__}")
                 refusal = Refusal(fault=fault_of(error, step="hold"))
@@ -203,6 +213,12 @@ class Shelf:
                 del self._holders[number]
                 self._changed.notify_all()
             return known
+
+    def _released(self, number: int, peer: bytes) -> Released:
+        with self._changed:
+            known = self._let_go(number, peer)
+            self._read |= known
+        return Released(revoked=not known)
 
     def _probe(self, listener: Listener[Message]) -> None:
         """While somebody waits for the memory: tell those who read. Who cannot be told is gone."""

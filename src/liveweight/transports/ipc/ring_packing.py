@@ -41,7 +41,7 @@ class Packing:
 
     def __init__(self, stock: Stock, stream: Layout, segments: Sequence[Memory]) -> None:
         """LayoutInvalid for parcels that the stock does not have."""
-        self.stream, self._stock, self._segments = stream, stock, tuple(segments)
+        self.stream, self._stock, self.segments = stream, stock, tuple(segments)
         self._bytes = [segment.bytes() for segment in segments]
         self.lanes: Lanes = np.zeros((len(stream.placements), SEEDS), dtype=np.uint32)
         self.packed: Mask = np.zeros(len(stream.placements), dtype=np.bool_)
@@ -124,13 +124,13 @@ class Packing:
 
     def _bind(self, segment: int) -> BoundFreeze:
         stock = self._stock
-        bound = stock.kernels.bind_freeze(self._rows, stock.memories, [self._segments[segment]], self._slots)
+        bound = stock.kernels.bind_freeze(self._rows, stock.memories, [self.segments[segment]], self._slots)
         self._bound[segment] = bound
         return bound
 
     def _put(self, number: int, segment: int) -> None:
         """A parcel that no kernel can read: its owner writes it, and it is digested where it lies then."""
-        parcel, memory = self.stream.placements[number], self._segments[segment]
+        parcel, memory = self.stream.placements[number], self.segments[segment]
         put = self._stock.foreign.get(parcel.name)
         if put is None:
             return

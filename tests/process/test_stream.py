@@ -1,0 +1,274 @@
+"""`receiver.stream`: one plain iterator over a version, the same in every transfer mode and offer; whatever ends it, nothing is left."""
+
+from __future__ import annotations
+
+import gc
+import threading
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import liveweight as lw
+from liveweight.devices.kernels import choose_kernels
+from liveweight.devices.memory import Memory
+from liveweight.errors import ChannelClosed, DigestMismatch, Refused, VersionNotOffered, WrongState
+from liveweight.observe.events import OfferKind
+from liveweight.plan.tally import lanes_from_bytes
+from liveweight.spec.deadline import Deadline
+from liveweight.spec.layout import Layout, packed
+from liveweight.trainer.live import SharedModule
+from liveweight.transports.port import Reader, Reading
+from liveweight.transports.registry import TRANSPORTS
+from liveweight.wire.values import Offer
+from liveweight.worker.streaming import Readable, WeightStream
+from tests.support.wire import SECRET, leaving_nothing
+
+CELLS = [(name, kind) for name, mode in sorted(TRANSPORTS.items()) for kind in mode.offers]
+
+
+class Net(torch.nn.Module):
+    """A tied, a strided, an empty and a scalar tensor beside ordinary ones."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(1)
+        self.embed = torch.nn.Parameter(torch.randn(300, 64, generator=generator).to(torch.bfloat16))
+        self.head = self.embed
+        self.turned = torch.nn.Parameter(torch.randn(40, 30, generator=generator).t())
+        self.none = torch.nn.Parameter(torch.empty(0, 4))
+        self.register_buffer("scale", torch.tensor(2.5))
+
+
+@contextmanager
+def source(short_path: Path, mode: str, kind: OfferKind, **options: Any) -> Iterator[lw.Publisher]:
+    net = Net()
+    shared = lw.share_module(net) if kind == "live" else net
+    with lw.Publisher(
+        shared,
+        address=f"ipc://{short_path}/source.sock",
+        secret=SECRET,
+        directory=short_path / "t",
+        transfer_mode=mode,
+        offer=kind,
+        timeout_s=30.0,
+        **options,
+    ) as publisher:
+        yield publisher
+    if isinstance(shared, SharedModule):
+        shared.close()
+
+
+@contextmanager
+def receiving(short_path: Path) -> Iterator[lw.Receiver]:
+    with lw.Receiver(
+        {"own": torch.zeros(2)},
+        address=f"ipc://{short_path}/receiver.sock",
+        secret=SECRET,
+        weights_from=f"ipc://{short_path}/source.sock",
+    ) as receiver:
+        yield receiver
+
+
+@contextmanager
+def offered(publisher: lw.Publisher, label: int) -> Iterator[Future[Any]]:
+    """Offer in another thread, as a trainer would: a live or a ring offer returns when it was read."""
+    with ThreadPoolExecutor(1) as pool:
+        future = pool.submit(publisher.offer, label)
+        yield future
+        future.result(60)
+
+
+def collected(receiver: lw.Receiver, version: int | None) -> dict[str, torch.Tensor]:
+    """Everything, asked for until it is there: the trainer may not have offered yet."""
+    deadline = Deadline.after(60.0)
+    while True:
+        try:
+            return dict(receiver.stream(version))
+        except VersionNotOffered:
+            deadline.check("the offer")
+
+
+@pytest.mark.parametrize(("mode", "kind"), CELLS)
+def test_every_tensor_arrives_once_under_each_of_its_names(
+    short_path: Path, mode: str, kind: OfferKind
+) -> None:
+    with leaving_nothing(), source(short_path, mode, kind) as publisher, receiving(short_path) as receiver:
+        for label in (1, 2):
+            with offered(publisher, label):
+                found = collected(receiver, label)
+        wanted = Net().state_dict()
+        assert set(found) == set(wanted)
+        for name, tensor in wanted.items():
+            assert found[name].dtype == tensor.dtype
+            assert torch.equal(found[name], tensor), name
+        assert found["embed"].data_ptr() == found["head"].data_ptr()
+        assert receiver.version is None
+
+
+def streams() -> list[str]:
+    return [thread.name for thread in threading.enumerate() if thread.name == "liveweight-stream"]
+
+
+@pytest.mark.parametrize("way", ["break", "error", "close", "garbage", "never begun"])
+@pytest.mark.parametrize(("mode", "kind"), [("ipc", "frozen"), ("ipc", "ring"), ("ipc_snapshot", "frozen")])
+def test_leaving_early_frees_everything(short_path: Path, mode: str, kind: OfferKind, way: str) -> None:
+    with leaving_nothing(), source(short_path, mode, kind) as publisher, receiving(short_path) as receiver:
+        with offered(publisher, 1) as offer:
+            first(receiver)
+            leave(receiver, way)
+            gc.collect()
+            assert streams() == []
+            while not offer.done():  # a ring's, until somebody has read it
+                with suppress(VersionNotOffered):
+                    collect_now(receiver)
+        with offered(publisher, 2):  # nobody holds the version before
+            assert len(collected(receiver, 2)) == 5
+
+
+def first(receiver: lw.Receiver) -> None:
+    """Wait until something is on offer; a stream that is left at once."""
+    deadline = Deadline.after(60.0)
+    while True:
+        with suppress(VersionNotOffered), receiver.stream() as stream:
+            next(stream)
+            return
+        deadline.check("an offer")
+
+
+def collect_now(receiver: lw.Receiver) -> dict[str, torch.Tensor]:
+    return dict(receiver.stream())
+
+
+def leave(receiver: lw.Receiver, way: str) -> None:
+    """Leave a stream in that way; of a ring, whose offer may be over by now, also one that finds nothing."""
+    with suppress(VersionNotOffered):
+        leave_now(receiver, way)
+
+
+def leave_now(receiver: lw.Receiver, way: str) -> None:
+    match way:
+        case "break":
+            for _ in receiver.stream():
+                break
+        case "error":
+            with pytest.raises((ZeroDivisionError, VersionNotOffered)):
+                divide(receiver)
+        case "close":
+            with receiver.stream() as stream:
+                pass
+            stream.close()
+        case "garbage":
+            stream = receiver.stream()
+            del stream
+        case _:
+            receiver.stream()
+
+
+def divide(receiver: lw.Receiver) -> None:
+    for _ in receiver.stream():
+        _ = 1 / 0
+
+
+def test_errors_arrive_in_the_callers_thread(short_path: Path) -> None:
+    with receiving(short_path) as receiver:
+        with pytest.raises(ChannelClosed, match="source"):
+            next(receiver.stream(timeout_s=20.0))
+        with source(short_path, "ipc", "frozen") as publisher:
+            publisher.offer("here")
+            with pytest.raises(VersionNotOffered, match=r"asked for there, the source offers here"):
+                next(receiver.stream("there"))
+            with pytest.raises(Refused, match="ahead"):
+                receiver.stream(prefetch=0)
+        assert streams() == []
+    with (
+        lw.Receiver({"w": torch.zeros(1)}, address=f"ipc://{short_path}/b.sock", secret=SECRET) as without,
+        pytest.raises(WrongState, match="weights_from"),
+    ):
+        without.stream()
+
+
+class Counting:
+    """A reader that counts what was asked of it, and may damage what it reads. Implements Access, for a frozen offer of `ipc`."""
+
+    def __init__(self, reader: Reader, offer: Offer, layout: Layout, digests: bytes) -> None:
+        self.reader, self._offer, self._layout, self._digests = reader, offer, layout, digests
+        self.binds, self.damages = 0, False
+
+    def open(self, deadline: Deadline) -> Readable:
+        del deadline
+        lanes = lanes_from_bytes(self._digests, len(self._layout.tensors))
+        return Readable(
+            offer=self._offer,
+            manifest=self._layout.manifest(),
+            lanes=lanes,
+            reader=self,
+            kernels=choose_kernels(),
+        )
+
+    def interrupt(self) -> None: ...
+
+    def release(self) -> None: ...
+
+    def bind(self, offer: Offer, target: Layout, shadow: Any, deadline: Deadline) -> Reading:
+        self.binds += 1
+        reading = self.reader.bind(offer, target, shadow, deadline)
+        if self.damages:
+            return Damaging(reading, shadow[0])  # type: ignore[return-value]
+        return reading
+
+    def forget(self, source: str) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class Damaging:
+    """A reading whose first byte is wrong afterwards."""
+
+    def __init__(self, reading: Reading, memory: Memory) -> None:
+        self._reading, self._memory, self.rows = reading, memory, reading.rows
+
+    def read(self, first: int, last: int, go_on: Any) -> None:
+        self._reading.read(first, last, go_on)
+        self._memory.bytes()[0] ^= 1
+
+    def check(self) -> None:
+        self._reading.check()
+
+    def end(self) -> None:
+        self._reading.end()
+
+
+@contextmanager
+def counting(short_path: Path) -> Iterator[Counting]:
+    with source(short_path, "ipc", "frozen") as publisher:
+        publisher.offer(1)
+        offers = publisher._offers
+        assert offers.current is not None
+        made = publisher._shelf
+        assert made is not None
+        on_offer = made._state
+        reader = TRANSPORTS["ipc"].reader(SECRET, choose_kernels())
+        yield Counting(reader, offers.current, packed(offers.manifest.tensors), on_offer.digests)  # type: ignore[union-attr,arg-type]
+        reader.close()
+
+
+def test_no_more_is_read_ahead_than_was_asked_for(short_path: Path) -> None:
+    with counting(short_path) as access:
+        stream = WeightStream(access, timeout_s=30.0, prefetch=1, chunk_bytes=1)
+        taken = 0
+        for name, _ in stream:
+            taken += name != "head"  # which comes with embed
+            assert access.binds <= taken + 2  # one in the queue, one that waits for room
+        assert taken == access.binds == 4
+
+
+def test_what_differs_from_its_digest_is_named(short_path: Path) -> None:
+    with counting(short_path) as access:
+        access.damages = True
+        with pytest.raises(DigestMismatch, match="embed"):
+            next(WeightStream(access, timeout_s=30.0))
