@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -10,7 +11,6 @@ from pathlib import Path
 import pytest
 
 from tests.arch.source_tree import ROOT
-from tests.support.serve_processes import free_port
 
 EXAMPLES = ROOT / "examples"
 WITHIN_S = 240.0
@@ -19,6 +19,11 @@ SHOWN = {
     "stream_into_your_loader.py": [f"step {n}: 3 tensors, qkv is [{n}.0]" for n in (1, 2, 3)],
     "push_from_the_shell.sh": ["step_100", "match"],
 }
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return int(server.getsockname()[1])
 
 
 def test_every_example_is_run_here() -> None:
