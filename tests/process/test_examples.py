@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -21,11 +20,6 @@ SHOWN = {
 }
 
 
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return int(server.getsockname()[1])
-
-
 def test_every_example_is_run_here() -> None:
     assert sorted(SHOWN) == sorted(path.name for path in EXAMPLES.iterdir() if path.is_file())
 
@@ -36,7 +30,6 @@ def test_an_example_does_what_it_shows(name: str, short_path: Path) -> None:
     found = os.environ | {
         "TMPDIR": str(short_path),
         "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
-        "PORT": str(free_port()),
         "OMP_NUM_THREADS": "1",
     }
     command = [sys.executable, str(EXAMPLES / name)] if name.endswith(".py") else [str(EXAMPLES / name)]

@@ -27,6 +27,8 @@ def test_a_small_run_has_every_figure() -> None:
         assert 0 < times["best"] <= times["median"]
     for name in ("limit_s", "cast_copy_s", "freeze_s", "cold_s"):
         assert report[name] > 0
+    assert 0 < report["ring_bytes"] <= 64 << 20
+    assert report["ring_peak_extra_bytes"] >= report["ring_bytes"]
     assert set(report["peak_extra_bytes"]) == {"trainer", "rank0", "rank1"}
 
 

@@ -51,6 +51,7 @@ def examples() -> Iterator[ev.AnyEvent]:
     yield ev.Frozen(version="step_2", rank=0, size_bytes=640, took_s=0.125)
     yield ev.ReadersRevoked(readers=("engine, asked by operator/1",), waited_s=5.0)
     yield ev.LiveOfferImpossible(version="step_2", reason="w is float32, the engine wants bfloat16")
+    yield ev.BucketDamaged(bucket=3, tensor="w")
     yield ev.PeerRefused(code="LW-202", reason="no proof of the secret")
     yield KERNELS
     yield ev.KernelsChosen(name="native")

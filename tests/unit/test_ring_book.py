@@ -90,7 +90,8 @@ def test_what_a_rank_says_of_a_subscription_that_is_over_has_no_effect() -> None
 @given(
     segments=st.integers(2, 9),
     steps=st.lists(
-        st.tuples(st.sampled_from(["join", "free", "take", "leave", "drop", "again"]), st.integers(0, 4)), max_size=80
+        st.tuples(st.sampled_from(["join", "free", "take", "leave", "drop", "again"]), st.integers(0, 4)),
+        max_size=80,
     ),
 )
 def test_no_segment_is_ever_held_twice_or_lost(segments: int, steps: list[tuple[str, int]]) -> None:

@@ -116,6 +116,8 @@ def _show_ipc(report: dict[str, Any]) -> None:
             print(
                 f"{what:16}{times['best'] * 1e3:9.1f} ms{times['median'] * 1e3:9.1f} median{of_limit:7.2f} x limit"
             )
+    extra, ring = report["ring_peak_extra_bytes"], report["ring_bytes"]
+    print(f"ring of {ring / 1e6:.1f} MB: {extra / 1e6:.1f} MB beside the trainer's weights at their peak")
     if "freeze_s" in report:
         print(f"freeze from float32: {report['freeze_ratio']:.2f} x a plain cast-copy")
 

@@ -6,7 +6,7 @@ import sys
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -17,6 +17,8 @@ from liveweight.cli.keys import ControlKey, ControlKeyFile, SecretFile, key_of
 from liveweight.cli.progress import Line, ToldReplica
 from liveweight.control.client import EngineClient, leader_of
 from liveweight.errors import Refused
+from liveweight.errors import Refused, RoundFailed
+from liveweight.observe.events import OfferKind
 from liveweight.spec.deadline import Deadline
 
 if TYPE_CHECKING:
@@ -28,7 +30,7 @@ Run = Annotated[
     str | None,
     typer.Option(help="The run that the version belongs to; by default a new one with every push."),
 ]
-Offer = Annotated[Literal["frozen", "live"], typer.Option(help="How the weights are held ready.")]
+Offer = Annotated[OfferKind, typer.Option(help="How the weights are held ready.")]
 Verify = Annotated[bool, typer.Option("--verify/--no-verify", help="Compare what arrived with the source.")]
 
 

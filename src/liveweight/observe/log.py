@@ -58,11 +58,8 @@ def line_of(event: ev.AnyEvent) -> tuple[int, str]:
         case ev.BucketDamaged():
             return WARNING, f"bucket {event.bucket}, with {event.tensor}, was damaged, and is packed again"
         case ev.ReadersRevoked():
-            who = ", ".join(event.readers)
-            return (
-                WARNING,
-                f"revoked the offer before after {event.waited_s:.1f} s, which was still read by {who}",
-            )
+            late = f"after {event.waited_s:.1f} s, which was still read by {', '.join(event.readers)}"
+            return WARNING, f"revoked the offer before {late}"
         case ev.PeerRefused():
             return WARNING, f"{event.code} refused a peer: {event.reason}"
         case ev.KernelsChosen(reason=None):

@@ -35,9 +35,9 @@ class Stock:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RingSettings:
-    """How large a ring is, and in how many segments; a bucket fills one. Small enough, it stays in the processor's caches."""
+    """How large a ring is, and in how many segments; a bucket fills one."""
 
-    size_bytes: int = 32 << 20
+    size_bytes: int = 64 << 20
     segments: int = 8
 
     def __post_init__(self) -> None:

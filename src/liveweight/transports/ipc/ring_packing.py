@@ -16,7 +16,7 @@ from liveweight.devices.kernels import BoundDigest, BoundFreeze
 from liveweight.devices.memory import Memory
 from liveweight.plan.cover import Mask
 from liveweight.plan.digests import plan_digests
-from liveweight.plan.freezes import COLUMNS, plan_freeze, row_bytes, split
+from liveweight.plan.freezes import COLUMNS, plan_freeze
 from liveweight.plan.loops import Table
 from liveweight.plan.parcels import cut_out, plan_parcels
 from liveweight.spec.digest import SEEDS, Lanes
@@ -25,10 +25,7 @@ from liveweight.spec.region import count
 from liveweight.transports.stock import Stock
 
 Bytes: TypeAlias = npt.NDArray[np.uint8]
-_AT = {name: column for column, name in enumerate(COLUMNS)}
-_TARGET_MEMORY, _SLOT = _AT["target_memory"], _AT["slot"]
-PIECE_BYTES = 192 << 10
-"""What is packed at a time: less than what the kernels write past the caches, so that the checksum, and the rank, read it from there."""
+_TARGET_MEMORY, _SLOT = COLUMNS.index("target_memory"), COLUMNS.index("slot")
 
 
 def bucket_sum(content: Bytes) -> int:
@@ -48,10 +45,8 @@ class Packing:
         self._ends = np.searchsorted(
             [parcel.memory for parcel in stream.placements], np.arange(1, len(stream.memories_bytes) + 1)
         )
-        self._by_kernel = np.array([p.name not in stock.foreign for p in stream.placements], dtype=np.bool_)
         self._slots = int(np.diff([0, *self._ends]).max(initial=1))
-        self._rows = self._kernel_rows()
-        self._cut()
+        self._rows, self._row_ends = self._kernel_rows()
         self._bound: list[BoundFreeze | None] = [None] * len(segments)
 
     @property
@@ -64,63 +59,40 @@ class Packing:
         self.packed[:] = False
 
     def pack(self, bucket: int, segment: int) -> tuple[int, int]:
-        """Fill that segment; how many bytes it holds then, and their checksum.
-
-        Piece by piece, each summed while it is still in the processor's nearest cache.
-        """
+        """Fill that segment; how many bytes it holds then, and their checksum."""
         start, end = _range(self._ends, bucket)
-        lanes = np.zeros((self._slots, SEEDS), dtype=np.uint32)
+        first, last = _range(self._row_ends, bucket)
+        bound = self._bound[segment] or self._bind(segment)
+        if self._stock.digest:
+            self.lanes[start:end] = bound.run(first, last)[: end - start]
+        else:
+            bound.move(first, last)
         for number in range(start, end) if self._stock.foreign else ():
             self._put(number, segment)
-        content, done, checksum = self._bytes[segment].data, 0, xxhash.xxh3_64()
-        bound = self._bound[segment] or self._bind(segment)
-        for piece in range(*_range(self._piece_ends, bucket)):
-            first, last = _range(self._row_ends, piece)
-            if self._stock.digest:
-                lanes += bound.run(first, last)
-            else:
-                bound.move(first, last)
-            reached = int(self._reached[piece])
-            checksum.update(content[done:reached])
-            done = reached
-        size = self.stream.memories_bytes[bucket]
-        checksum.update(content[done:size])
-        mine = self._by_kernel[start:end]
-        self.lanes[start:end][mine] = lanes[: end - start][mine]
         self.packed[start:end] = True
-        return size, checksum.intdigest()
+        size = self.stream.memories_bytes[bucket]
+        return size, bucket_sum(self._bytes[segment][:size])
 
     def first_tensor(self, bucket: int) -> str:
         """What a damaged bucket is called by."""
         return self.stream.placements[_range(self._ends, bucket)[0]].name
 
-    def _kernel_rows(self) -> Table:
-        """The freeze table of all parcels that kernels pack, bucket by bucket; a slot is a parcel's number in its bucket."""
-        numbers = np.flatnonzero(self._by_kernel)
+    def _kernel_rows(self) -> tuple[Table, Table]:
+        """The freeze table of all parcels that kernels pack, and where each bucket's rows end. Slots count within a bucket."""
+        numbers = np.array(
+            [n for n, p in enumerate(self.stream.placements) if p.name not in self._stock.foreign],
+            dtype=np.int64,
+        )
         parcels = tuple(self.stream.placements[number] for number in numbers)
         offered = Layout(
             tensors=self.stream.tensors, memories_bytes=self.stream.memories_bytes, placements=parcels
         )
-        rows = plan_freeze(cut_out(self._stock.held, offered), offered).rows
-        rows = split(rows, PIECE_BYTES // 2).copy()
+        rows = plan_freeze(cut_out(self._stock.held, offered), offered).rows.copy()
         starts = np.array([0, *self._ends], dtype=np.int64)
         rows[:, _SLOT] = numbers[rows[:, _SLOT]] - starts[rows[:, _TARGET_MEMORY]]
-        return rows
-
-    def _cut(self) -> None:
-        """Cut the rows into pieces, none across buckets: where each ends, in rows and in bytes of its bucket."""
-        buckets, sizes = self._rows[:, _TARGET_MEMORY].copy(), row_bytes(self._rows)
-        before = np.cumsum(sizes) - sizes
-        turns = np.stack([buckets, before // PIECE_BYTES], axis=1)
-        ends = np.flatnonzero((turns[1:] != turns[:-1]).any(axis=1)) + 1
-        self._row_ends = np.array([*ends, len(turns)] if len(turns) else [], dtype=np.int64)
-        last = self._rows[self._row_ends - 1]
-        lines, width = last[:, _AT["rows"]] - 1, last[:, _AT["columns"]] * last[:, _AT["item_bytes"]]
-        self._reached = (
-            last[:, _AT["target_offset"]] + lines * last[:, _AT["target_row_stride_bytes"]] + width
-        )
-        self._piece_ends = np.searchsorted(buckets[self._row_ends - 1], np.arange(1, self.buckets + 1))
-        self._rows[:, _TARGET_MEMORY] = 0  # whichever segment it is bound to
+        ends = np.searchsorted(rows[:, _TARGET_MEMORY], np.arange(1, self.buckets + 1))
+        rows[:, _TARGET_MEMORY] = 0  # whichever segment it is bound to
+        return rows, ends
 
     def _bind(self, segment: int) -> BoundFreeze:
         stock = self._stock
