@@ -43,8 +43,9 @@ from liveweight.spec.dtype import DType
 from liveweight.spec.layout import Layout, packed
 from liveweight.spec.manifest import TensorSpec
 from liveweight.transports.ipc.arena import SharedArena
-from liveweight.transports.ipc.reader import IpcReader, IpcReading
+from liveweight.transports.ipc.reader import IpcReader
 from liveweight.transports.ipc.source import IpcOutlet
+from liveweight.transports.port import Reading
 from liveweight.wire.channel import Channel
 from liveweight.wire.codec import Codec
 from liveweight.wire.credentials import Secret
@@ -75,7 +76,7 @@ def hashed(data: object) -> str:
     return xxhash.xxh3_64_hexdigest(memoryview(data))  # type: ignore[arg-type]
 
 
-def read_all(reading: IpcReading) -> None:
+def read_all(reading: Reading) -> None:
     reading.check()
     reading.read(0, len(reading.rows))
     reading.check()

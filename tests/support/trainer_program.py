@@ -40,9 +40,11 @@ def main(config: dict[str, Any]) -> None:
     secret = load_or_create_secret(Path(config["secret"]))
     source: object = lw.share_module(weights) if config["offer"] == "live" else weights
     pack = Packing.pack
-    Packing.pack = lambda packing, bucket, segment: damaged(
-        console, packing, segment, pack(packing, bucket, segment)
-    )  # type: ignore[method-assign]
+
+    def packed(packing: Packing, bucket: int, segment: int) -> tuple[int, int]:
+        return damaged(console, packing, segment, pack(packing, bucket, segment))
+
+    setattr(Packing, "pack", packed)  # noqa: B010 - in this process every bucket passes the test's hands
     with (
         bus.subscribe(lambda event: damage(console, weights, event)),
         bus.subscribe(console.on_event),

@@ -90,6 +90,10 @@ class Engine:
             readers=(),
         )
 
+    def compare(self, round_id: RoundId, digests: bytes, deadline: Deadline) -> None:
+        del round_id, digests, deadline
+        self._do("compare")
+
     def vote(self, round_id: RoundId, lease_s: float, deadline: Deadline) -> None:
         del round_id, lease_s
         self._do("vote")

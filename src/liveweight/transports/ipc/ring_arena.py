@@ -6,6 +6,8 @@ The page is an arena's of no data (arena.py), raised before the memory changes. 
 from __future__ import annotations
 
 import dataclasses
+from types import TracebackType
+from typing import Self
 
 from liveweight.devices.cpu import Allocation, allocate
 from liveweight.devices.device import CPU, Device
@@ -52,6 +54,14 @@ class RingArena:
             self._allocation.close()
             self._allocation = None
         self._page.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
 
 
 def segments_of(memory: Memory, segments: int, segment_bytes: int) -> list[Memory]:
