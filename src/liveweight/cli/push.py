@@ -17,7 +17,6 @@ from liveweight.cli.keys import ControlKey, ControlKeyFile, SecretFile, key_of
 from liveweight.cli.progress import Line, ToldReplica
 from liveweight.control.client import EngineClient, leader_of
 from liveweight.errors import Refused
-from liveweight.errors import Refused, RoundFailed
 from liveweight.observe.events import OfferKind
 from liveweight.spec.deadline import Deadline
 

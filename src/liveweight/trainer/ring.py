@@ -6,8 +6,10 @@ waits: they must not change before `end` has returned. Packing and handing over 
 
 from __future__ import annotations
 
+import dataclasses
+import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 from liveweight.devices.kernels import Kernels
 from liveweight.devices.memory import Memory
@@ -16,17 +18,15 @@ from liveweight.plan.freezes import CASTS
 from liveweight.spec.digest import Lanes
 from liveweight.spec.layout import Layout, Placement
 from liveweight.spec.manifest import Manifest, TensorSpec
-from liveweight.spec.region import counts, whole
+from liveweight.spec.region import Region, counts, whole
 from liveweight.trainer.freeze import Seat, seat_of, seated
+from liveweight.trainer.host_tensor import HostTensor
 from liveweight.trainer.source import Source, check_tensor, whole_pass
-from liveweight.trainer.tensors import torch_dtypes
+from liveweight.trainer.tensors import AnyTensor, torch_dtypes
 from liveweight.trainer.views import bytes_of, extent_bytes, strides_bytes
 from liveweight.transports.port import Arena, Outlet
 from liveweight.transports.stock import Put, RingSettings, RingTally, Stock
 from liveweight.wire.values import Offer
-
-if TYPE_CHECKING:
-    import torch
 
 
 class PackedRing(Protocol):
@@ -108,7 +108,7 @@ class RingOffers:
             self._arena.close()
             self._arena = None
 
-    def _stock(self, tensors: Sequence[torch.Tensor], *, digest: bool) -> Stock:
+    def _stock(self, tensors: Sequence[AnyTensor], *, digest: bool) -> Stock:
         """The one of before, if every tensor is where it was: what ranks had bound to it stays."""
         before = None if self._standing is None else self._standing[1]
         if before is not None and before.digest == digest and seated(tensors, self._seats):
@@ -127,12 +127,12 @@ class RingOffers:
             foreign={self._names[n]: _put(self._offered.tensors[n], tensors[n]) for n in sorted(others)},
         )
 
-    def _has_kernel(self, number: int, tensor: torch.Tensor) -> bool:
+    def _has_kernel(self, number: int, tensor: AnyTensor) -> bool:
         have, want = self._own.tensors[number].dtype, self._offered.tensors[number].dtype
         return tensor.is_cpu and not tensor.is_neg() and (have is want or (have, want) in CASTS)
 
 
-def _where(specs: Sequence[TensorSpec], tensors: Sequence[torch.Tensor]) -> Layout:
+def _where(specs: Sequence[TensorSpec], tensors: Sequence[AnyTensor]) -> Layout:
     """Whole tensors where they lie, each in a memory of its own."""
     placements = [
         Placement(
@@ -148,27 +148,42 @@ def _where(specs: Sequence[TensorSpec], tensors: Sequence[torch.Tensor]) -> Layo
     return Layout(tensors=tuple(specs), memories_bytes=sizes, placements=tuple(placements))
 
 
-def _memory(tensor: torch.Tensor) -> Memory:
+def _memory(tensor: AnyTensor) -> Memory:
     """What a tensor covers; it is held as long as the stock is."""
     return Memory(
-        address=tensor.data_ptr(), size_bytes=extent_bytes(tensor), writable=False, owner=tensor.detach()
+        address=tensor.data_ptr(), size_bytes=extent_bytes(tensor), writable=False, owner=_bare(tensor)
     )
 
 
-def _put(spec: TensorSpec, tensor: torch.Tensor) -> Put:
-    """How a tensor that kernels cannot read, on a device for instance, is packed: by torch."""
-    detached = tensor.detach()
+def _bare(tensor: AnyTensor) -> AnyTensor:
+    return tensor if isinstance(tensor, HostTensor) else tensor.detach()
+
+
+def _put(spec: TensorSpec, tensor: AnyTensor) -> Put:
+    """How a tensor that kernels cannot read, on a device for instance, is packed: by torch, or by NumPy."""
+    bare = _bare(tensor)
 
     def put(parcel: Placement, memory: Memory) -> None:
         shape = counts(parcel.region)
-        size = spec.dtype.size_bytes
-        for extent in shape:
-            size *= extent
-        part = bytes_of(memory)[parcel.offset_bytes : parcel.offset_bytes + size]
-        chosen = tuple(slice(span.start, span.last + 1, span.step) for span in parcel.region)
+        first, size = parcel.offset_bytes, math.prod(shape) * spec.dtype.size_bytes
         try:
-            part.view(torch_dtypes()[spec.dtype]).view(shape).copy_(detached[chosen])
+            if isinstance(bare, HostTensor):
+                memory.bytes()[first : first + size] = _region(bare, parcel.region).cast(spec.dtype)
+                return
+            chosen = tuple(slice(span.start, span.last + 1, span.step) for span in parcel.region)
+            part = bytes_of(memory)[first : first + size].view(torch_dtypes()[spec.dtype])
+            part.view(shape).copy_(bare[chosen])
         except Exception as error:
-            raise Unavailable(f"{spec.name} could not be packed from {detached.device}: {error}") from error
+            raise Unavailable(f"{spec.name} could not be packed from {bare.device}: {error}") from error
 
     return put
+
+
+def _region(tensor: HostTensor, region: Region) -> HostTensor:
+    start = sum(span.start * stride for span, stride in zip(region, tensor.strides, strict=True))
+    return dataclasses.replace(
+        tensor,
+        address=tensor.address + start * tensor.itemsize,
+        shape=counts(region),
+        strides=tuple(span.step * stride for span, stride in zip(region, tensor.strides, strict=True)),
+    )
