@@ -41,7 +41,8 @@ LiveWeightError
 │   ├── RequestInvalid         LW-703   a request that no engine could answer
 │   ├── QueueFull              LW-704   as many requests wait as may wait
 │   ├── EngineStopping         LW-705   the engine is being stopped
-│   └── RankLost               LW-706   a rank of the engine died or stopped answering
+│   ├── RankLost               LW-706   a rank of the engine died or stopped answering
+│   └── WeightsPending         LW-707   the engine's ranks are being started again and do not hold their version yet
 └── RoundFailed                the code of its cause: a round ended without a commit
 """
 
@@ -432,10 +433,18 @@ class EngineStopping(EngineError):
 
 
 class RankLost(EngineError):
-    """A rank of the engine died or stopped answering; its requests end with this error, and so does the engine."""
+    """A rank of the engine died or stopped answering; its requests end with this error, and so does an engine that starts none again."""
 
     code = "LW-706"
-    remedy = "start the engine again; the rank's own last words are in the log"
+    remedy = "start the engine again, unless it does so by itself (--restart-ranks); the rank's own last words are in the log"
+    retryable = True
+
+
+class WeightsPending(EngineError):
+    """The engine's ranks were lost and are being started again; it takes requests once their version is back and verified."""
+
+    code = "LW-707"
+    remedy = "send it again in a moment, or to another engine"
     retryable = True
 
 

@@ -115,6 +115,8 @@ def test_the_weights_are_told_with_their_rounds_and_the_leaders_address(live: Se
         "kv_policy": "recompute",
         "draft": None,
         "draft_weights": "required",
+        "snapshots": None,
+        "recovery": None,
     }
 
 

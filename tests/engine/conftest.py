@@ -10,9 +10,13 @@ from typing import Any
 import pytest
 
 import liveweight as lw
-from liveweight.engine.config import EngineConfig, Updates
+from liveweight.engine.config import EngineConfig, Restarts, Snapshots, Updates
 from liveweight.engine.engine import Engine
+from liveweight.engine.ranks import Process
+from liveweight.engine.restarting import RestartingEngine
+from liveweight.observe.bus import Bus
 from liveweight.wire.values import KvPolicy
+from tests.support.elastic import Gate, launching
 from tests.support.engines import forking
 from tests.support.zygote import Zygote
 
@@ -47,7 +51,7 @@ def publisher(short_path: Path) -> Iterator[Callable[..., lw.Publisher]]:
     """Publishers, of checkpoint directories and of modules, that close with the test."""
     with ExitStack() as stack:
 
-        def make(engine: Engine, source: object, **settings: Any) -> lw.Publisher:
+        def make(engine: Engine | RestartingEngine, source: object, **settings: Any) -> lw.Publisher:
             made = lw.Publisher(
                 source,
                 engines=[engine.address or ""],
@@ -58,3 +62,42 @@ def publisher(short_path: Path) -> Iterator[Callable[..., lw.Publisher]]:
             return stack.enter_context(made)
 
         yield make
+
+
+@pytest.fixture
+def elastic(zygote: Zygote, short_path: Path) -> Iterator[Callable[..., RestartingEngine]]:
+    """Starts engines that keep snapshots and replace their ranks; they end with the test."""
+    with ExitStack() as stack:
+
+        def start(
+            model: Path,
+            *,
+            updates: dict[str, Any] | None = None,
+            snapshots: dict[str, Any] | None = None,
+            restarts: Restarts | None = None,
+            gate: Gate | None = None,
+            started: Callable[[int, Process], None] = lambda _, __: None,
+            bus: Bus | None = None,
+            **settings: Any,
+        ) -> RestartingEngine:
+            address = f"ipc://{short_path}/engine-{len(list(short_path.iterdir()))}.sock"
+            config = EngineConfig(
+                model=str(model),
+                threads=1,
+                updates=Updates(address=address, secret_file=str(short_path / "secret"), **(updates or {})),
+                snapshots=Snapshots(**{"directory": str(short_path / "snapshots")} | (snapshots or {})),
+                restarts=restarts or Restarts(wait_s=0.01),
+                **{"tp": 2} | settings,
+            )
+            launch = launching(zygote, gate, started)
+            return stack.enter_context(RestartingEngine(config, launch=launch, bus=bus))
+
+        yield start
+
+
+@pytest.fixture
+def gate(short_path: Path) -> Iterator[Gate]:
+    """Where rank 1 of an engine can be held in the middle of a snapshot."""
+    made = Gate(short_path / "gate")
+    yield made
+    made.close()

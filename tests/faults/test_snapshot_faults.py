@@ -5,9 +5,7 @@ from __future__ import annotations
 import random
 import resource
 import signal
-import subprocess
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -17,6 +15,7 @@ from liveweight.transports.snapshot.check import verify
 from liveweight.transports.snapshot.opened import Snapshot
 from liveweight.transports.snapshot.store import Store
 from tests.support.cluster import Cluster
+from tests.support.small_disk import small_disk
 from tests.support.snapshots import FULL, restored, same, save_label, weights
 from tests.support.wire import descriptors
 
@@ -104,24 +103,6 @@ def test_a_stopped_writer_keeps_its_snapshot_and_a_killed_one_does_not(
     assert unfinished not in store.prune(1).removed
     writer.kill()
     assert unfinished in store.prune(1).removed
-
-
-@contextmanager
-def small_disk(directory: Path) -> Iterator[Path]:
-    """A file system of one megabyte; skips the test where none can be mounted."""
-    place = directory / "disk"
-    place.mkdir()
-    mounting = ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(place)]
-    try:
-        failed = subprocess.run(mounting, capture_output=True, check=False).returncode != 0
-    except FileNotFoundError:
-        failed = True
-    if failed:
-        pytest.skip("no file system can be mounted here")
-    try:
-        yield place
-    finally:
-        subprocess.run(["umount", str(place)], check=True)
 
 
 def test_a_full_disk_is_an_error_and_the_last_complete_snapshot_stays(tmp_path: Path) -> None:

@@ -9,11 +9,13 @@ import ctypes
 import gc
 import os
 import socket
+from pathlib import Path
 from typing import Any
 
 import liveweight.engine.loading
 import liveweight.engine.models.model
 from liveweight.engine import rank
+from liveweight.engine.rank_saving import RankSaving
 from liveweight.observe.bus import Bus
 from liveweight.worker.torch_target import TensorTarget
 from tests.support.program import Console
@@ -27,9 +29,12 @@ consoles: list[Console] = []
 def main(config: dict[str, Any]) -> None:
     """Be a rank until the stream ends, with the variables that it was given.
 
-    `console` is where the test listens; `stream` and `parent` are for a rank that was not forked.
+    `console` is where the test listens, `gate` where it holds the rank's snapshots; `stream` and `parent` are for a rank that was not
+    forked.
     """
     os.environ.update(config.get("environ", {}))
+    if "gate" in config:
+        hold_writing(Path(config["gate"]))
     stream, parent = config.get("stream"), config.get("parent")
     if stream is None:
         stream = os.dup(0)
@@ -45,6 +50,20 @@ def main(config: dict[str, Any]) -> None:
         bus = Bus()
         with bus.subscribe(console.on_event):
             rank.main(stream, parent=parent, bus=bus)
+
+
+def hold_writing(gate: Path) -> None:
+    """Let the rank stand still in the middle of a snapshot, wherever tests/support/elastic's gate is shut."""
+
+    def stand(self: RankSaving, size_bytes: int) -> None:
+        del self, size_bytes
+        if (gate / "shut").exists():
+            (gate / "shut").unlink()
+            (gate / "reached").write_text("1")
+            with (gate / "go").open() as go:
+                go.read(1)
+
+    RankSaving._wait_for_turn = stand  # type: ignore[method-assign]
 
 
 def hold(model: object) -> None:

@@ -11,16 +11,15 @@ import subprocess
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import Literal, Protocol
 
 import torch
 
-from liveweight.engine.engine import Engine
 from liveweight.engine.init_model.checkpoint import init_model
 from liveweight.engine.init_model.sizes import SIZES
 from liveweight.engine.models.spec import ModelSpec
 from liveweight.engine.ranks import Launch, Process
-from liveweight.engine.requests import Delta, Finish, Sampling, Token
+from liveweight.engine.requests import Delta, Finish, Sampling, Sink, Token
 from tests.support.zygote import Zygote
 
 WITHIN_S = 90.0
@@ -140,7 +139,14 @@ class Answer:
         return self.last.finish
 
 
-def ask(engine: Engine, prompt: Sequence[int], sampling: Sampling) -> Answer:
+class Asked(Protocol):
+    """What takes requests: an engine, whichever."""
+
+    def submit(self, prompt: Sequence[int], sampling: Sampling, sink: Sink) -> int:
+        """Take a request."""
+
+
+def ask(engine: Asked, prompt: Sequence[int], sampling: Sampling) -> Answer:
     """Submit a request."""
     answer = Answer()
     engine.submit(prompt, sampling, answer.pieces.put)
@@ -152,7 +158,7 @@ def greedy(count: int, **more: object) -> Sampling:
     return Sampling(max_tokens=count, temperature=0.0, ignore_eos=True, **more)  # type: ignore[arg-type]
 
 
-def answers(engine: Engine, prompts: Iterable[Sequence[int]], sampling: Sampling) -> list[Answer]:
+def answers(engine: Asked, prompts: Iterable[Sequence[int]], sampling: Sampling) -> list[Answer]:
     """All at once, each to its end."""
     asked = [ask(engine, prompt, sampling) for prompt in prompts]
     return [answer.wait() for answer in asked]

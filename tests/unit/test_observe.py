@@ -52,6 +52,14 @@ def examples() -> Iterator[ev.AnyEvent]:
     yield ev.ReadersRevoked(readers=("engine, asked by operator/1",), waited_s=5.0)
     yield ev.LiveOfferImpossible(version="step_2", reason="w is float32, the engine wants bfloat16")
     yield ev.BucketDamaged(bucket=3, tensor="w")
+    yield ev.SnapshotSaved(replica="a", version="step_2", path="/s/000001-step_2", size_bytes=640, took_s=0.5)
+    yield ev.SnapshotLeft(replica="a", version="step_2")
+    yield ev.SnapshotFailed(replica="a", version="step_2", code="LW-503", reason="no space")
+    yield ev.RecoveryBegan(replica="a", reason="rank 1 was killed by signal 9")
+    for behind in (None, "step_2"):
+        yield ev.Recovered(
+            replica="a", version="step_1", origin="snapshot", behind=behind, notes=("damaged",), took_s=2.0
+        )
     yield ev.PeerRefused(code="LW-202", reason="no proof of the secret")
     yield KERNELS
     yield ev.KernelsChosen(name="native")

@@ -120,7 +120,9 @@ def _row(answer: Mapping[str, Any]) -> Sequence[str]:
     )
     digest = (version["digest"] or "-")[:12]
     round_id = "-" if answer["round"] is None else answer["round"]
-    told = (answer["model"], str(version["label"]), digest, answer["state"], answer["paused"], round_id, last)
+    behind = (answer.get("recovery") or {}).get("behind")
+    state = answer["state"] if behind is None else f"{answer['state']}, behind {behind['label']}"
+    told = (answer["model"], str(version["label"]), digest, state, answer["paused"], round_id, last)
     return (answer["url"], *told)
 
 

@@ -77,6 +77,22 @@ Hooks = Annotated[
         help="Called with the model in every rank after every change of weights, the start included. May be repeated.",
     ),
 ]
+Snapshots = Annotated[
+    Path | None,
+    typer.Option(
+        metavar="DIR", help="Write the versions that are committed there, in the background, to come back to."
+    ),
+]
+Every = Annotated[int | None, typer.Option(min=1, help="Write every so many commits.  [default: 1]")]
+Keep = Annotated[int | None, typer.Option(min=1, help="Keep so many complete snapshots.  [default: 2]")]
+RestartRanks = Annotated[
+    bool,
+    typer.Option(
+        "--restart-ranks",
+        help="Start ranks again when one is lost, and serve on at the version they had: of the newest snapshot, or of --weights-from.",
+    ),
+]
+Resume = Annotated[bool, typer.Option("--resume", help="Start from the newest snapshot, if there is one.")]
 AccessLog = Annotated[bool, typer.Option("--access-log", help="Log every request.")]
 
 
@@ -98,6 +114,11 @@ def serve(
     shadow: Shadow = "device",
     staging_threads: StagingThreads = 1,
     hook: Hooks = None,
+    snapshots: Snapshots = None,
+    snapshot_every: Every = None,
+    keep_snapshots: Keep = None,
+    restart_ranks: RestartRanks = False,
+    resume: Resume = False,
     served_name: Name = None,
     dtype: Dtype = "auto",
     context: Context = None,
@@ -161,9 +182,12 @@ def _start(config: EngineConfig) -> Engine:
     try:
         from liveweight.api import logging_bus
         from liveweight.engine.engine import Engine
+        from liveweight.engine.restarting import RestartingEngine
     except ModuleNotFoundError as error:
         raise _missing(error) from error
-    return Engine(config, bus=logging_bus())
+    resumes = config.snapshots is not None and config.snapshots.resume
+    kind = RestartingEngine if config.restarts is not None or resumes else Engine
+    return kind(config, bus=logging_bus())
 
 
 @contextmanager

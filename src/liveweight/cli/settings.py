@@ -13,7 +13,7 @@ from liveweight.cli.keys import key_of
 from liveweight.errors import EngineConfigInvalid
 
 if TYPE_CHECKING:
-    from liveweight.engine.config import EngineConfig, Updates
+    from liveweight.engine.config import EngineConfig, Snapshots, Updates
 
 _AS_THEY_ARE = (
     *("served_name", "tp", "dtype", "context", "max_running", "threads"),
@@ -36,7 +36,7 @@ class Front:
 
 def settings_of(given: Mapping[str, Any]) -> tuple[EngineConfig, Front]:
     """Both, from the options by their names. EngineConfigInvalid where they contradict each other."""
-    from liveweight.engine.config import EngineConfig
+    from liveweight.engine.config import EngineConfig, Restarts
 
     front = Front(
         host=given["host"],
@@ -51,7 +51,29 @@ def settings_of(given: Mapping[str, Any]) -> tuple[EngineConfig, Front]:
     options |= {"model": str(given["directory"]), "kv_bytes": given["kv_mb"] << 20}
     options |= {"hooks": tuple(given["hook"] or ())}
     config = msgspec.convert(options, EngineConfig)
-    return msgspec.structs.replace(config, updates=_updates(given)), front
+    updates = _updates(given)
+    kept = {"snapshots": _snapshots(given), "restarts": Restarts() if given["restart_ranks"] else None}
+    return msgspec.structs.replace(config, updates=updates, **kept), front
+
+
+def _snapshots(given: Mapping[str, Any]) -> Snapshots | None:
+    from liveweight.engine.config import Snapshots
+
+    directory, every, keep = given["snapshots"], given["snapshot_every"], given["keep_snapshots"]
+    if directory is None:
+        for option, value in {"snapshot-every": every, "keep-snapshots": keep}.items():
+            if value is not None:
+                raise EngineConfigInvalid(
+                    f"--{option} was given, and no directory for snapshots (--snapshots)"
+                )
+        if given["resume"]:
+            raise EngineConfigInvalid(
+                "--resume begins from a snapshot, and no directory of them was given (--snapshots)"
+            )
+        return None
+    chosen = {"every": every, "keep": keep}
+    options = {name: value for name, value in chosen.items() if value is not None}
+    return Snapshots(directory=str(directory.absolute()), resume=given["resume"], **options)
 
 
 def _updates(given: Mapping[str, Any]) -> Updates | None:

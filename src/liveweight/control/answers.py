@@ -152,9 +152,9 @@ class ModelsAnswer(TypedDict):
 
 
 class HealthAnswer(TypedDict):
-    """`/health`. `error` says why it is failed, and names the rank."""
+    """`/health`. `error` says why it is failed, or waits for its weights, and names the rank; `weight_version` is then what it had."""
 
-    status: Literal["ok", "stopping", "failed"]
+    status: Literal["ok", "pending_weights", "stopping", "failed"]
     model: str
     tp: int
     running: int
@@ -185,8 +185,34 @@ class RoundAnswer(TypedDict):
     draft: Literal["kept"] | None
 
 
+class SnapshotsAnswer(TypedDict):
+    """The engine's snapshots. `newest` is the last that is complete, `writing` the one that is being written; `failed` says why the
+    last one that was tried came to nothing."""
+
+    directory: str
+    every: int
+    keep: int
+    newest: VersionAnswer | None
+    path: str | None
+    writing: VersionAnswer | None
+    failed: str | None
+
+
+class RecoveryAnswer(TypedDict):
+    """How the engine came back the last time, after so many restarts. `behind` is the version that it had, as long as it serves an older
+    one; `notes` say what was tried before, and why that was not taken."""
+
+    restarts: int
+    version: VersionAnswer
+    origin: Literal["snapshot", "offer", "publisher", "checkpoint"]
+    behind: VersionAnswer | None
+    notes: list[str]
+    took_s: float
+
+
 class WeightsAnswer(TypedDict):
-    """`/v1/weights`. `undo` null: there is no version to go back to; `address` null: it takes no live updates."""
+    """`/v1/weights`. `undo` null: there is no version to go back to; `address` null: it takes no live updates; `snapshots` null: it
+    keeps none; `recovery` null: it has not lost a rank."""
 
     model: str
     tp: int
@@ -201,6 +227,8 @@ class WeightsAnswer(TypedDict):
     kv_policy: Literal["recompute", "reuse", "drop"] | None
     draft: Literal["current", "kept"] | None
     draft_weights: Literal["required", "keep"] | None
+    snapshots: SnapshotsAnswer | None
+    recovery: RecoveryAnswer | None
 
 
 class PausedAnswer(TypedDict):

@@ -13,7 +13,9 @@ from pydantic import Field
 from liveweight.control.answers import (
     AbortedAnswer,
     PausedAnswer,
+    RecoveryAnswer,
     RoundAnswer,
+    SnapshotsAnswer,
     VersionAnswer,
     WeightsAnswer,
 )
@@ -33,7 +35,7 @@ from liveweight.control.schema import Strict
 from liveweight.control.service import Service, service_of
 from liveweight.engine.desk import RoundSummary, Standing
 from liveweight.engine.models.spec import DRAFT
-from liveweight.engine.status import PauseMode
+from liveweight.engine.status import PauseMode, RecoveryStatus, SavingStatus
 from liveweight.spec.manifest import Version
 
 MAX_IDS = 10_000
@@ -134,6 +136,31 @@ async def _weights(service: Service) -> WeightsAnswer:
         "kv_policy": None if updates is None else updates.kv_policy,
         "draft": _draft(engine, standing),
         "draft_weights": None if updates is None else updates.draft_weights,
+        "snapshots": None if standing.snapshots is None else _snapshots(standing.snapshots),
+        "recovery": None if standing.recovery is None else _recovery(standing.recovery),
+    }
+
+
+def _snapshots(status: SavingStatus) -> SnapshotsAnswer:
+    return {
+        "directory": status.directory,
+        "every": status.every,
+        "keep": status.keep,
+        "newest": _version(status.newest),
+        "path": status.path,
+        "writing": _version(status.writing),
+        "failed": status.failed,
+    }
+
+
+def _recovery(status: RecoveryStatus) -> RecoveryAnswer:
+    return {
+        "restarts": status.restarts,
+        "version": version_answer(status.version),
+        "origin": status.origin,
+        "behind": _version(status.behind),
+        "notes": list(status.notes),
+        "took_s": status.took_s,
     }
 
 

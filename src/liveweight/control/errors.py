@@ -26,6 +26,7 @@ from liveweight.errors import (
     RoundAborted,
     RoundFailed,
     VersionNotOffered,
+    WeightsPending,
     WireError,
 )
 
@@ -97,6 +98,7 @@ TABLE: Mapping[type[Exception], Kind] = {
     Damage: Kind(502, "bad_gateway_error"),
     OfferChanged: Kind(503, "service_unavailable_error"),
     EngineStopping: Kind(503, "service_unavailable_error"),
+    WeightsPending: Kind(503, "service_unavailable_error"),
     RankLost: Kind(503, "service_unavailable_error"),
     RoundAborted: Kind(503, "service_unavailable_error"),
     WireError: Kind(503, "service_unavailable_error"),

@@ -22,14 +22,21 @@ router = APIRouter(tags=["operations"])
     response_model=None,
     responses={
         200: {"model": HealthAnswer, "description": "It takes requests."},
-        503: {"model": HealthAnswer, "description": "It is stopping or has lost a rank."},
+        503: {
+            "model": HealthAnswer,
+            "description": "It is stopping, has lost a rank, or waits for its weights.",
+        },
     },
 )
 async def health(request: Request) -> Response:
     """Whether requests are taken, and how many there are."""
     engine = service_of(request).engine
     status = engine.status()
-    words: dict[str, Literal["ok", "stopping", "failed"]] = {"running": "ok", "failed": "failed"}
+    words: dict[str, Literal["ok", "pending_weights", "failed"]] = {
+        "running": "ok",
+        "pending_weights": "pending_weights",
+        "failed": "failed",
+    }
     body: dict[str, object] = {
         "status": words.get(status.state, "stopping"),
         "model": engine.name,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,3 +35,14 @@ class Counts:
     def copy(self) -> Counts:
         """The counts as they are now."""
         return replace(self, finished=dict(self.finished))
+
+    def plus(self, before: Counts) -> Counts:
+        """These, and those of before."""
+        finished = {
+            reason: self.finished.get(reason, 0) + before.finished.get(reason, 0)
+            for reason in self.finished | before.finished
+        }
+        names = [one.name for one in fields(self) if one.name != "finished"]
+        return Counts(
+            finished=finished, **{name: getattr(self, name) + getattr(before, name) for name in names}
+        )

@@ -8,6 +8,7 @@ import msgspec
 
 from liveweight.engine.hooks import check_name
 from liveweight.errors import EngineConfigInvalid
+from liveweight.transports.snapshot.parts import PART_BYTES
 from liveweight.wire.values import KvPolicy
 
 DraftWeights: TypeAlias = Literal["required", "keep"]
@@ -38,6 +39,37 @@ class Updates(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
             )
 
 
+class Snapshots(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Where an engine keeps the versions that it serves, in files: every so many commits it writes one, and keeps the last ones.
+
+    `resume`: it starts from the newest that is complete. `timeout_s` is for writing one. `address` is the engine's own to set: where its
+    ranks hear what to write.
+    """
+
+    directory: str
+    every: int = 1
+    keep: int = 2
+    resume: bool = False
+    part_bytes: int = PART_BYTES
+    timeout_s: float = 600.0
+    address: str = ""
+
+    def __post_init__(self) -> None:
+        for name in ("every", "keep", "part_bytes"):
+            if getattr(self, name) < 1:
+                raise EngineConfigInvalid(f"{name} of snapshots must be at least 1")
+
+
+class Restarts(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """How often an engine starts its ranks again after one was lost: so often within that time, and so often in a row without
+    coming to serve. After a start that failed it waits, each time twice as long."""
+
+    limit: int = 20
+    window_s: float = 600.0
+    attempts: int = 3
+    wait_s: float = 1.0
+
+
 class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What an engine is started with. Sizes that are None follow from the model or the machine.
 
@@ -45,7 +77,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     multiple. `kv_bytes` is shared by all ranks; `batch_tokens` bounds one step and so the chunk of a prompt that is filled at once;
     `draft` turns speculative decoding by the checkpoint's MTP layer on, where it has one. `hooks`, each a
     `module:function` that ranks import and call with their model, follow every change of weights, also the load at the start. Without
-    `updates` the weights stay as they were loaded.
+    `updates` the weights stay as they were loaded. Without `restarts` the engine ends with the first rank that is lost.
     """
 
     model: str
@@ -65,6 +97,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     draft: bool = True
     hooks: tuple[str, ...] = ()
     updates: Updates | None = None
+    snapshots: Snapshots | None = None
+    restarts: Restarts | None = None
     start_timeout_s: float = 300.0
     step_timeout_s: float = 300.0
 
@@ -74,6 +108,10 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
                 raise EngineConfigInvalid(f"{name} must be at least 1")
         for hook in self.hooks:
             check_name(hook)
+        if self.snapshots is not None and self.updates is None:
+            raise EngineConfigInvalid(
+                "snapshots are of versions that were published, and live updates are off"
+            )
         if self.max_waiting < 0:
             raise EngineConfigInvalid("max_waiting must not be negative")
         if self.batch_tokens < 2 * self.max_running:

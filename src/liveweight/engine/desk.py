@@ -10,6 +10,7 @@ import threading
 from collections import deque
 from dataclasses import dataclass
 
+from liveweight.engine.status import RecoveryStatus, SavingStatus
 from liveweight.observe import events as ev
 from liveweight.observe.bus import Bus
 from liveweight.spec.deadline import Deadline
@@ -39,7 +40,10 @@ class RoundSummary:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Standing:
-    """A replica's standing. `serving` None: an exchange is under way; `round` is the id of the one that is open."""
+    """A replica's standing. `serving` None: an exchange is under way; `round` is the id of the one that is open.
+
+    `snapshots` and `recovery` are None where it keeps none, and where it never lost a rank.
+    """
 
     state: str
     serving: Version | None
@@ -47,6 +51,8 @@ class Standing:
     round: str | None
     rounds: tuple[RoundSummary, ...]
     kept: tuple[str, ...] = ()
+    snapshots: SavingStatus | None = None
+    recovery: RecoveryStatus | None = None
 
 
 class Desk:

@@ -6,6 +6,7 @@ import itertools
 import threading
 from collections.abc import Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import Self
 
@@ -18,6 +19,7 @@ from liveweight.engine.pump import OnFailure, Pump
 from liveweight.engine.ranks import Launch, Ranks, launch
 from liveweight.engine.requested import Requested, Updated, Wish
 from liveweight.engine.requests import Sampling, Sink
+from liveweight.engine.saving import Saving
 from liveweight.engine.scheduler import Scheduler
 from liveweight.engine.sequence import Sequence as Running
 from liveweight.engine.sizes import cache_blocks, context_of
@@ -31,6 +33,7 @@ from liveweight.errors import EngineStopping, RankLost, RequestInvalid, RoundAbo
 from liveweight.observe.bus import Bus
 from liveweight.spec.manifest import Version
 from liveweight.wire.credentials import load_or_create_secret
+from liveweight.worker.leader import Leader
 
 
 class Engine:
@@ -46,8 +49,11 @@ class Engine:
         self._numbers = itertools.count(1)
         with ExitStack() as stack:
             inbox = Inbox()
-            self._desk = self._lead(inbox, bus or Bus(), stack)
-            ranks = Ranks(config, blocks=blocks, context=self.context, launch=launch)
+            bus = bus or Bus()
+            self._desk = self._lead(inbox, bus, stack)
+            self._saving = self._save(bus, stack)
+            told = config if self._saving is None else self._saving.told(config)
+            ranks = Ranks(told, blocks=blocks, context=self.context, launch=launch)
             self._resources = stack.pop_all()
         self.start = ranks.begin.version
         """What it was started on."""
@@ -70,6 +76,11 @@ class Engine:
     def address(self) -> str | None:
         """Where publishers reach it; None without live updates."""
         return None if self._desk is None else self._desk.address
+
+    @property
+    def served(self) -> Version | None:
+        """What it served at last, by the word of its leader, once it has stopped."""
+        return self.start if self._leader is None else self._leader.served
 
     @property
     def pids(self) -> tuple[int, ...]:
@@ -122,6 +133,11 @@ class Engine:
         """Whether requests run, still finish, or stand still."""
         return self._pump.scheduler.pausing
 
+    @property
+    def paused_by_operator(self) -> bool:
+        """Whether it is an operator who lets them."""
+        return self._pauses.by_operator
+
     def pause(self, mode: PauseMode, timeout_s: float) -> None:
         """Let no step follow the present ones; new requests wait. Returns when requests stand still.
 
@@ -144,7 +160,8 @@ class Engine:
 
     def standing(self) -> Standing:
         """What the engine's leader says of its rounds and versions. WrongState without live updates."""
-        return self._with_desk("a question about live updates").standing()
+        standing = self._with_desk("a question about live updates").standing()
+        return replace(standing, snapshots=None if self._saving is None else self._saving.status())
 
     def undo(self, timeout_s: float) -> Version | None:
         """Go back to the version before; what serves then. WrongState where there is none, as after an undo."""
@@ -214,6 +231,7 @@ class Engine:
 
     def _lead(self, inbox: Inbox, bus: Bus, stack: ExitStack) -> Desk | None:
         updates = self.config.updates
+        self._leader: Leader | None = None
         if updates is None:
             return None
         secret = load_or_create_secret(Path(updates.secret_file))
@@ -221,7 +239,24 @@ class Engine:
         stack.callback(leader.close)
         desk = Desk(leader.address, secret, bus)
         stack.callback(desk.close)
+        self._leader = leader
         return desk
+
+    def _save(self, bus: Bus, stack: ExitStack) -> Saving | None:
+        updates, snapshots = self.config.updates, self.config.snapshots
+        if self._desk is None or updates is None or snapshots is None:
+            return None
+        secret = load_or_create_secret(Path(updates.secret_file))
+        saving = Saving(
+            snapshots,
+            leader=self._desk.address,
+            secret=secret,
+            replica=self.name,
+            world=self.config.tp,
+            bus=bus,
+        )
+        stack.callback(saving.close)
+        return saving
 
     def _follow_source(self) -> Requested | None:
         updates = self.config.updates

@@ -24,6 +24,11 @@ class Pauses:
         self._operator = False
         self._round: str | None = None
 
+    @property
+    def by_operator(self) -> bool:
+        """Whether an operator has paused, and none has resumed since."""
+        return self._operator
+
     def pause(self, mode: PauseMode, timeout_s: float) -> None:
         """An operator's pause. DeadlineExceeded if requests do not stand still in time: they will."""
         deadline = Deadline.after(timeout_s)

@@ -103,6 +103,9 @@ def _prepare(
             bus=bus,
         )
         stack.callback(updates.close)
+        if config.snapshots is not None:
+            pace_bytes_per_s = config.updates.pace_bytes_per_s
+            updates.save_to(config.snapshots, config.start_timeout_s, pace_bytes_per_s=pace_bytes_per_s)
     pipe.send(Ready(setup.rank, runner.weights, attention.name))
     return runner, updates
 

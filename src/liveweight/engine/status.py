@@ -7,8 +7,10 @@ from typing import Literal, TypeAlias
 
 from liveweight.engine.account import Counts
 from liveweight.errors import LiveWeightError
+from liveweight.spec.manifest import Version
 
-State: TypeAlias = Literal["running", "stopping", "failed", "stopped"]
+State: TypeAlias = Literal["running", "pending_weights", "stopping", "failed", "stopped"]
+"""`pending_weights`: a rank was lost, and its successors do not hold the version yet."""
 Pausing: TypeAlias = Literal["running", "draining", "paused"]
 PauseMode: TypeAlias = Literal["keep", "wait", "abort"]
 """What a pause does to requests that run: they stand still and go on later; they finish first; they end with what they have."""
@@ -27,3 +29,34 @@ class Status:
     weights: str
     paused: Pausing = "running"
     counts: Counts = field(default_factory=Counts)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SavingStatus:
+    """How an engine's snapshots are. `newest` is the last that this process wrote or found complete, `writing` what is being written;
+    `failed` says why the last one that was tried came to nothing."""
+
+    directory: str
+    every: int
+    keep: int
+    newest: Version | None = None
+    path: str | None = None
+    writing: Version | None = None
+    failed: str | None = None
+
+
+Origin: TypeAlias = Literal["snapshot", "offer", "publisher", "checkpoint"]
+"""Where a replica that lost a rank has its weights from: `publisher`, a round that came before its own; `checkpoint`, its start."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RecoveryStatus:
+    """How an engine came back the last time. `behind` is the version that it had, where that is not the one it came back with;
+    `notes` say what was tried before, and why that was not taken."""
+
+    restarts: int
+    version: Version
+    origin: Origin
+    behind: Version | None
+    notes: tuple[str, ...]
+    took_s: float

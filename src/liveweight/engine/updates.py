@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from liveweight.devices.device import open_device
-from liveweight.engine.config import Updates
+from liveweight.engine.config import Snapshots, Updates
+from liveweight.engine.rank_saving import Held, Live, RankSaving
 from liveweight.engine.start import Start
 from liveweight.engine.stream import Exchange, weights_text
 from liveweight.errors import WrongState
@@ -115,14 +116,37 @@ class RankUpdates:
             deadline=Deadline.after(timeout_s),
             optional=model.draft_group() if updates.draft_weights == "keep" else (),
         )
+        self._held = Held(weights_text(start.version), self._member.exchanges)
+        self._target, self._device, self._secret, self._rank = target, here, secret, rank
+        self._saving: RankSaving | None = None
+
+    def save_to(self, snapshots: Snapshots, timeout_s: float, *, pace_bytes_per_s: float | None) -> None:
+        """Write snapshots of what is live, when the engine says so."""
+        live = Live(
+            target=self._target,
+            device=self._device,
+            held=lambda: self._held,
+            exchanges=lambda: self._member.exchanges,
+        )
+        self._saving = RankSaving(
+            snapshots,
+            self._secret,
+            live,
+            rank=self._rank,
+            pace_bytes_per_s=pace_bytes_per_s,
+            deadline=Deadline.after(timeout_s),
+        )
 
     def carry_out(self, entry: Exchange) -> str:
         """Exchange, all ranks or none; what the weights are called that the rank holds then."""
         settled = self._member.carry_out(Decision(entry.epoch, entry.undo, entry.timeout_s))
         if settled.serving is None:
             raise WrongState("told of no version", "serving after an exchange")
-        return weights_text(settled.serving)
+        self._held = Held(weights_text(settled.serving), self._member.exchanges)
+        return self._held.weights
 
     def close(self) -> None:
         """Leave the replica."""
+        if self._saving is not None:
+            self._saving.close()
         self._member.close()

@@ -206,6 +206,55 @@ class ReadersRevoked(Event):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class SnapshotSaved(Event):
+    """A version that a replica serves is complete in files."""
+
+    replica: str
+    version: str
+    path: str
+    size_bytes: int
+    took_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SnapshotLeft(Event):
+    """Other weights came before the version was written; nothing of it is left."""
+
+    replica: str
+    version: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SnapshotFailed(Event):
+    """The version could not be written; it goes on being served."""
+
+    replica: str
+    version: str
+    code: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RecoveryBegan(Event):
+    """A rank was lost, or its successors were: they are started again."""
+
+    replica: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Recovered(Event):
+    """A replica serves again; `behind` is the version that it had, where it came back with another."""
+
+    replica: str
+    version: str
+    origin: str
+    behind: str | None
+    notes: tuple[str, ...]
+    took_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class PeerRefused(Event):
     """A channel turned a peer away before any message of it was read. `code` is the error's."""
 
@@ -244,6 +293,11 @@ AnyEvent: TypeAlias = (
     | LiveOfferImpossible
     | BucketDamaged
     | ReadersRevoked
+    | SnapshotSaved
+    | SnapshotLeft
+    | SnapshotFailed
+    | RecoveryBegan
+    | Recovered
     | PeerRefused
     | KernelsChosen
 )

@@ -47,19 +47,15 @@ def line_of(event: ev.AnyEvent) -> tuple[int, str]:
         case ev.Audited():
             found = "found as it should be" if event.match else "nothing to compare with"
             return INFO, f"{event.replica}: digested {_named(event.serving)} in {event.took_s:.3f} s, {found}"
-        case ev.OfferMade():
-            holds = f"{event.tensors} tensors, {event.size_bytes} bytes"
-            return INFO, f"offered {event.version} ({event.kind}): {holds}"
-        case ev.Frozen():
-            froze = f"{event.size_bytes} bytes of {event.version} in {event.took_s:.3f} s"
-            return DEBUG, f"trainer rank {event.rank}: froze {froze}"
-        case ev.LiveOfferImpossible():
-            return WARNING, f"no {event.kind} offer of {event.version}: {event.reason}; freezing instead"
-        case ev.BucketDamaged():
-            return WARNING, f"bucket {event.bucket}, with {event.tensor}, was damaged, and is packed again"
-        case ev.ReadersRevoked():
-            late = f"after {event.waited_s:.1f} s, which was still read by {', '.join(event.readers)}"
-            return WARNING, f"revoked the offer before {late}"
+        case (
+            ev.OfferMade() | ev.Frozen() | ev.LiveOfferImpossible() | ev.BucketDamaged() | ev.ReadersRevoked()
+        ):
+            return _source(event)
+        case (
+            ev.SnapshotSaved() | ev.SnapshotLeft() | ev.SnapshotFailed() | ev.RecoveryBegan() | ev.Recovered()
+        ):
+            level, text = _kept(event)
+            return level, f"{event.replica}: {text}"
         case ev.PeerRefused():
             return WARNING, f"{event.code} refused a peer: {event.reason}"
         case ev.KernelsChosen(reason=None):
@@ -97,6 +93,48 @@ def _step(event: ev.AnyStep) -> tuple[int, str]:
             return _LEVEL_OF[event.outcome], _ending(event)
         case _:
             assert_never(event)
+
+
+def _source(
+    event: ev.OfferMade | ev.Frozen | ev.LiveOfferImpossible | ev.BucketDamaged | ev.ReadersRevoked,
+) -> tuple[int, str]:
+    match event:
+        case ev.OfferMade():
+            holds = f"{event.tensors} tensors, {event.size_bytes} bytes"
+            return INFO, f"offered {event.version} ({event.kind}): {holds}"
+        case ev.Frozen():
+            froze = f"{event.size_bytes} bytes of {event.version} in {event.took_s:.3f} s"
+            return DEBUG, f"trainer rank {event.rank}: froze {froze}"
+        case ev.LiveOfferImpossible():
+            return WARNING, f"no {event.kind} offer of {event.version}: {event.reason}; freezing instead"
+        case ev.BucketDamaged():
+            return WARNING, f"bucket {event.bucket}, with {event.tensor}, was damaged, and is packed again"
+        case ev.ReadersRevoked():
+            late = f"after {event.waited_s:.1f} s, which was still read by {', '.join(event.readers)}"
+            return WARNING, f"revoked the offer before {late}"
+
+
+def _kept(
+    event: ev.SnapshotSaved | ev.SnapshotLeft | ev.SnapshotFailed | ev.RecoveryBegan | ev.Recovered,
+) -> tuple[int, str]:
+    match event:
+        case ev.RecoveryBegan():
+            return WARNING, f"{event.reason}; starting its ranks again"
+        case ev.Recovered():
+            return WARNING, _recovery(event)
+        case ev.SnapshotSaved():
+            saved = f"{event.size_bytes} bytes in {event.took_s:.3f} s"
+            return INFO, f"saved {event.version} in {event.path}, {saved}"
+        case ev.SnapshotLeft():
+            return INFO, f"left the snapshot of {event.version}: other weights came first"
+        case ev.SnapshotFailed():
+            return WARNING, f"{event.code} no snapshot of {event.version}, which serves on: {event.reason}"
+
+
+def _recovery(event: ev.Recovered) -> str:
+    behind = "" if event.behind is None else f", behind {event.behind}"
+    notes = "".join(f"; {note}" for note in event.notes)
+    return f"serves {event.version} again, from its {event.origin}{behind}, after {event.took_s:.1f} s{notes}"
 
 
 def _ending(event: ev.RoundEnded) -> str:

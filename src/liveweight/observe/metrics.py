@@ -84,6 +84,18 @@ AUDITS = Metric(
     labels=("match",),
     meaning="verifications of what a replica holds, by whether it was what it should be",
 )
+SNAPSHOTS = Metric(
+    name="liveweight_snapshots_total",
+    kind="counter",
+    labels=("outcome",),
+    meaning="snapshots that replicas began, by outcome: saved, left for newer weights, failed",
+)
+RECOVERIES = Metric(
+    name="liveweight_recoveries_total",
+    kind="counter",
+    labels=("behind",),
+    meaning="replicas that came back after a lost rank, by whether with an older version than they had",
+)
 PEERS_REFUSED = Metric(
     name="liveweight_peers_refused_total",
     kind="counter",
@@ -108,10 +120,19 @@ METRICS = (
     OFFERS,
     LEASES_EXPIRED,
     AUDITS,
+    SNAPSHOTS,
+    RECOVERIES,
     PEERS_REFUSED,
     VERSION,
 )
 """Every metric there is, in the order of the operations page."""
+
+
+_SNAPSHOT_OUTCOMES: dict[type[ev.Event], str] = {
+    ev.SnapshotSaved: "saved",
+    ev.SnapshotLeft: "left",
+    ev.SnapshotFailed: "failed",
+}
 
 
 class MetricsReader:
@@ -156,8 +177,10 @@ class MetricsReader:
                 self._add(LEASES_EXPIRED, 1)
             case ev.Audited():
                 self._add(AUDITS, 1, {True: "yes", False: "no", None: "unknown"}[event.match])
-            case ev.PeerRefused():
-                self._add(PEERS_REFUSED, 1, event.code)
+            case ev.SnapshotSaved() | ev.SnapshotLeft() | ev.SnapshotFailed():
+                self._add(SNAPSHOTS, 1, _SNAPSHOT_OUTCOMES[type(event)])
+            case ev.PeerRefused() | ev.Recovered():
+                self._add(*_counted(event))
             case (
                 ev.RoundOpened()
                 | ev.StagingBegan()
@@ -167,6 +190,7 @@ class MetricsReader:
                 | ev.LiveOfferImpossible()
                 | ev.BucketDamaged()
                 | ev.ReadersRevoked()
+                | ev.RecoveryBegan()
                 | ev.KernelsChosen()
             ):
                 pass  # RoundEnded counts the first three's rounds; the others are for the log
@@ -186,6 +210,12 @@ class MetricsReader:
     def _observe(self, metric: Metric, seconds: float, *labels: str) -> None:
         histogram = self._histograms[metric.name]
         (histogram.labels(*labels) if labels else histogram).observe(seconds)
+
+
+def _counted(event: ev.PeerRefused | ev.Recovered) -> tuple[Metric, int, str]:
+    if isinstance(event, ev.PeerRefused):
+        return PEERS_REFUSED, 1, event.code
+    return RECOVERIES, 1, "no" if event.behind is None else "yes"
 
 
 def _scope(rank: int | None) -> str:

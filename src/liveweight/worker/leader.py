@@ -13,6 +13,7 @@ from collections import deque
 from liveweight.errors import ChannelClosed, DeadlineExceeded
 from liveweight.observe.bus import Bus
 from liveweight.spec.deadline import Deadline
+from liveweight.spec.manifest import Version
 from liveweight.wire.codec import Codec
 from liveweight.wire.credentials import Secret
 from liveweight.wire.listener import Incoming, Listener
@@ -20,6 +21,7 @@ from liveweight.wire.messages import Join, Message, Open
 from liveweight.worker.boundary import Decision, Decisions
 from liveweight.worker.rounds import Action, Decide, Reply, Say, Tell, Withdraw
 from liveweight.worker.scheduler import Scheduler
+from liveweight.worker.states import Swapping, Torn, serving_version
 from liveweight.worker.watch import Watch
 
 IDLE_S = 60.0
@@ -53,6 +55,19 @@ class Leader:
             target=self._run, args=(listener,), name="liveweight-leader", daemon=True
         )
         self._thread.start()
+
+    @property
+    def served(self) -> Version | None:
+        """What all ranks held by its last decision, when it has been closed. An exchange whose outcome nobody was told does not count,
+        nor does one that tore a rank."""
+        match self._scheduler.state:
+            case Swapping(base=base):
+                return base
+            case Torn():
+                members = self._scheduler.membership.members.values()
+                return next((member.serving for member in members), None)
+            case state:
+                return serving_version(state)
 
     def close(self) -> None:
         """End the thread; peers learn that the replica is gone."""

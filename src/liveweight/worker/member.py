@@ -51,7 +51,7 @@ class Member:
         content: Content | None = None,
         live_kernels: Kernels | None = None,
     ) -> None:
-        turnstile = Turnstile()
+        self._turnstile = turnstile = Turnstile()
         with ExitStack() as stack:
             calls, orders = (
                 stack.enter_context(Channel(address, secret, Codec[Message](Message), deadline=deadline))
@@ -95,6 +95,12 @@ class Member:
     def failure(self) -> BaseException | None:
         """Why the rank cannot follow any more, if so."""
         return self._agent.failure
+
+    @property
+    def exchanges(self) -> int:
+        """Raised before every exchange of weights, also one that goes back: live memory is what it was while it stays the same.
+        For any thread."""
+        return self._turnstile.exchanges
 
     def carry_out(self, decision: Decision) -> Settled:
         """Exchange shadow and live weights, and learn the outcome. If it raises, the rank must not serve; see `resolve`."""

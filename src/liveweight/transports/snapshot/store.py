@@ -85,9 +85,13 @@ class Store:
         """Every snapshot, complete or not, the oldest first. SnapshotDamaged names a commit file that cannot be read."""
         return [_listed(path) for path in self._directories()]
 
+    def complete(self) -> list[Path]:
+        """The directories of complete snapshots, the oldest first."""
+        return [path for path in self._directories() if _committed(path)]
+
     def newest(self) -> Path:
         """The directory of the newest complete snapshot; SnapshotNotFound names the incomplete ones that are there."""
-        complete = [path for path in self._directories() if _committed(path)]
+        complete = self.complete()
         if not complete:
             places = [f"{path} (not complete)" for path in self._directories()] or [str(self.root)]
             raise SnapshotNotFound("no complete snapshot", places)

@@ -1,0 +1,180 @@
+"""A rank's part of a snapshot: it writes what it holds live, in a thread of its own, while it serves.
+
+Live memory changes at an exchange and never otherwise. What was written is worth something only if none came meanwhile: the count of
+exchanges is the fence, looked at before the first byte and after the last one of every part. No exchange waits for a writer.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from liveweight.devices.device import Device
+from liveweight.engine.config import Snapshots
+from liveweight.engine.saving_messages import Leave, Noted, NotWritten, Present, SavingMessage, Write, Written
+from liveweight.errors import ChannelClosed, DeadlineExceeded, LiveWeightError, Unavailable, WeightsExchanged
+from liveweight.spec.deadline import Deadline
+from liveweight.transports.snapshot.writer import Cancelled, Image, RankWriter, WriteSettings
+from liveweight.wire.channel import Channel
+from liveweight.wire.codec import Codec
+from liveweight.wire.credentials import Secret
+from liveweight.wire.values import fault_of
+from liveweight.worker.staging import Pace
+from liveweight.worker.target import Target
+
+IDLE_S = 60.0
+SEND_S = 5.0
+SETTLE_S = 5.0
+"""How long a rank may take to learn of a commit that the engine knows of."""
+LOOK_S = 0.01
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """What a rank calls its live weights, and the count of exchanges for as long as which that is true."""
+
+    weights: str
+    exchanges: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Live:
+    """A rank's live weights: where they are, what they are called as of the last exchange, and how many exchanges there were."""
+
+    target: Target
+    device: Device
+    held: Callable[[], Held]
+    exchanges: Callable[[], int]
+
+
+class RankSaving:
+    """Writes when the engine says so. Construct and close from the rank's main thread."""
+
+    def __init__(
+        self,
+        snapshots: Snapshots,
+        secret: Secret,
+        live: Live,
+        *,
+        rank: int,
+        pace_bytes_per_s: float | None,
+        deadline: Deadline,
+    ) -> None:
+        self._snapshots, self._live, self._rank = snapshots, live, rank
+        self._pace = None if pace_bytes_per_s is None else Pace(pace_bytes_per_s)
+        self._channel: Channel[SavingMessage] = Channel(
+            snapshots.address, secret, Codec(SavingMessage), deadline=deadline
+        )
+        self._waker, self._closing = self._channel.waker(), threading.Event()
+        self._left = -1
+        self._next: Write | None = None
+        try:
+            self._channel.request(Present(rank=rank), deadline, f"the engine to note rank {rank}")
+        except BaseException:
+            self._channel.close()
+            raise
+        self._thread = threading.Thread(target=self._run, name=f"liveweight-saving-{rank}", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """End the thread; what it is writing is left."""
+        self._closing.set()
+        self._waker.wake()
+        self._thread.join()
+
+    def _run(self) -> None:
+        with self._channel:
+            try:
+                while not self._closing.is_set():
+                    order, self._next = self._next, None
+                    if order is None:
+                        self._take(self._receive())
+                    else:
+                        self._channel.send(self._answer(order), Deadline.after(SEND_S))
+            except (ChannelClosed, DeadlineExceeded):
+                return  # the engine is gone, and the rank ends with it
+
+    def _receive(self) -> SavingMessage | None:
+        try:
+            return self._channel.receive_or_wake(Deadline.after(IDLE_S), "the engine")
+        except DeadlineExceeded:
+            return None
+
+    def _take(self, message: SavingMessage | None) -> None:
+        match message:
+            case Write():
+                self._next = message
+            case Leave(number=number):
+                self._left = max(self._left, number)
+            case None | Noted() | Present() | Written() | NotWritten():
+                return
+
+    def _answer(self, order: Write) -> Written | NotWritten:
+        fault = None
+        try:
+            done = self._write(order)
+            if done is not None:
+                return Written(number=order.number, rank=self._rank, size_bytes=done)
+        except WeightsExchanged:
+            pass
+        except Exception as error:  # whatever it is, the engine waits for an answer
+            ours = (
+                error
+                if isinstance(error, LiveWeightError)
+                else Unavailable(f"{type(error).__name__}: {error}")
+            )
+            fault = fault_of(ours, step="snapshot", rank=self._rank)
+        return NotWritten(number=order.number, rank=self._rank, fault=fault)
+
+    def _write(self, order: Write) -> int | None:
+        """All files of this rank, and their bytes; None if it was told to leave it. WeightsExchanged if it holds other weights by now."""
+        held = self._holding(order)
+
+        def check() -> None:
+            if self._live.exchanges() != held.exchanges:
+                raise WeightsExchanged(f"rank {self._rank} does not hold {order.weights} any more")
+
+        manifest = RankWriter(
+            Path(order.directory),
+            self._image(check),
+            snapshot=order.snapshot,
+            rank=self._rank,
+            settings=WriteSettings(part_bytes=self._snapshots.part_bytes),
+            stop=lambda: self._stop(order.number) or self._live.exchanges() != held.exchanges,
+            progress=self._wait_for_turn,
+        ).write()
+        return None if isinstance(manifest, Cancelled) else manifest.size_bytes
+
+    def _holding(self, order: Write) -> Held:
+        """What the rank holds, once it is what the order names: the engine may know of a commit a moment before this rank's main thread."""
+        soon = Deadline.after(SETTLE_S)
+        while True:
+            held = self._live.held()
+            if held.weights == order.weights and held.exchanges == self._live.exchanges():
+                return held
+            if soon.over or self._stop(order.number):
+                raise WeightsExchanged(f"rank {self._rank} holds {held.weights}, not {order.weights}")
+            self._closing.wait(LOOK_S)
+
+    def _image(self, check: Callable[[], None]) -> Image:
+        live = self._live
+        try:
+            memories = live.target.live()
+        except LiveWeightError:
+            check()  # in the middle of an exchange tensors are not where they were
+            raise
+        return Image(layout=live.target.layout, memories=memories, device=live.device, check=check)
+
+    def _stop(self, number: int) -> bool:
+        """Whether nobody needs it any more. Asked between windows, in this thread."""
+        while (message := self._channel.receive_now()) is not None:
+            self._take(message)
+        return self._closing.is_set() or self._left >= number
+
+    def _wait_for_turn(self, size_bytes: int) -> None:
+        """Where decoding must keep its share."""
+        if self._pace is not None:
+            self._closing.wait(max(0.0, self._pace.reserve(size_bytes) - time.monotonic()))

@@ -1,0 +1,295 @@
+"""An engine that outlives its ranks: when one is lost, all are started again and brought back to their version, then it serves on.
+
+Owns the present engine, which ends with the first rank that it loses, and the thread that puts another in its place. Of a replica of
+several ranks all are replaced: a collective that has lost one is dead for good. Publishers see a replica that was started anew: another
+boot id at the same address. Whoever called for something of the engine before is told that it is gone.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Self
+
+from liveweight.engine.account import Counts
+from liveweight.engine.config import EngineConfig
+from liveweight.engine.desk import Standing
+from liveweight.engine.engine import Engine
+from liveweight.engine.pump import OnFailure
+from liveweight.engine.ranks import Launch, launch
+from liveweight.engine.requested import Updated, Wish
+from liveweight.engine.requests import Sampling, Sink
+from liveweight.engine.restarts import Budget
+from liveweight.engine.restoring import Restored
+from liveweight.engine.status import PauseMode, Pausing, RecoveryStatus, State, Status
+from liveweight.engine.successors import Successors, behind_of
+from liveweight.engine.verifying import Answer, Question
+from liveweight.errors import LiveWeightError, WeightsPending
+from liveweight.observe.bus import Bus
+from liveweight.observe.events import Recovered, RecoveryBegan
+from liveweight.spec.manifest import Version
+
+GENERATION = 1 << 40
+"""Requests of one engine have fewer numbers: what is left says which engine a request belongs to."""
+LOOK_S = 0.1
+
+
+class RestartingEngine:
+    """As an Engine, for any thread. Without `restarts` in its configuration it is one that only begins from a snapshot."""
+
+    def __init__(self, config: EngineConfig, *, launch: Launch = launch, bus: Bus | None = None) -> None:
+        self._bus = bus or Bus()
+        self._successors = Successors(config, launch, self._bus)
+        self._lost: queue.SimpleQueue[LiveWeightError | None] = queue.SimpleQueue()
+        self._changed = threading.Lock()
+        self._on_failure: list[OnFailure] = []
+        self._fault: LiveWeightError | None = None
+        self._pending: LiveWeightError | None = None
+        self._recovery: RecoveryStatus | None = None
+        self._counts, self._generation = Counts(), 0
+        self._budget = None if config.restarts is None else Budget(config.restarts)
+        self._engine = engine = self._successors.first()
+        self.config = self._successors.config
+        self.spec, self.name, self.start = engine.spec, engine.name, engine.start
+        self.context, self.vocab, self.tokenizer = engine.context, engine.vocab, engine.tokenizer
+        if config.snapshots is not None and config.snapshots.resume:
+            self._resume(engine)
+        self._thread = threading.Thread(target=self._run, name="recovery", daemon=True)
+        self._thread.start()
+        self._engine.on_failure(self._lose)
+
+    # What callers see.
+
+    @property
+    def address(self) -> str | None:
+        """Where publishers reach it, whichever its ranks are."""
+        return None if self.config.updates is None else self.config.updates.address
+
+    @property
+    def pids(self) -> tuple[int, ...]:
+        """The process ids of the present ranks."""
+        return self._engine.pids
+
+    @property
+    def paused(self) -> Pausing:
+        """Whether requests run, still finish, or stand still."""
+        return self._engine.paused
+
+    def submit(self, prompt: Sequence[int], sampling: Sampling, sink: Sink) -> int:
+        """See Engine; WeightsPending while ranks are being replaced."""
+        with self._changed:
+            engine, generation = self._serving(), self._generation
+        return generation * GENERATION + engine.submit(prompt, sampling, sink)
+
+    def cancel(self, request: int) -> None:
+        """See Engine. A request of ranks that are gone has ended."""
+        generation, number = divmod(request, GENERATION)
+        with self._changed:
+            engine = self._engine if generation == self._generation else None
+        if engine is not None:
+            engine.cancel(number)
+
+    def abort_requests(self, requests: Sequence[int] | None = None) -> int:
+        """See Engine."""
+        with self._changed:
+            engine, generation = self._serving(), self._generation
+        if requests is not None:
+            parts = [divmod(request, GENERATION) for request in requests]
+            requests = [number for of, number in parts if of == generation]
+        return engine.abort_requests(requests)
+
+    def status(self) -> Status:
+        """How it is now; its counts go on over all its ranks."""
+        with self._changed:
+            engine, pending, fault, before = self._engine, self._pending, self._fault, self._counts
+        status = engine.status()
+        status = replace(status, counts=status.counts.plus(before))
+        if fault is not None:
+            return replace(status, state="failed", fault=fault)
+        if pending is None and (status.state != "failed" or self._budget is None):
+            return status
+        state: State = "stopping" if self._successors.ending else "pending_weights"
+        return replace(
+            status,
+            state=state,
+            fault=pending or status.fault,
+            running=0,
+            waiting=0,
+            blocks_free=status.blocks_total,
+        )
+
+    def standing(self) -> Standing:
+        """See Engine; while ranks are replaced, what is known without them."""
+        with self._changed:
+            engine, pending, recovery = self._engine, self._pending, self._recovery
+        if pending is not None:
+            state = f"pending weights ({pending})"
+            return Standing(state=state, serving=None, undo=None, round=None, rounds=(), recovery=recovery)
+        standing = engine.standing()
+        if recovery is not None and standing.serving != recovery.version:
+            recovery = replace(recovery, behind=None)  # a later round has brought another
+        return replace(standing, recovery=recovery)
+
+    def undo(self, timeout_s: float) -> Version | None:
+        """See Engine."""
+        return self._served().undo(timeout_s)
+
+    def verify(self, question: Question) -> Answer:
+        """See Engine."""
+        return self._served().verify(question)
+
+    def update_weights(self, wish: Wish) -> Updated:
+        """See Engine."""
+        return self._served().update_weights(wish)
+
+    def pause(self, mode: PauseMode, timeout_s: float) -> None:
+        """See Engine. It outlasts the ranks."""
+        self._served().pause(mode, timeout_s)
+
+    def resume(self) -> None:
+        """See Engine."""
+        self._served().resume()
+
+    def on_failure(self, callback: OnFailure) -> None:
+        """Call back, on another thread, when it gives up; at once if it has."""
+        with self._changed:
+            fault = self._fault
+            if fault is None:
+                self._on_failure.append(callback)
+        if fault is not None:
+            callback(fault)
+
+    def stop(self, timeout_s: float = 0.0) -> None:
+        """See Engine. Ranks that are being started are ended at once."""
+        with self._changed:
+            self._successors.end()
+            engine, pending = self._engine, self._pending
+        if pending is None:
+            engine.stop(timeout_s)
+        self._lost.put(None)
+        while self._thread.is_alive():
+            if self._pending is not None:
+                self._successors.kill()
+            self._thread.join(LOOK_S)
+        self._engine.stop()
+        self._successors.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+
+    def _served(self) -> Engine:
+        with self._changed:
+            return self._serving()
+
+    def _serving(self) -> Engine:
+        """The engine that takes calls; with the lock held."""
+        if self._fault is None and self._pending is not None:
+            raise WeightsPending(f"{self._pending}; its ranks are being started again")
+        return self._engine
+
+    # The way back.
+
+    def _resume(self, engine: Engine) -> None:
+        """Begin with the newest snapshot."""
+        began_s = time.monotonic()
+        try:
+            restored = self._successors.restored(engine, None)
+        except BaseException:
+            engine.stop()
+            raise
+        if restored.origin != "checkpoint" or restored.notes:
+            self._bus.emit(self._note(restored, None, began_s))
+
+    def _lose(self, fault: LiveWeightError) -> None:
+        """The present engine has failed. On its thread."""
+        if self._budget is not None:
+            with self._changed:
+                self._pending = fault
+        self._lost.put(fault)
+
+    def _run(self) -> None:
+        while (fault := self._lost.get()) is not None:
+            if self._successors.ending:
+                return
+            try:
+                self._recover(fault)
+            except LiveWeightError as error:
+                self._give_up(error)
+                return
+            except Exception as error:  # a fault of ours must end the engine, not leave it pending
+                logging.getLogger("liveweight").exception("the recovery failed")
+                self._give_up(LiveWeightError(f"{type(error).__name__}: {error}"))
+                return
+
+    def _recover(self, fault: LiveWeightError) -> None:
+        """Put another engine in the place of the one that failed; raises the reason to give up."""
+        if self._budget is None:
+            raise fault
+        began_s, old = time.monotonic(), self._engine
+        paused = old.paused_by_operator
+        old.stop()
+        while True:
+            self._budget.spend(time.monotonic(), fault)
+            self._bus.emit(RecoveryBegan(replica=self.name, reason=str(fault)))
+            try:
+                self._successors.wait(self._budget.wait_s())
+                engine, restored = self._successors.next(old.served, paused=paused)
+            except LiveWeightError as error:
+                if self._successors.ending:
+                    raise
+                fault = error
+                continue
+            self._budget.succeeded()
+            self._take_over(engine, restored, old, began_s)
+            return
+
+    def _take_over(self, engine: Engine, restored: Restored, old: Engine, began_s: float) -> None:
+        counts = old.status().counts
+        with self._changed:
+            self._counts = counts.plus(self._counts)
+            self._engine, self._generation, self._pending = engine, self._generation + 1, None
+            recovered = self._note(restored, self._missed(old.served), began_s)
+        self._bus.emit(recovered)
+        engine.on_failure(self._lose)
+
+    def _missed(self, served: Version | None) -> Version | None:
+        """What it should serve: what it served, or, if that was behind already, what was missed then."""
+        before = self._recovery
+        if before is None or before.behind is None or before.version != served:
+            return served
+        return before.behind
+
+    def _note(self, restored: Restored, wanted: Version | None, began_s: float) -> Recovered:
+        behind, took_s = behind_of(restored, wanted), time.monotonic() - began_s
+        self._recovery = RecoveryStatus(
+            restarts=0 if self._budget is None else self._budget.restarts,
+            version=restored.version,
+            origin=restored.origin,
+            behind=behind,
+            notes=restored.notes,
+            took_s=took_s,
+        )
+        return Recovered(
+            replica=self.name,
+            version=str(restored.version),
+            origin=restored.origin,
+            behind=None if behind is None else str(behind),
+            notes=restored.notes,
+            took_s=took_s,
+        )
+
+    def _give_up(self, fault: LiveWeightError) -> None:
+        with self._changed:
+            if self._successors.ending:
+                return
+            self._fault = fault
+            callbacks, self._on_failure = self._on_failure, []
+        for callback in callbacks:
+            callback(fault)

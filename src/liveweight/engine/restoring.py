@@ -1,0 +1,264 @@
+"""Restoring: a replica whose ranks were started anew gets back the version that it had, before anybody is served.
+
+The ranks hold their checkpoint. What they held before is read from the engine's snapshots, or from its source, in a round like any
+other, against the engine's own leader: staged, digested, compared, committed. What cannot be read is noted, and the next best is tried;
+at the end stands the checkpoint. A publisher that is quicker is let through.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import msgspec
+import numpy as np
+
+from liveweight.engine.engine import Engine
+from liveweight.engine.requested import LEASE_S, Wish
+from liveweight.engine.start import RUN
+from liveweight.engine.status import Origin
+from liveweight.errors import (
+    LiveWeightError,
+    ManifestInvalid,
+    RoundFailed,
+    RoundOpen,
+    SnapshotDamaged,
+    SnapshotNotFound,
+)
+from liveweight.plan.tally import lanes_to_bytes
+from liveweight.spec.deadline import Deadline
+from liveweight.spec.digest import from_hex
+from liveweight.spec.manifest import Manifest, Version
+from liveweight.trainer.checkpoint import tensor_names
+from liveweight.trainer.drive import MARGIN_S, Drive, Part
+from liveweight.trainer.hold import SourceHold
+from liveweight.trainer.replica import WireReplica
+from liveweight.transports.snapshot.offers import offer_of
+from liveweight.transports.snapshot.opened import Snapshot
+from liveweight.transports.snapshot.store import Store
+from liveweight.wire import messages as m
+from liveweight.wire.credentials import load_or_create_secret
+from liveweight.wire.host import this_host
+from liveweight.wire.waker import Waker
+
+RECOVERY = "recovery"
+"""Who publishes, in the ids of these rounds."""
+LOOK_S = 0.1
+OFFER_S = 10.0
+"""A source that does not say by then what it offers is passed over."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Restored:
+    """What the replica serves now, where that is from, and what was tried before."""
+
+    version: Version
+    origin: Origin
+    notes: tuple[str, ...] = ()
+
+
+@dataclass(slots=True, kw_only=True)
+class Restoring:
+    """One engine's way back. Used once, by one thread; `cancel`, woken by another, ends it.
+
+    `wanted` is the version that it had; None: the newest that is there. `pause` waits for so many seconds, and raises where it is to end.
+    """
+
+    engine: Engine
+    wanted: Version | None
+    pause: Callable[[float], None]
+    cancel: Waker
+    _notes: list[str] = field(default_factory=list)
+
+    def restore(self) -> Restored:
+        """Bring the engine to the version that it had, or to the next best. RankLost and the like where the engine itself failed."""
+        if self.engine.config.updates is None or self.wanted == self.engine.start:
+            return self._at_start()
+        deadline = Deadline.after(self.engine.config.start_timeout_s)
+        for origin, what, install in self._candidates():
+            try:
+                done = self._alone(install, deadline)
+            except LiveWeightError as error:
+                self._check_alive(error)
+                self._notes.append(f"{what}: {error}")
+                continue
+            version = self.engine.standing().serving
+            if version is not None:
+                return Restored(
+                    version=version, origin=origin if done else "publisher", notes=tuple(self._notes)
+                )
+        return self._at_start()
+
+    def _at_start(self) -> Restored:
+        return Restored(version=self.engine.start, origin="checkpoint", notes=tuple(self._notes))
+
+    def _check_alive(self, error: LiveWeightError) -> None:
+        """Whether it was the version that could not be had, or the engine that failed."""
+        self.pause(0.0)
+        fault = self.engine.status().fault
+        if fault is not None:
+            raise fault from error
+
+    def _alone(self, install: Callable[[Deadline], None], deadline: Deadline) -> bool:
+        """Install it, unless somebody's round is open: then his version counts, if it comes to serve. Whether it was installed."""
+        while True:
+            try:
+                install(deadline)
+            except RoundOpen:
+                deadline.check("another round to end")
+            except RoundFailed as failed:
+                if not isinstance(failed.cause, RoundOpen) or deadline.over:
+                    raise
+            else:
+                return True
+            self.pause(LOOK_S)
+            standing = self.engine.standing()
+            if standing.round is None and standing.serving not in (None, self.engine.start):
+                return False
+
+    # What there is.
+
+    def _candidates(self) -> Iterator[tuple[Origin, str, Callable[[Deadline], None]]]:
+        """In the order in which they are tried: the version itself; then the source's newest and other snapshots, the newer first."""
+        found = self._snapshots()
+        exact = [(path, version) for path, version in found if version == self.wanted]
+        only_start = self.wanted is not None and self.wanted.run == RUN
+        others = [] if only_start else [one for one in found if one not in exact]
+        yield from (self._of_snapshot(path) for path, _ in exact)
+        offered = self._offered()
+        newer = [one for one in others if offered is not None and older(offered, one[1])]
+        yield from (self._of_snapshot(path) for path, _ in newer)
+        if offered is not None:
+            yield "offer", f"{offered} from {self._source}", lambda deadline: self._update(offered, deadline)
+        yield from (self._of_snapshot(path) for path, version in others if (path, version) not in newer)
+
+    def _snapshots(self) -> list[tuple[Path, Version]]:
+        """The complete ones, the newest first; those that are damaged are noted."""
+        config = self.engine.config.snapshots
+        found = list[tuple[Path, Version]]()
+        for path in reversed([] if config is None else Store(Path(config.directory)).complete()):
+            try:
+                with Snapshot(path) as snapshot:
+                    found.append((path, snapshot.commit.version))
+            except (SnapshotDamaged, SnapshotNotFound) as error:
+                self._notes.append(str(error))
+        return found
+
+    @property
+    def _source(self) -> str | None:
+        updates = self.engine.config.updates
+        return None if updates is None else updates.source
+
+    def _offered(self) -> Version | None:
+        """The newest version of the engine's source, if it has one and says so."""
+        updates = self.engine.config.updates
+        if updates is None or updates.source is None:
+            return None
+        try:
+            with SourceHold(
+                updates.source,
+                load_or_create_secret(Path(updates.secret_file)),
+                requester=f"{self.engine.name}, in {RECOVERY}",
+                version=None,
+                lease_s=OFFER_S,
+                deadline=Deadline.after(OFFER_S),
+                cancel=self.cancel,
+            ) as hold:
+                return hold.held.version
+        except LiveWeightError as error:
+            self._check_alive(error)
+            self._notes.append(f"{updates.source}: {error}")
+            return None
+
+    # Installing it.
+
+    def _update(self, version: Version, deadline: Deadline) -> None:
+        wish = Wish(call=RECOVERY, version=version.label, timeout_s=deadline.remaining_s())
+        self.engine.update_weights(wish)
+
+    def _of_snapshot(self, path: Path) -> tuple[Origin, str, Callable[[Deadline], None]]:
+        return "snapshot", str(path), lambda deadline: self._install(path, deadline)
+
+    def _install(self, path: Path, deadline: Deadline) -> None:
+        """A round whose offer is the snapshot."""
+        updates = self.engine.config.updates
+        with ExitStack() as stack:
+            snapshot = stack.enter_context(Snapshot(path))
+            secret = load_or_create_secret(Path(updates.secret_file if updates is not None else ""))
+            replica = WireReplica(self.engine.address or "", secret)
+            stack.callback(replica.close)
+            commit = snapshot.commit
+            manifest = as_published(
+                commit.manifest, commit.version, tensor_names(Path(self.engine.config.model))
+            )
+            order = m.Open(
+                publisher=RECOVERY,
+                version=commit.version,
+                structure=f"snapshot {commit.snapshot}",
+                digests=_digests(manifest),
+                offer=offer_of(snapshot),
+                verify=True,
+                timeout_s=deadline.remaining_s() + LEASE_S + MARGIN_S,
+                kv_policy=None,
+                host=this_host(),
+                pid=os.getpid(),
+            )
+            Drive(
+                parts=[Part(replica)],
+                order=order,
+                manifest=manifest.without_digests(),
+                quorum=1,
+                lease_s=LEASE_S,
+                deadline=deadline,
+                pool=stack.enter_context(ThreadPoolExecutor(1)),  # of one replica none is used
+                on_staged=lambda: None,
+                closing=lambda: self.cancel.woken,
+            ).run()
+
+
+def older(one: Version, other: Version) -> bool:
+    """Whether a version is known to be older than another: of the same run, with a smaller number at the end of its label."""
+    numbers = [_number(version) for version in (one, other)]
+    if one.run != other.run or None in numbers:
+        return False
+    return (numbers[0] or 0) < (numbers[1] or 0)
+
+
+def _number(version: Version) -> int | None:
+    if isinstance(version.label, int):
+        return version.label
+    found = re.search(r"\d+$", version.label)
+    return None if found is None else int(found[0])
+
+
+def as_published(manifest: Manifest, version: Version, names: Sequence[str]) -> Manifest:
+    """The manifest under the names that the version's source had: a version's digest is one of names, too.
+
+    Ranks know a tied tensor by all its names, a source often by one. Which ones it had is told by the digest: all, the first, or those of
+    the checkpoint. As it is, where none of them fits.
+    """
+    for chosen in (None, [spec.name for spec in manifest], names):
+        tried = manifest if chosen is None else _renamed(manifest, frozenset(chosen))
+        if tried.digest() == version.digest:
+            return tried
+    return manifest
+
+
+def _renamed(manifest: Manifest, names: frozenset[str]) -> Manifest:
+    tensors = []
+    for spec in manifest:
+        first, *aliases = [name for name in spec.names if name in names] or [spec.name]
+        tensors.append(msgspec.structs.replace(spec, name=first, aliases=tuple(aliases)))
+    return Manifest(tensors=tuple(tensors))
+
+
+def _digests(manifest: Manifest) -> bytes:
+    known = [spec.digest for spec in manifest if spec.digest is not None]
+    if len(known) < len(manifest.tensors):
+        raise ManifestInvalid("a snapshot without the digests of its tensors cannot be verified")
+    return lanes_to_bytes(np.stack([from_hex(digest) for digest in known]))

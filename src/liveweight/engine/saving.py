@@ -1,0 +1,279 @@
+"""Saving: a replica's versions, written to a store in the background by the ranks that hold them.
+
+Owns a thread in the engine's process and the listener that ranks reach. A commit wakes it; it begins a snapshot, lets every rank write
+what it holds, compares what was written with what the leader knows of the version, and commits. Weights that are exchanged meanwhile
+end it without a trace: a snapshot is of one version, or is not. Serving goes on whatever happens here.
+"""
+
+from __future__ import annotations
+
+import tempfile
+import threading
+import time
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import msgspec
+
+from liveweight.engine.config import EngineConfig, Snapshots
+from liveweight.engine.saving_messages import Leave, Noted, NotWritten, Present, SavingMessage, Write, Written
+from liveweight.engine.status import SavingStatus
+from liveweight.engine.stream import weights_text
+from liveweight.errors import (
+    ChannelClosed,
+    DeadlineExceeded,
+    DigestMismatch,
+    LiveWeightError,
+    SnapshotDamaged,
+    SnapshotNotFound,
+    Unavailable,
+    WeightsExchanged,
+)
+from liveweight.observe import events as ev
+from liveweight.observe.bus import Bus
+from liveweight.spec.deadline import Deadline
+from liveweight.spec.manifest import Manifest, Version
+from liveweight.trainer.replica import ReplicaRefused, WireReplica
+from liveweight.transports.snapshot.begun import Begun
+from liveweight.transports.snapshot.opened import Snapshot
+from liveweight.transports.snapshot.store import Store
+from liveweight.wire.codec import Codec
+from liveweight.wire.credentials import Secret
+from liveweight.wire.listener import Incoming, Listener
+from liveweight.wire.messages import Verify
+
+IDLE_S = 60.0
+SEND_S = 5.0
+LEAVE_S = 10.0
+"""How long ranks may take to stop writing."""
+
+
+@dataclass(slots=True)
+class _Job:
+    """One snapshot under way: of which version, after how many commits it was begun, and what the ranks have said."""
+
+    number: int
+    version: Version
+    commits: int
+    deadline: Deadline
+    answers: dict[int, Written | NotWritten] = field(default_factory=dict)
+
+    def fault(self) -> LiveWeightError | None:
+        """Why a rank has not written, or that it holds other weights; None while all is well."""
+        failed = [one for one in self.answers.values() if isinstance(one, NotWritten)]
+        named = next((one.fault for one in failed if one.fault is not None), None)
+        if named is not None:
+            return named.to_error()
+        return WeightsExchanged(f"{self.version} is not held any more") if failed else None
+
+
+class Saving:
+    """Writes snapshots of one replica until closed. `status` is for any thread."""
+
+    def __init__(
+        self, snapshots: Snapshots, *, leader: str, secret: Secret, replica: str, world: int, bus: Bus
+    ) -> None:
+        self._snapshots, self._name, self._world, self._bus = snapshots, replica, world, bus
+        self._store = Store(Path(snapshots.directory))
+        self._replica = WireReplica(leader, secret)
+        self._place = tempfile.TemporaryDirectory(prefix="liveweight-saving-")
+        listener: Listener[SavingMessage] = Listener(
+            f"ipc://{self._place.name}/ranks", secret, Codec(SavingMessage)
+        )
+        self.address, self._waker = listener.address, listener.waker()
+        self._peers: dict[int, bytes] = {}
+        self._commits = self._numbers = 0
+        self._due = self._owed = self._closing = False
+        self._status = self._known()
+        self._subscription = bus.subscribe(self._hear)
+        self._thread = threading.Thread(
+            target=self._run, args=(listener,), name="liveweight-saving", daemon=True
+        )
+        self._thread.start()
+
+    def told(self, config: EngineConfig) -> EngineConfig:
+        """The engine's configuration as ranks get it: with where they hear which snapshots to write."""
+        return msgspec.structs.replace(
+            config, snapshots=msgspec.structs.replace(self._snapshots, address=self.address)
+        )
+
+    def status(self) -> SavingStatus:
+        """How snapshots are now."""
+        return self._status
+
+    def close(self) -> None:
+        """Leave what is being written, and end."""
+        self._subscription.close()
+        self._closing = True
+        self._replica.interrupt()
+        self._waker.wake()
+        self._thread.join()
+        self._replica.close()
+        self._place.cleanup()
+
+    def _hear(self, event: ev.AnyEvent) -> None:
+        """The bus's reader, on the leader's thread."""
+        match event:
+            case ev.Committed(rank=None) | ev.Undone():
+                self._commits += 1
+                self._due = self._due or self._owed or self._commits % self._snapshots.every == 0
+                self._waker.wake()
+            case _:
+                return
+
+    def _run(self, listener: Listener[SavingMessage]) -> None:
+        with listener:
+            while not self._closing:
+                self._take(listener, self._next(listener, Deadline.after(IDLE_S)), None)
+                while self._due and not self._closing:
+                    self._save(listener)
+
+    def _next(self, listener: Listener[SavingMessage], deadline: Deadline) -> Incoming[SavingMessage] | None:
+        try:
+            return listener.receive_or_wake(deadline, "a rank or a commit")
+        except DeadlineExceeded:
+            return None
+
+    def _take(
+        self,
+        listener: Listener[SavingMessage],
+        incoming: Incoming[SavingMessage] | None,
+        job: _Job | None,
+    ) -> None:
+        """What a rank said; an answer counts only for the snapshot that it belongs to."""
+        if incoming is None:
+            return
+        match incoming.body:
+            case Present(rank=rank):
+                self._peers[rank] = incoming.peer
+                listener.send(incoming.peer, Noted(), incoming.call, Deadline.after(SEND_S))
+            case Written() | NotWritten() as answer if job is not None and answer.number == job.number:
+                job.answers[answer.rank] = answer
+            case _:
+                return
+
+    # One snapshot.
+
+    def _save(self, listener: Listener[SavingMessage]) -> None:
+        """Write the version that serves now, unless it is there. Whatever goes wrong is said, and harms nobody."""
+        self._due = self._owed = False
+        began_s, self._numbers, commits = time.monotonic(), self._numbers + 1, self._commits
+        version: Version | None = None
+        try:
+            version = self._replica.standing(Deadline.after(self._snapshots.timeout_s)).serving
+            if version is None or self._is_newest(version):
+                return
+            self._status = replace(self._status, writing=version)
+            deadline = Deadline.after(self._snapshots.timeout_s)
+            job = _Job(number=self._numbers, version=version, commits=commits, deadline=deadline)
+            self._write(listener, job, began_s)
+        except (LiveWeightError, ReplicaRefused) as error:
+            self._failed(version, error.to_error() if isinstance(error, ReplicaRefused) else error)
+        except Exception as error:  # a fault of ours, or of a file system's, must not end the thread
+            self._failed(version, Unavailable(f"{type(error).__name__}: {error}"))
+        finally:
+            self._status = replace(self._status, writing=None)
+
+    def _write(self, listener: Listener[SavingMessage], job: _Job, began_s: float) -> None:
+        version = job.version
+        with self._store.begin(str(version.label)) as begun:
+            try:
+                self._let_write(listener, job, begun)
+                expected = self._expected(job)
+                commit = begun.commit(version, ranks=self._world, expected=expected)
+            except BaseException:
+                self._let_leave(listener, job)
+                raise
+        self._status = replace(self._status, newest=version, path=str(begun.path), failed=None)
+        self._bus.emit(
+            ev.SnapshotSaved(
+                replica=self._name,
+                version=str(version),
+                path=str(begun.path),
+                size_bytes=commit.weights_bytes,
+                took_s=time.monotonic() - began_s,
+            )
+        )
+        self._store.prune(self._snapshots.keep)
+
+    def _let_write(self, listener: Listener[SavingMessage], job: _Job, begun: Begun) -> None:
+        """Until every rank has written its files."""
+        order = Write(
+            number=job.number,
+            directory=str(begun.path.absolute()),
+            snapshot=begun.snapshot,
+            weights=weights_text(job.version),
+        )
+        for rank in range(self._world):
+            self._tell(listener, rank, order)
+        while len(job.answers) < self._world:
+            self._must_go_on(job)
+            missing = [str(rank) for rank in range(self._world) if rank not in job.answers]
+            job.deadline.check(f"rank {', '.join(missing)} to write its part of a snapshot")
+            self._take(listener, self._next(listener, job.deadline), job)
+            fault = job.fault()
+            if fault is not None:
+                raise fault
+
+    def _let_leave(self, listener: Listener[SavingMessage], job: _Job) -> None:
+        """Until no rank writes into the directory any more, or too long: then what is left is a pruner's."""
+        deadline = Deadline.after(0.0 if self._closing else LEAVE_S)
+        for rank in set(range(self._world)) - set(job.answers):
+            self._tell(listener, rank, Leave(number=job.number))
+        while len(job.answers) < self._world and not deadline.over and not self._closing:
+            self._take(listener, self._next(listener, deadline), job)
+
+    def _tell(self, listener: Listener[SavingMessage], rank: int, body: SavingMessage) -> None:
+        """A rank that is gone is noticed elsewhere, and everything here ends with it."""
+        peer = self._peers.get(rank)
+        if peer is None:
+            return
+        try:
+            listener.send(peer, body, 0, Deadline.after(SEND_S))
+        except (ChannelClosed, DeadlineExceeded):
+            return
+
+    def _expected(self, job: _Job) -> Manifest | None:
+        """What the version's tensors should be: what ranks hold of it live, digested anew, and found to be what was published."""
+        verdict = self._replica.verify(
+            Verify(listed=True, timeout_s=job.deadline.remaining_s()), job.deadline
+        )
+        self._must_go_on(job)
+        if verdict.serving != job.version:
+            raise WeightsExchanged(f"{job.version} is not held any more")
+        if verdict.match is False:
+            names = [one.name for one in verdict.mismatches]
+            raise DigestMismatch(names, f"{self._name}, which serves {job.version}")
+        return verdict.manifest
+
+    def _must_go_on(self, job: _Job) -> None:
+        if self._closing or self._commits != job.commits:
+            raise WeightsExchanged(f"{job.version} is not held any more")
+
+    def _failed(self, version: Version | None, error: LiveWeightError) -> None:
+        """Tried again after the next commit, whichever would be due."""
+        self._owed = True
+        if self._closing:
+            return
+        if isinstance(error, WeightsExchanged):
+            self._bus.emit(ev.SnapshotLeft(replica=self._name, version=str(version)))
+            return
+        self._status = replace(self._status, failed=f"{error.code} {version}: {error}")
+        reason = str(error)
+        self._bus.emit(
+            ev.SnapshotFailed(replica=self._name, version=str(version), code=error.code, reason=reason)
+        )
+
+    def _is_newest(self, version: Version) -> bool:
+        self._status = replace(self._known(), failed=self._status.failed)
+        return self._status.newest == version
+
+    def _known(self) -> SavingStatus:
+        """The newest complete snapshot that is there; one that is damaged counts as none."""
+        given = self._snapshots
+        status = SavingStatus(directory=given.directory, every=given.every, keep=given.keep)
+        try:
+            with Snapshot(self._store.newest()) as snapshot:
+                return replace(status, newest=snapshot.commit.version, path=str(snapshot.path))
+        except (SnapshotNotFound, SnapshotDamaged):
+            return status
