@@ -12,12 +12,13 @@ from dataclasses import dataclass
 from liveweight.rl.records import FaultKind, Round, Stage
 from liveweight.rl.rounds import Rounds
 from liveweight.rl.servers import Server
+from liveweight.rl.stopping import Stop
 from liveweight.spec.deadline import Deadline
 
 KINDS: tuple[FaultKind, ...] = ("cut", "deadline", "rank", "replica")
 CUTS: tuple[Stage, ...] = ("open", "stage", "verify", "vote", "commit")
 TOO_SHORT_S = 0.0005
-END_S = 60.0
+NOTICE_S = 60.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,7 +43,9 @@ def plan(steps: int, replicas: int, seed: int) -> Mapping[int, Blow]:
     }
 
 
-def strike(blow: Blow, version: int, rounds: Rounds, servers: Sequence[Server]) -> tuple[str, list[Round]]:
+def strike(
+    blow: Blow, version: int, rounds: Rounds, servers: Sequence[Server], stop: Stop
+) -> tuple[str, list[Round]]:
     """Break it in the middle of the round of that version: what was done, and what became of the round."""
     server, replica = servers[blow.replica], rounds.replicas[blow.replica]
     match blow.kind:
@@ -58,9 +61,9 @@ def strike(blow: Blow, version: int, rounds: Rounds, servers: Sequence[Server]) 
         case "rank":
             rank = blow.number % server.tp
             rounds.begin(version)
-            server.kill_rank(rank)
+            killed = server.kill_rank(rank)
             ended = rounds.finish()
-            server.await_end(Deadline.after(END_S))
+            server.await_noticed(killed, stop, Deadline.after(NOTICE_S))
             return f"rank {rank} of replica {blow.replica} was killed", ended
         case _:
             rounds.begin(version)

@@ -80,7 +80,14 @@ class _Demo:
 
     def servers(self, launching: Launching) -> list[Server]:
         return [
-            Server(number, self._directory, self._model, launching, tp=self._settings.tp)
+            Server(
+                number,
+                self._directory,
+                self._model,
+                launching,
+                tp=self._settings.tp,
+                elastic=self._settings.chaos,
+            )
             for number in range(self._settings.replicas)
         ]
 

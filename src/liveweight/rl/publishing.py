@@ -1,7 +1,8 @@
 """Publishing step after step, whatever happens: begins rounds, makes good what went wrong, and counts it.
 
-A failed round costs nothing but a version: the engines go on with what they have. What was broken is brought back here: an engine that
-ended is started again, and rounds are tried until the whole fleet serves the trainer's weights.
+A failed round costs nothing but a version: the engines go on with what they have. A rank that was killed is replaced by its engine; what
+the engine cannot do itself is done here: one that ended is started again, and rounds are tried until the whole fleet serves the trainer's
+weights.
 """
 
 from __future__ import annotations
@@ -69,7 +70,7 @@ class Publishing:
 
     def _strike(self, step: int, blow: Blow) -> None:
         began_s = time.monotonic()
-        what, struck = strike(blow, step, self.rounds, self.servers)
+        what, struck = strike(blow, step, self.rounds, self.servers, self.stop)
         self._recover(step, blow.kind, what, struck, began_s)
 
     def _recover(self, step: int, kind: FaultKind, what: str, ended: list[Round], began_s: float) -> None:

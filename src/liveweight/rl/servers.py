@@ -22,14 +22,25 @@ from liveweight.spec.deadline import Deadline
 
 START_S = 120.0
 END_S = 10.0
+LOOK_S = 0.02
 LAST_WORDS = 400
 
 
 class Server:
     """One replica. `url` is None while it is not there. For the trainer's thread; `url` is for any."""
 
-    def __init__(self, number: int, directory: Path, model: Path, launching: Launching, *, tp: int) -> None:
-        self.number, self.tp = number, tp
+    def __init__(
+        self,
+        number: int,
+        directory: Path,
+        model: Path,
+        launching: Launching,
+        *,
+        tp: int,
+        elastic: bool = False,
+    ) -> None:
+        """`elastic`: it keeps snapshots, replaces ranks that it loses, and begins from its newest snapshot when it is started again."""
+        self.number, self.tp, self._elastic = number, tp, elastic
         self.address = f"ipc://{directory}/engine-{number}.sock"
         self.url: str | None = None
         self._launching, self._directory, self._model = launching, directory, model
@@ -49,6 +60,9 @@ class Server:
             "--grace": "0",
         }
         given = [text for pair in arguments.items() for text in pair]
+        if self._elastic:
+            snapshots = self._directory / f"snapshots-{self.number}"
+            given += ["--snapshots", str(snapshots), "--restart-ranks", "--resume"]
         environment = {**self._launching.environment, "TMPDIR": str(self._directory)}
         with self._errors.open("ab") as errors:
             self._process = subprocess.Popen(
@@ -68,7 +82,8 @@ class Server:
         self.url = line.split()[3].rstrip(",")
 
     def restart(self, stop: Stop, deadline: Deadline) -> None:
-        """Start it again, on the checkpoint of its start; the next round brings it to the fleet's version."""
+        """Start it again: from its newest snapshot, or else on the checkpoint of its start. The next round brings it to the fleet's
+        version."""
         self.kill()
         self.launch()
         self.await_ready(stop, deadline)
@@ -80,24 +95,23 @@ class Server:
             self._process.kill()
             self._release(Deadline.after(END_S))
 
-    def kill_rank(self, rank: int) -> None:
-        """End one of its ranks; the engine says so and ends."""
-        os.kill(self._ranks()[rank], signal.SIGKILL)
+    def kill_rank(self, rank: int) -> int:
+        """End one of its ranks, and its process id; the engine says so, and replaces it or ends."""
+        pid = self._ranks()[rank]
+        os.kill(pid, signal.SIGKILL)
+        return pid
+
+    def await_noticed(self, killed: int, stop: Stop, deadline: Deadline) -> None:
+        """Wait until the engine knows that its rank has ended: what it answers before that may be that of ranks that are gone."""
+        while not self.ended and killed in self._ranks():
+            if deadline.over:
+                raise deadline.exceeded(f"engine {self.number} to notice that its rank was killed")
+            stop.wait(LOOK_S)
 
     @property
     def ended(self) -> bool:
         """Whether its process has ended."""
         return self._process is None or self._process.poll() is not None
-
-    def await_end(self, deadline: Deadline) -> None:
-        """Wait until its process has ended by itself."""
-        if self._process is None:
-            return
-        try:
-            self._process.wait(deadline.remaining_s())
-        except subprocess.TimeoutExpired:
-            raise deadline.exceeded(f"engine {self.number} to end") from None
-        self.url = None
 
     def ask_to_end(self) -> None:
         """Let it clean up and end."""
@@ -149,11 +163,19 @@ class Server:
         return self._errors.read_text(errors="replace").strip()[-LAST_WORDS:] or "without a word"
 
     def _ranks(self) -> list[int]:
-        """The process ids of its ranks, by rank: a server starts them in order and starts nothing else."""
+        """The process ids of its ranks, by rank: a server starts them in order, from whichever thread, and starts nothing else."""
         if self._process is None:
             return []
-        pid = self._process.pid
-        return sorted(int(text) for text in Path(f"/proc/{pid}/task/{pid}/children").read_text().split())
+        threads = Path(f"/proc/{self._process.pid}/task").glob("*/children")
+        return sorted(int(text) for children in threads for text in _words(children))
+
+
+def _words(path: Path) -> list[str]:
+    """Those of a file; none where its thread has ended meanwhile."""
+    try:
+        return path.read_text().split()
+    except OSError:
+        return []
 
 
 class Fleet:
