@@ -26,7 +26,7 @@ from liveweight.engine.requests import Sampling, Sink
 from liveweight.engine.restarts import Budget
 from liveweight.engine.restoring import Restored
 from liveweight.engine.status import PauseMode, Pausing, RecoveryStatus, State, Status
-from liveweight.engine.successors import Successors, behind_of
+from liveweight.engine.successors import Successors, behind_of, missed
 from liveweight.engine.verifying import Answer, Question
 from liveweight.errors import LiveWeightError, WeightsPending
 from liveweight.observe.bus import Bus
@@ -126,13 +126,19 @@ class RestartingEngine:
         """See Engine; while ranks are replaced, what is known without them."""
         with self._changed:
             engine, pending, recovery = self._engine, self._pending, self._recovery
-        if pending is not None:
-            state = f"pending weights ({pending})"
-            return Standing(state=state, serving=None, undo=None, round=None, rounds=(), recovery=recovery)
-        standing = engine.standing()
-        if recovery is not None and standing.serving != recovery.version:
-            recovery = replace(recovery, behind=None)  # a later round has brought another
-        return replace(standing, recovery=recovery)
+        if pending is None:
+            try:
+                standing = engine.standing()
+            except LiveWeightError:
+                pending = self._pending
+                if pending is None:  # else its rank was lost while it was asked
+                    raise
+            else:
+                if recovery is not None and standing.serving != recovery.version:
+                    recovery = replace(recovery, behind=None)  # a later round has brought another
+                return replace(standing, recovery=recovery)
+        state = f"pending weights ({pending})"
+        return Standing(state=state, serving=None, undo=None, round=None, rounds=(), recovery=recovery)
 
     def undo(self, timeout_s: float) -> Version | None:
         """See Engine."""
@@ -255,16 +261,9 @@ class RestartingEngine:
         with self._changed:
             self._counts = counts.plus(self._counts)
             self._engine, self._generation, self._pending = engine, self._generation + 1, None
-            recovered = self._note(restored, self._missed(old.served), began_s)
+            recovered = self._note(restored, missed(self._recovery, old.served), began_s)
         self._bus.emit(recovered)
         engine.on_failure(self._lose)
-
-    def _missed(self, served: Version | None) -> Version | None:
-        """What it should serve: what it served, or, if that was behind already, what was missed then."""
-        before = self._recovery
-        if before is None or before.behind is None or before.version != served:
-            return served
-        return before.behind
 
     def _note(self, restored: Restored, wanted: Version | None, began_s: float) -> Recovered:
         behind, took_s = behind_of(restored, wanted), time.monotonic() - began_s

@@ -14,6 +14,7 @@ from liveweight.engine.config import EngineConfig
 from liveweight.engine.engine import Engine
 from liveweight.engine.ranks import Launch, Process
 from liveweight.engine.restoring import Restored, Restoring, older
+from liveweight.engine.status import RecoveryStatus
 from liveweight.errors import EngineStopping, RankLost
 from liveweight.observe.bus import Bus
 from liveweight.spec.manifest import Version
@@ -99,3 +100,10 @@ def behind_of(restored: Restored, wanted: Version | None) -> Version | None:
     if restored.origin in ("offer", "publisher"):
         return wanted if older(restored.version, wanted) else None
     return wanted
+
+
+def missed(before: RecoveryStatus | None, served: Version | None) -> Version | None:
+    """What a replica should serve: what it served, or, if that was behind already, what was missed then."""
+    if before is None or before.behind is None or before.version != served:
+        return served
+    return before.behind
