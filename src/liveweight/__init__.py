@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from liveweight.spec.manifest import TensorSpec, Version
     from liveweight.spec.region import box, whole
     from liveweight.trainer.errands import Verification
+    from liveweight.trainer.gathering import GatheringSource
     from liveweight.trainer.report import Report
     from liveweight.transports.stock import RingSettings
 
@@ -21,6 +22,7 @@ _HOMES = {
     "OutcomeUnknown": "liveweight.errors",
     "DType": "liveweight.spec.dtype",
     "Piece": "liveweight.spec.layout",
+    "GatheringSource": "liveweight.trainer.gathering",
     "Publisher": "liveweight.api",
     "Receiver": "liveweight.api",
     "Report": "liveweight.trainer.report",
@@ -37,6 +39,7 @@ _HOMES = {
 
 __all__ = [
     "DType",
+    "GatheringSource",
     "LiveWeightError",
     "OutcomeUnknown",
     "Piece",

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, TypeAlias
 
 from liveweight.control.client import is_url, wire_address
 from liveweight.devices.cuda import CudaDevice
-from liveweight.devices.device import CpuDevice, Device, open_device
+from liveweight.devices.device import CPU, CpuDevice, Device, open_device
 from liveweight.devices.kernels import choose_kernels
 from liveweight.integrations.stream import Streaming
 from liveweight.observe.bus import Bus
@@ -26,22 +26,21 @@ from liveweight.observe.log import log
 from liveweight.spec.deadline import Deadline
 from liveweight.spec.layout import Piece
 from liveweight.spec.manifest import Version
-from liveweight.trainer import publisher as publishing
-from liveweight.trainer.live import SharedModule, source_device
+from liveweight.trainer.live import SharedModule, source_device, source_of
 from liveweight.trainer.live import share_module as _share_module
-from liveweight.trainer.meeting import check_terms, describe_to, meet_replicas, own_terms
+from liveweight.trainer.meeting import check_terms, describe_to, meet_replicas, own_host, own_terms
 from liveweight.trainer.offers import Offers
+from liveweight.trainer.ranks import Terms, join_ranks
 from liveweight.trainer.registry import Registry
 from liveweight.trainer.replica import Replica, WireReplica
 from liveweight.trainer.settings import PublisherSettings
+from liveweight.trainer.shares import threads_for
 from liveweight.trainer.shelf import Shelf
-from liveweight.trainer.source import Source
-from liveweight.trainer.sources import ModuleSource, as_source
+from liveweight.trainer.spmd import SpmdPublisher
 from liveweight.transports.ipc.source import allocate
-from liveweight.transports.registry import TRANSPORTS, Mode, check_device, check_offer, mode
+from liveweight.transports.registry import TRANSPORTS, check_device, check_offer, mode
 from liveweight.transports.stock import RingSettings
 from liveweight.wire.credentials import Secret, load_or_create_secret, socket_directory
-from liveweight.wire.sockets import host_towards
 from liveweight.wire.values import KvPolicy
 from liveweight.worker import receiver as receiving
 from liveweight.worker.agent import StagingSettings
@@ -58,7 +57,7 @@ DeviceName: TypeAlias = "str | torch.device | CpuDevice | CudaDevice"
 """A device, named with its index: `cpu`, `cuda:0`."""
 
 
-class Publisher(publishing.Publisher):
+class Publisher(SpmdPublisher):
     """Sends a trainer's weights to running engines.
 
         with lw.Publisher(model, engines=["ipc:///run/me/engine.sock"]) as publisher:
@@ -75,6 +74,10 @@ class Publisher(publishing.Publisher):
 
     `transfer_mode="gdr"` or `"rdma"` reaches engines on other hosts; `host` is the address of this one that they are told, by default the
     one on the way to the first of them.
+
+    With `group`, every rank of a trainer makes one, of its FSDP2 module or its DTensors, and calls the same methods in the same order:
+    each freezes its own shards, engine ranks read from those who hold what they need, and nothing is gathered. The group is used only
+    here. Rank 0 alone speaks to the engines; its outcome is every rank's. `offer` returns once the local shards are frozen.
 
     With `address`, engines that were started with `--weights-from` may ask there for the version that `offer` made last; `engines` may
     then be left out. Without any, nobody says which dtypes are expected: the weights are offered in their own, or in `dtype`.
@@ -104,14 +107,45 @@ class Publisher(publishing.Publisher):
         threads: int | None = None,
         run: str | None = None,
         bus: Bus | None = None,
+        group: ProcessGroup | None = None,
     ) -> None:
         bus = logging_bus() if bus is None else bus
         held = _secret(secret)
         place = socket_directory(directory or default_directory())
         chosen = mode(transfer_mode)
         check_offer(chosen, offer)
-        check_terms(engines, address, dtype, offer)
-        source, shared = _source(model)
+        check_terms(engines, address, dtype, offer, ranked=group is not None)
+        settings = PublisherSettings(
+            offer=offer,
+            verify=verify,
+            timeout_s=timeout_s,
+            lease_s=lease_s,
+            release_s=release_s,
+            quorum=quorum,
+            kv_policy=kv_policy,
+        )
+        name, run = f"{os.uname().nodename}/{os.getpid()}", run or secrets.token_hex(8)
+        if group is not None:
+            home = CPU if device is None else _opened(device) or CPU
+            terms = Terms(
+                secret=held,
+                directory=place,
+                mode=chosen,
+                host=host,
+                device=home,
+                kernels=choose_kernels(bus, home.choose()),
+                threads=threads_for(threads, home),
+                bus=bus,
+                settings=settings,
+                name=name,
+                run=run,
+                engines=len(engines),
+                connect=lambda until: [_replica(engine, held, control_key, until) for engine in engines],
+            )
+            self._ranked = join_ranks(model, group, terms)
+            self.name, self.run, self.settings, self.address = name, self._ranked.run, settings, None
+            return
+        source, shared = source_of(model)
         there = source_device(_opened(device), shared)
         check_device(chosen, offer, there)
         deadline = Deadline.after(timeout_s)
@@ -123,7 +157,7 @@ class Publisher(publishing.Publisher):
                 met = meet_replicas(replicas, deadline)
             else:
                 met = own_terms(source, None if dtype is None else str(dtype))
-            outlet = chosen.outlet(place, held, there, _host(host, chosen, replicas, address))
+            outlet = chosen.outlet(place, held, there, own_host(host, chosen, replicas, address))
             stack.callback(outlet.close)
             offers = Offers(
                 source=source,
@@ -131,7 +165,7 @@ class Publisher(publishing.Publisher):
                 outlet=outlet,
                 kernels=choose_kernels(bus, there.choose()),
                 shared=shared,
-                threads=_threads(threads, there),
+                threads=threads_for(threads, there),
                 bus=bus,
                 ring=ring,
             )
@@ -141,30 +175,12 @@ class Publisher(publishing.Publisher):
                 shelf = Shelf(address, held, structure=offers.structure, manifest=offers.manifest, bus=bus)
                 stack.callback(shelf.close)
             super().__init__(
-                name=f"{os.uname().nodename}/{os.getpid()}",
-                run=run or secrets.token_hex(8),
-                replicas=replicas,
-                offers=offers,
-                shelf=shelf,
-                settings=PublisherSettings(
-                    offer=offer,
-                    verify=verify,
-                    timeout_s=timeout_s,
-                    lease_s=lease_s,
-                    release_s=release_s,
-                    quorum=quorum,
-                    kv_policy=kv_policy,
-                ),
+                name=name, run=run, replicas=replicas, offers=offers, shelf=shelf, settings=settings
             )
             stack.pop_all()
-        self._outlet = outlet
+        self._outlet, self._source = outlet, source
         self.address = None if shelf is None else shelf.address
         """Where engines ask for what it offers; None if they may not."""
-
-    def close(self) -> None:
-        """Abort a round that is not committed yet, and let go of everything."""
-        super().close()
-        self._outlet.close()
 
 
 class Receiver(Streaming, receiving.Receiver):
@@ -272,28 +288,7 @@ def _replica(engine: str | Replica, secret: Secret, key: str | None, deadline: D
     return WireReplica(wire_address(engine, key, deadline) if is_url(engine) else engine, secret)
 
 
-def _host(given: str | None, chosen: Mode, replicas: Sequence[Replica], address: str | None) -> str | None:
-    """The address of this host that ranks are told: the one on the way to the first engine on another, or where engines ask."""
-    if given is not None or chosen.reach != "any host":
-        return given
-    names = [replica.name for replica in replicas] + ([] if address is None else [address])
-    return next((host_towards(name) for name in names if name.startswith("tcp://")), None)
-
-
-def _source(model: object) -> tuple[Source, SharedModule | None]:
-    if isinstance(model, SharedModule):
-        return ModuleSource(model.module), model
-    return as_source(model), None
-
-
 def _opened(device: DeviceName | None) -> Device | None:
     if device is None or isinstance(device, CpuDevice | CudaDevice):
         return device
     return open_device(str(device))
-
-
-def _threads(given: int | None, device: Device) -> int:
-    """On a GPU one, the caller's own: another would not queue its work behind what the caller has queued."""
-    if device.handles is not None:
-        return 1
-    return (os.cpu_count() or 1) if given is None else given

@@ -22,6 +22,7 @@ from liveweight.plan.tally import lanes_from_bytes
 from liveweight.spec.deadline import Deadline
 from liveweight.spec.layout import Layout, packed
 from liveweight.trainer.live import SharedModule
+from liveweight.trainer.offers import Offers
 from liveweight.transports.port import Reader, Reading
 from liveweight.transports.registry import TRANSPORTS
 from liveweight.wire.values import Offer
@@ -248,6 +249,7 @@ def counting(short_path: Path) -> Iterator[Counting]:
     with source(short_path, "ipc", "frozen") as publisher:
         publisher.offer(1)
         offers = publisher._offers
+        assert isinstance(offers, Offers)
         assert offers.current is not None
         made = publisher._shelf
         assert made is not None

@@ -130,6 +130,30 @@ class Cluster:
         }
         return self._start("tests.support.trainer_program", config | options)
 
+    def start_trainer_ranks(self, world: int, names: str = "a", **options: Any) -> list[Program]:
+        """Start the ranks of a trainer."""
+        self._stores += 1
+        config = {
+            "engines": [self.address(name) for name in names],
+            "secret": str(self.secret),
+            "directory": str(self.directory / f"trainer{len(self._programs)}"),
+            "store": str(self.directory / f"store{self._stores}"),
+            "world": world,
+            "style": "fsdp2",
+            "timeout_s": 60.0,
+            "lease_s": 10.0,
+            "run": "run",
+        }
+        told = [config | options | {"rank": rank} for rank in range(world)]
+        return [self._start("tests.support.trainer_rank_program", one) for one in told]
+
+    def trainer_ranks(self, world: int, names: str = "a", **options: Any) -> list[Program]:
+        """Start the ranks of a trainer and wait until they have met each other and the replicas."""
+        ranks = self.start_trainer_ranks(world, names, **options)
+        for rank in ranks:
+            assert "error" not in rank.expect("ready")
+        return ranks
+
     def engine(self, config: EngineConfig, consoles: list[str]) -> Program:
         """Start an engine in a process of its own; it says when it is ready."""
         told = {"engine": msgspec.to_builtins(config), "consoles": consoles}

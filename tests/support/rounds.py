@@ -21,6 +21,12 @@ def assert_holds(ranks: list[Program], label: int, version: object = None) -> No
         assert state["version"] == (label if version is None else version)
 
 
+def all_of(ranks: list[Program], do: str, **arguments: Any) -> list[dict[str, Any]]:
+    """Every rank of a trainer runs every line; their answers."""
+    calls = [rank.begin(do, **arguments) for rank in ranks]
+    return [rank.end(call) for rank, call in zip(ranks, calls, strict=True)]
+
+
 def publish_when_free(trainer: Program, label: int, within_s: float = 60.0) -> dict[str, Any]:
     """Publish; while an old round still holds the replica, try again."""
     ends_s = time.monotonic() + within_s

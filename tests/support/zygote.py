@@ -21,6 +21,7 @@ ROOT = Path(__file__).parents[2]
 PROGRAMS = (
     "tests.support.rank_program",
     "tests.support.trainer_program",
+    "tests.support.trainer_rank_program",
     "tests.support.source_program",
     "tests.support.engine_rank_program",
     "tests.support.counting_rank_program",

@@ -25,6 +25,8 @@ def test_a_small_run_has_every_figure() -> None:
     for kind, verify in CONTENDERS:
         times = report["rounds"][kind]["verified_s" if verify else "plain_s"]
         assert 0 < times["best"] <= times["median"]
+    assert report["rounds"]["fsdp2"]["verified_s"]["best"] > 0
+    assert report["ratios"]["fsdp2_of_frozen"] > 0
     for name in ("limit_s", "cast_copy_s", "freeze_s", "cold_s"):
         assert report[name] > 0
     assert 0 < report["ring_bytes"] <= 64 << 20
@@ -34,5 +36,7 @@ def test_a_small_run_has_every_figure() -> None:
 
 @pytest.mark.timeout(400)
 def test_forty_thousand_tensors_make_a_round() -> None:
-    report = bench_ipc(IpcSettings(size_gb=0.0103, ranks=2, rounds=1, tensors=40_000, cast=False))
+    report = bench_ipc(
+        IpcSettings(size_gb=0.0103, ranks=2, rounds=1, tensors=40_000, cast=False, sharded=False)
+    )
     assert report["tensors"] == 40_000

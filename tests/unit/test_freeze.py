@@ -24,6 +24,7 @@ from liveweight.spec.digest import Lanes, partial
 from liveweight.spec.dtype import DType
 from liveweight.spec.layout import contiguous_strides, packed
 from liveweight.spec.manifest import Manifest, TensorSpec
+from liveweight.spec.region import whole
 from liveweight.trainer.freeze import CASTABLE, Freezer, Frozen, offered_manifest
 from liveweight.trainer.freeze_tables import Templates
 from liveweight.trainer.host_tensor import HostTensor
@@ -216,8 +217,8 @@ def test_one_large_tensor_is_cut_into_even_shares_for_all_threads(shape: tuple[i
     want = TensorSpec(name="w", dtype=DType.BFLOAT16, shape=shape)
     templates = Templates()
     for rows in (
-        templates.freeze(have, want, contiguous_strides(shape, DType.FLOAT32)),
-        templates.digest(want),
+        templates.freeze(have.dtype, want, whole(shape), contiguous_strides(shape, DType.FLOAT32)),
+        templates.digest(want, whole(shape)),
     ):
         sizes = row_bytes(rows)
         assert sizes.sum() == want.size_bytes

@@ -51,9 +51,9 @@ def test_a_message_comes_back_as_it_went(body: Small, call: int) -> None:
 
 
 def test_the_bytes_of_a_frame_are_fixed() -> None:
-    assert CODEC.encode(Ping(3), call=7, limits=LIMITS) == b"LW\x02\x00\x92\x07\x82\xa4type\xa4Ping\xa1n\x03"
-    assert CODEC.refusal(9) == b"LW\x00\x00\x82\xa4ours\x02\xa6theirs\x09"
-    assert CODEC.greeting == b"LW\x02\x00"
+    assert CODEC.encode(Ping(3), call=7, limits=LIMITS) == b"LW\x03\x00\x92\x07\x82\xa4type\xa4Ping\xa1n\x03"
+    assert CODEC.refusal(9) == b"LW\x00\x00\x82\xa4ours\x03\xa6theirs\x09"
+    assert CODEC.greeting == b"LW\x03\x00"
 
 
 def test_a_message_beyond_the_limit_is_neither_encoded_nor_decoded() -> None:
@@ -105,7 +105,7 @@ INVALID = {
     "a refusal without a body": frame_of(b"", 0),
     "a refusal of strings": frame_of(b"\x82\xa4ours\xa1a\xa6theirs\xa1b", 0),
     "a refusal by version 0": frame_of(b"\x82\xa4ours\x00\xa6theirs\x01", 0),
-    "a refusal with more": frame_of(b"\x83\xa4ours\x02\xa6theirs\x01\xa1z\x00", 0),
+    "a refusal with more": frame_of(b"\x83\xa4ours\x03\xa6theirs\x01\xa1z\x00", 0),
     **{f"deep {name}": frame_of(body) for name, body in DEEP.items()},
     **{f"a deep refusal, {name}": frame_of(body, 0) for name, body in DEEP.items()},
 }

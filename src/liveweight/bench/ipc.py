@@ -20,6 +20,7 @@ import msgspec
 from liveweight.bench.child import Child, reset_peak, resident_bytes
 from liveweight.bench.decoder import decoder, module_of, parameters, small_tensors
 from liveweight.bench.freeze import bench_freeze
+from liveweight.bench.ipc_fsdp2 import sharded_rounds
 from liveweight.bench.ipc_rank import WAIT_S
 from liveweight.bench.ipc_rank import main as rank_main
 from liveweight.bench.publishing import publishing
@@ -49,7 +50,8 @@ CONTENDERS: tuple[tuple[OfferKind, bool], ...] = (
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class IpcSettings:
-    """What to measure. `tensors` 0: a decoder's shapes. `cast` also freezes from float32, which takes twice the bytes more."""
+    """What to measure. `tensors` 0: a decoder's shapes. `cast` also freezes from float32, which takes twice the bytes more; `sharded`
+    also publishes from two ranks of a trainer, which takes twice the bytes more, too."""
 
     size_gb: float = 1.4
     ranks: int = 2
@@ -57,6 +59,7 @@ class IpcSettings:
     tensors: int = 0
     threads: int = 1
     cast: bool = True
+    sharded: bool = True
 
 
 def bench_ipc(settings: IpcSettings) -> dict[str, Any]:
@@ -78,6 +81,7 @@ def bench_ipc(settings: IpcSettings) -> dict[str, Any]:
                 times[contender].append(scene.publish(*contender))
         scene.check()
         peaks = scene.peaks()
+        sharded = scene.sharded() if settings.sharded else []
         freeze = bench_freeze(scene.shared, settings.rounds) if settings.cast else {}
     limit_s = min(spans)
     return {
@@ -92,8 +96,9 @@ def bench_ipc(settings: IpcSettings) -> dict[str, Any]:
         "cold_live_s": cold_live_s,
         **ring,
         "peak_extra_bytes": peaks,
-        "rounds": _rounds(times),
-        "ratios": _ratios(times, limit_s),
+        "rounds": _rounds(times) | ({"fsdp2": {"verified_s": _figures(sharded)}} if sharded else {}),
+        "ratios": _ratios(times, limit_s)
+        | ({"fsdp2_of_frozen": min(sharded) / min(times["frozen", True])} if sharded else {}),
         **freeze,
     }
 
@@ -115,8 +120,12 @@ def _rounds(times: dict[tuple[OfferKind, bool], list[float]]) -> dict[str, Any]:
     figures: dict[str, Any] = {}
     for (kind, verify), taken in times.items():
         name = "verified_s" if verify else "plain_s"
-        figures.setdefault(kind, {})[name] = {"best": min(taken), "median": statistics.median(taken)}
+        figures.setdefault(kind, {})[name] = _figures(taken)
     return figures
+
+
+def _figures(taken: list[float]) -> dict[str, float]:
+    return {"best": min(taken), "median": statistics.median(taken)}
 
 
 def _ratios(times: dict[tuple[OfferKind, bool], list[float]], limit_s: float) -> dict[str, float]:
@@ -149,7 +158,7 @@ class _Scene:
         directory = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="lw-bench-")))
         load_or_create_secret(directory / "secret")
         self._kernels = choose().kernels
-        config = {
+        self._config = config = {
             "address": f"ipc://{directory}/leader.sock",
             "secret": str(directory / "secret"),
             "store": str(directory / "store"),
@@ -195,6 +204,10 @@ class _Scene:
             raise RuntimeError(f"asked for a {kind} round, got {report}")
         self._readable = self._readable if kind == "ring" else self._offers.current
         return took_s
+
+    def sharded(self) -> list[float]:
+        """Verified rounds of the same tensors from two ranks of a trainer; seconds of each."""
+        return sharded_rounds(self._config, self._settings.rounds)
 
     def limit(self) -> float:
         """All ranks at once copy their share from the arena that was offered last; from the first's start to the last's end."""

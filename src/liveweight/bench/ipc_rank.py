@@ -18,6 +18,7 @@ from liveweight.plan.tally import lanes_to_bytes
 from liveweight.spec.deadline import Deadline
 from liveweight.spec.manifest import TensorSpec
 from liveweight.transports.ipc.reader import IpcReader
+from liveweight.transports.registry import mode
 from liveweight.wire.credentials import load_or_create_secret
 from liveweight.wire.values import Offer
 from liveweight.worker.agent import StagingSettings
@@ -47,7 +48,7 @@ def main(line: Line, config: dict[str, Any]) -> None:
         address=config["address"],
         secret=secret,
         kernels=kernels,
-        readers={"ipc": IpcReader(secret, kernels)},
+        readers={"ipc": mode("ipc").reader(secret, kernels)},
         rank=rank,
         world=world,
         group=group,

@@ -167,10 +167,9 @@ class MetricsReader:
                 self._observe(FREEZE_SECONDS, event.took_s)
             case ev.Verified():
                 self._observe(VERIFY_SECONDS, event.took_s, _scope(event.rank))
-            case ev.Committed():
-                self._observe(STALL_SECONDS, event.stall_s, _scope(event.rank))
-            case ev.Undone():
-                self._observe(STALL_SECONDS, event.stall_s, _scope(None))
+            case ev.Committed() | ev.Undone():
+                rank = event.rank if isinstance(event, ev.Committed) else None
+                self._observe(STALL_SECONDS, event.stall_s, _scope(rank))
             case ev.OfferMade():
                 self._add(OFFERS, 1, event.kind)
             case ev.LeaseExpired():

@@ -17,7 +17,7 @@ import xxhash
 from liveweight.errors import LayoutInvalid
 from liveweight.spec.dtype import DType
 from liveweight.spec.manifest import Manifest, TensorSpec
-from liveweight.spec.region import Region, Span, canonical, check_inside, count, whole
+from liveweight.spec.region import Region, Span, canonical, check_inside, count, counts, whole
 
 ALIGNMENT_BYTES = 64
 
@@ -118,18 +118,27 @@ def place(
 
 def packed(tensors: Sequence[TensorSpec], *, alignment_bytes: int = ALIGNMENT_BYTES) -> Layout:
     """Whole tensors one after the other in a single memory: the layout of a frozen arena."""
-    ends = list(itertools.accumulate((align(t.size_bytes, alignment_bytes) for t in tensors), initial=0))
+    return packed_regions([(t, whole(t.shape)) for t in tensors], alignment_bytes=alignment_bytes)
+
+
+def packed_regions(
+    parts: Sequence[tuple[TensorSpec, Region]], *, alignment_bytes: int = ALIGNMENT_BYTES
+) -> Layout:
+    """Parts of tensors, each contiguous, one after the other in a single memory: the arena of who holds only those."""
+    sizes = (align(count(region) * spec.dtype.size_bytes, alignment_bytes) for spec, region in parts)
+    ends = list(itertools.accumulate(sizes, initial=0))
     placements = tuple(
         Placement(
-            name=tensor.name,
-            region=whole(tensor.shape),
+            name=spec.name,
+            region=region,
             memory=0,
             offset_bytes=offset,
-            strides_bytes=contiguous_strides(tensor.shape, tensor.dtype),
+            strides_bytes=contiguous_strides(counts(region), spec.dtype),
         )
-        for tensor, offset in zip(tensors, ends, strict=False)
+        for (spec, region), offset in zip(parts, ends, strict=False)
     )
-    return Layout(tensors=tuple(tensors), memories_bytes=(ends[-1],), placements=placements)
+    tensors = tuple({spec.name: spec for spec, _ in parts}.values())
+    return Layout(tensors=tensors, memories_bytes=(ends[-1],), placements=placements)
 
 
 def contiguous_strides(shape: Sequence[int], dtype: DType) -> tuple[int, ...]:

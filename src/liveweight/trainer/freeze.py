@@ -23,8 +23,9 @@ from liveweight.plan.freezes import CASTS, row_bytes
 from liveweight.plan.loops import Table
 from liveweight.spec.digest import SEEDS, Lanes
 from liveweight.spec.dtype import DType
-from liveweight.spec.layout import packed
+from liveweight.spec.layout import packed_regions
 from liveweight.spec.manifest import Manifest, TensorSpec
+from liveweight.spec.region import Region, whole
 from liveweight.trainer.freeze_tables import Templates, digest_rows, freeze_rows
 from liveweight.trainer.host_tensor import HostTensor
 from liveweight.trainer.shares import ranges, run_shared, summed
@@ -40,6 +41,9 @@ CASTABLE = frozenset({DType.FLOAT64, DType.FLOAT32, DType.FLOAT16, DType.BFLOAT1
 
 SMALL_BYTES = 256 << 10
 """A streamed tensor below this is copied without a kernel and digested with the others at the end: binding it would cost more."""
+
+Part: TypeAlias = tuple[TensorSpec, Region]
+"""A full tensor, and the part of it that is meant."""
 
 Seat: TypeAlias = "tuple[int, tuple[int, ...], tuple[int, ...], torch.dtype | DType, bool]"
 """Where a tensor lies, and as what: address, shape, strides, dtype, and whether on the host."""
@@ -113,7 +117,10 @@ class Freezer:
     Called from the thread that offers; `layout` is where the tensors of the offered manifest lie in the arena.
     """
 
-    def __init__(self, source: Manifest, offered: Manifest, kernels: Kernels) -> None:
+    def __init__(
+        self, source: Manifest, offered: Manifest, kernels: Kernels, parts: Sequence[Part] | None = None
+    ) -> None:
+        """`parts` says of which tensors, and which regions of them, the offered ones are parts; left out, they are whole."""
         for have, want in zip(source, offered, strict=False):
             if (have.name, have.shape) != (want.name, want.shape):
                 raise LayoutInvalid(
@@ -121,7 +128,9 @@ class Freezer:
                 )
         if len(source.tensors) != len(offered.tensors):
             raise LayoutInvalid(f"{len(source.tensors)} tensors to be frozen as {len(offered.tensors)}")
-        self.layout = packed(offered.tensors)
+        self._parts = [(t, whole(t.shape)) for t in offered] if parts is None else list(parts)
+        self.layout = packed_regions(self._parts)
+        self._offered = offered
         self._source, self._kernels = source, kernels
         self._offsets = [placement.offset_bytes for placement in self.layout.placements]
         self._names = [spec.name for spec in source]
@@ -186,7 +195,7 @@ class Freezer:
 
     def _has_kernel(self, number: int, tensor: AnyTensor) -> bool:
         """Whether a kernel can read the tensor where it lies and write it in the offered dtype."""
-        have, want = self._source.tensors[number].dtype, self.layout.tensors[number].dtype
+        have, want = self._source.tensors[number].dtype, self._offered.tensors[number].dtype
         return tensor.is_cpu and not tensor.is_neg() and (have is want or (have, want) in CASTS)
 
     def _bind(self, numbers: Sequence[int], tensors: Sequence[AnyTensor], arena: Memory) -> _Moves:
@@ -196,7 +205,7 @@ class Freezer:
             for t in tensors
         ]
         parts = [
-            self._templates.freeze(self._source.tensors[n], self.layout.tensors[n], strides_bytes(t))
+            self._templates.freeze(self._source.tensors[n].dtype, *self._parts[n], strides_bytes(t))
             for n, t in zip(numbers, tensors, strict=True)
         ]
         rows = freeze_rows(parts, [self._offsets[number] for number in numbers])
@@ -205,7 +214,7 @@ class Freezer:
 
     def _cast(self, arena: Memory, number: int, tensor: AnyTensor) -> None:
         """Copy a tensor to its place without a kernel, by torch or NumPy."""
-        spec, placement = self.layout.tensors[number], self.layout.placements[number]
+        spec, placement = self._offered.tensors[number], self.layout.placements[number]
         try:
             if isinstance(tensor, HostTensor):
                 first = placement.offset_bytes
@@ -221,7 +230,7 @@ class Freezer:
             return
         known = self._readings
         if known is None or known.arena is not arena or known.numbers != numbers:
-            templates = [self._templates.digest(self.layout.tensors[number]) for number in numbers]
+            templates = [self._templates.digest(*self._parts[number]) for number in numbers]
             rows = digest_rows(templates, [self._offsets[number] for number in numbers])
             bound = self._kernels.bind_digest(rows, [arena], len(numbers))
             known = _Readings(numbers=numbers, arena=arena, bound=bound, sizes_bytes=row_bytes(rows))

@@ -9,13 +9,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
+from msgspec.structs import replace
 
 from liveweight.plan import digests, freezes
 from liveweight.plan.loops import Table
 from liveweight.spec.dtype import DType
-from liveweight.spec.layout import Layout, Placement, packed
+from liveweight.spec.layout import Layout, Placement, packed_regions
 from liveweight.spec.manifest import TensorSpec
-from liveweight.spec.region import count, whole
+from liveweight.spec.region import Region, count
 from liveweight.trainer.shares import ROW_BYTES
 
 _AT = {
@@ -27,22 +28,25 @@ class Templates:
     """Rows by geometry, for a tensor whose source begins at byte 0 of memory 0 and whose target does too, in slot 0."""
 
     def __init__(self) -> None:
-        self._freezes: dict[tuple[DType, DType, tuple[int, ...], tuple[int, ...]], Table] = {}
-        self._digests: dict[tuple[DType, tuple[int, ...]], Table] = {}
+        self._freezes: dict[tuple[DType, DType, tuple[int, ...], Region, tuple[int, ...]], Table] = {}
+        self._digests: dict[tuple[DType, tuple[int, ...], Region], Table] = {}
 
-    def freeze(self, source: TensorSpec, offered: TensorSpec, strides_bytes: tuple[int, ...]) -> Table:
-        """The rows that copy, and cast, a strided tensor to a packed one."""
-        key = (source.dtype, offered.dtype, source.shape, strides_bytes)
+    def freeze(
+        self, dtype: DType, offered: TensorSpec, region: Region, strides_bytes: tuple[int, ...]
+    ) -> Table:
+        """The rows that copy, and cast, a strided part of a tensor to a packed one."""
+        key = (dtype, offered.dtype, offered.shape, region, strides_bytes)
         if key not in self._freezes:
-            plan = freezes.plan_freeze(_strided(source, strides_bytes), packed([offered]))
+            source = _strided(replace(offered, dtype=dtype), region, strides_bytes)
+            plan = freezes.plan_freeze(source, packed_regions([(offered, region)]))
             self._freezes[key] = cut_columns(freezes.split(plan.rows, ROW_BYTES), ROW_BYTES)
         return self._freezes[key]
 
-    def digest(self, offered: TensorSpec) -> Table:
-        """The rows that read a packed tensor."""
-        key = (offered.dtype, offered.shape)
+    def digest(self, offered: TensorSpec, region: Region) -> Table:
+        """The rows that read a packed part of a tensor."""
+        key = (offered.dtype, offered.shape, region)
         if key not in self._digests:
-            rows = digests.plan_digests(packed([offered])).rows
+            rows = digests.plan_digests(packed_regions([(offered, region)])).rows
             self._digests[key] = cut_columns(digests.split(rows, ROW_BYTES), ROW_BYTES)
         return self._digests[key]
 
@@ -84,9 +88,8 @@ def cut_columns(rows: Table, limit_bytes: int) -> Table:
     return cut
 
 
-def _strided(spec: TensorSpec, strides_bytes: tuple[int, ...]) -> Layout:
-    """The layout of one tensor with these strides, alone in its memory."""
-    region = whole(spec.shape)
+def _strided(spec: TensorSpec, region: Region, strides_bytes: tuple[int, ...]) -> Layout:
+    """The layout of a part of one tensor with these strides, alone in its memory."""
     steps = sum((span.count - 1) * stride for span, stride in zip(region, strides_bytes, strict=True))
     size = steps + spec.dtype.size_bytes if count(region) else 0
     place = Placement(name=spec.name, region=region, memory=0, offset_bytes=0, strides_bytes=strides_bytes)

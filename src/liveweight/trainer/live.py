@@ -26,7 +26,7 @@ from liveweight.trainer.freeze_tables import cut_columns
 from liveweight.trainer.registry import Registry
 from liveweight.trainer.shares import ROW_BYTES, ranges, run_shared, summed
 from liveweight.trainer.source import Source, whole_pass
-from liveweight.trainer.sources import ModuleSource
+from liveweight.trainer.sources import ModuleSource, as_source
 from liveweight.trainer.tensors import AnyTensor
 from liveweight.trainer.views import extent_bytes, view
 from liveweight.transports.port import Arena
@@ -139,6 +139,13 @@ def moved_since(source: Source, shared: SharedModule) -> str | None:
         return None if shared.holds(tensors) else _first(_strays(tensors, shared))
     except LiveWeightError as error:
         return str(error)
+
+
+def source_of(model: object) -> tuple[Source, SharedModule | None]:
+    """Where weights come from, and the shared module that they lie in, if it is one."""
+    if isinstance(model, SharedModule):
+        return ModuleSource(model.module), model
+    return as_source(model), None
 
 
 def source_device(given: Device | None, shared: SharedModule | None) -> Device:

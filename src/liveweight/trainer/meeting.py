@@ -18,9 +18,11 @@ from liveweight.spec.deadline import Deadline
 from liveweight.spec.manifest import Manifest, OptionalGroup, compare
 from liveweight.trainer.experts import checkpoint_manifest
 from liveweight.trainer.freeze import CASTABLE
-from liveweight.trainer.offers import Offers
+from liveweight.trainer.offering import Offering
 from liveweight.trainer.replica import Replica, ReplicaRefused
 from liveweight.trainer.source import Source
+from liveweight.transports.registry import Mode
+from liveweight.wire.sockets import host_towards
 
 Answer = TypeVar("Answer")
 
@@ -49,8 +51,14 @@ def meet_replicas(replicas: Sequence[Replica], deadline: Deadline) -> Met:
     return Met(expected=expected, optional=optional)
 
 
-def check_terms(engines: Sequence[object], address: str | None, dtype: object, offer: OfferKind) -> None:
-    """Refuse what contradicts itself about engines that ask."""
+def check_terms(
+    engines: Sequence[object], address: str | None, dtype: object, offer: OfferKind, *, ranked: bool = False
+) -> None:
+    """Refuse what contradicts itself about engines that ask. `ranked`: the trainer has several ranks."""
+    if ranked and (address is not None or not engines):
+        raise Refused(
+            "a trainer of several ranks drives its engines: name them; they cannot ask for its versions"
+        )
     if address is not None and engines and offer != "frozen":
         raise Refused(f"those who ask beside engines read frozen offers, and these would be {offer}")
     if dtype is not None and (engines or address is None):
@@ -70,7 +78,15 @@ def own_terms(source: Source, dtype: str | None) -> Met:
     return Met(expected=Manifest(tensors=tuple(tensors)), optional=())
 
 
-def describe_to(replicas: Sequence[Replica], offers: Offers, met: Met, deadline: Deadline) -> None:
+def own_host(given: str | None, chosen: Mode, replicas: Sequence[Replica], address: str | None) -> str | None:
+    """The address of this host that ranks are told: the one on the way to the first engine on another, or where engines ask."""
+    if given is not None or chosen.reach != "any host":
+        return given
+    names = [replica.name for replica in replicas] + ([] if address is None else [address])
+    return next((host_towards(name) for name in names if name.startswith("tcp://")), None)
+
+
+def describe_to(replicas: Sequence[Replica], offers: Offering, met: Met, deadline: Deadline) -> None:
     """Compare manifests before training starts: here for the names, and at every replica so that rounds can refer to it."""
     compare(met.expected, offers.manifest, met.optional)
     for replica in replicas:

@@ -117,6 +117,9 @@ class Offers:
         self._strayed = reason is not None
         return reason
 
+    def look(self) -> None:
+        """Nothing: what is read here is lost with this process alone."""
+
     def freeze(
         self, label: str, reason: str, *, release: Callable[[], None], kind: OfferKind = "live"
     ) -> Made:

@@ -22,16 +22,16 @@ from liveweight.spec.manifest import Version
 from liveweight.trainer.drive import MARGIN_S, Drive, Part
 from liveweight.trainer.errands import Verification, go_back, look, still_read
 from liveweight.trainer.labels import Labels
-from liveweight.trainer.offers import Made, Offers
+from liveweight.trainer.offering import Offering
+from liveweight.trainer.offers import Made
 from liveweight.trainer.replica import Replica
 from liveweight.trainer.report import Report
 from liveweight.trainer.rounds import Round
-from liveweight.trainer.settings import PublisherSettings
+from liveweight.trainer.settings import GRACE_S, PublisherSettings, last_steps_s
 from liveweight.trainer.shelf import OnOffer, Shelf
 from liveweight.wire import messages as m
 from liveweight.wire.host import this_host
 
-GRACE_S = 30.0
 LAST_COMMIT_S = 5.0
 """How long closing waits for a commit that engines were told of already."""
 
@@ -45,13 +45,14 @@ class Publisher:
         name: str,
         run: str,
         replicas: Sequence[Replica],
-        offers: Offers,
+        offers: Offering,
         settings: PublisherSettings,
         shelf: Shelf | None = None,
     ) -> None:
         """`shelf`: where engines may ask for what is offered; then there may be no replica to drive."""
         self.name, self.run, self.settings = name, run, settings
         self._replicas, self._offers, self._shelf = list(replicas), offers, shelf
+        self.engines = len(self._replicas)
         if settings.quorum is not None and not 1 <= settings.quorum <= len(self._replicas):
             raise Refused(f"a quorum of {settings.quorum} of {len(self._replicas)} replicas")
         self._labels = Labels()
@@ -157,7 +158,7 @@ class Publisher:
 
     def _last_steps_s(self) -> float:
         """How long votes, commits and aborts may take at the most, after the round's own deadline."""
-        return 3 * self.settings.lease_s + len(self._replicas) * GRACE_S
+        return last_steps_s(self.settings, len(self._replicas))
 
     def undo(self) -> tuple[Version | None, ...]:
         """Take every engine back to the version before, and say what each serves now.
@@ -234,6 +235,7 @@ class Publisher:
             on_staged=lambda: self._staged(current),
             closing=self._closing.is_set,
             meanwhile=lambda: self._look_for_strays(current),
+            look=self._offers.look,
         )
 
     def _staged(self, current: Round) -> bytes | None:

@@ -7,6 +7,9 @@ from dataclasses import dataclass
 from liveweight.observe.events import OfferKind
 from liveweight.wire.values import KvPolicy
 
+GRACE_S = 30.0
+"""How long an engine may take to say what became of a step that it was told of."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PublisherSettings:
@@ -22,3 +25,8 @@ class PublisherSettings:
     release_s: float = 5.0
     quorum: int | None = None
     kv_policy: KvPolicy | None = None
+
+
+def last_steps_s(settings: PublisherSettings, engines: int) -> float:
+    """How long votes, commits and aborts may take at the most, after a round's own deadline."""
+    return 3 * settings.lease_s + engines * GRACE_S

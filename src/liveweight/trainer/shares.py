@@ -6,12 +6,14 @@ The threads live as long as one call; the caller's is one of them. What the rows
 from __future__ import annotations
 
 import itertools
+import os
 from collections.abc import Callable, Sequence
 from typing import TypeAlias, TypeVar
 
 import numpy as np
 
 from liveweight.devices.crew import Turns, run_once
+from liveweight.devices.device import Device
 from liveweight.plan.loops import Table
 from liveweight.spec.digest import SEEDS, Lanes
 
@@ -26,6 +28,13 @@ ALONE_BYTES = 1 << 20
 
 TURNS = 4
 """Ranges per thread: one that is held up leaves its later ranges to the others."""
+
+
+def threads_for(given: int | None, device: Device) -> int:
+    """On a GPU one, the caller's own: another would not queue its work behind what the caller has queued."""
+    if device.handles is not None:
+        return 1
+    return (os.cpu_count() or 1) if given is None else given
 
 
 def ranges(sizes_bytes: Table, threads: int) -> list[Range]:

@@ -61,7 +61,7 @@ def _problem(tensor: object) -> str | None:
         return f"is not a tensor but {type(tensor).__name__}"
     if torch.nn.parameter.is_lazy(tensor):
         return "is not initialised yet: run the module once before it is published"
-    if _is_distributed(tensor):
+    if is_distributed(tensor):
         return "is a DTensor: this source takes whole tensors only; give it full_tensor()s, or an unsharded model"
     if hasattr(tensor, "__tensor_flatten__"):
         return f"is a {type(tensor).__name__}, whose bytes are not a plain tensor's"
@@ -72,7 +72,7 @@ def _problem(tensor: object) -> str | None:
     return None
 
 
-def _is_distributed(tensor: torch.Tensor) -> bool:
+def is_distributed(tensor: torch.Tensor) -> bool:
     """Whether it is a DTensor. One exists only where its module is loaded, which is not done here."""
     distributed = sys.modules.get("torch.distributed.tensor")
     return distributed is not None and isinstance(tensor, getattr(distributed, "DTensor", ()))

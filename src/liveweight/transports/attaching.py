@@ -10,6 +10,7 @@ import socket
 import threading
 from collections.abc import Callable
 from contextlib import suppress
+from typing import Generic, TypeVar
 
 from liveweight.errors import ChannelClosed, DeadlineExceeded, MessageInvalid
 from liveweight.spec.deadline import Deadline
@@ -18,7 +19,7 @@ from liveweight.wire.codec import Codec
 from liveweight.wire.credentials import Secret
 from liveweight.wire.limits import Limits
 from liveweight.wire.listener import Incoming, Listener
-from liveweight.wire.messages import Attach, Attached, Message, Refusal
+from liveweight.wire.messages import Attach, Attached, Message, Refusal, Survey
 from liveweight.wire.sockets import unix_path
 from liveweight.wire.values import Offer, fault_of
 
@@ -26,13 +27,24 @@ _IDLE_S = 3600.0
 _PROBE_S = 2.0
 
 
-class AttachServer:
-    """Answers ranks in a thread of its own, until closed. `reply` is called there."""
+Question = TypeVar("Question", Attach, Survey)
+
+
+class AttachServer(Generic[Question]):
+    """Answers ranks in a thread of its own, until closed. `reply` is called there, with questions of the kind `asked`."""
 
     def __init__(
-        self, address: str, secret: Secret, limits: Limits, reply: Callable[[Attach], Message], *, name: str
+        self,
+        address: str,
+        secret: Secret,
+        limits: Limits,
+        reply: Callable[[Question], Message],
+        *,
+        name: str,
+        asked: type[Question],
     ) -> None:
-        self._reply = reply
+        self._reply: Callable[[Question], Message] = reply
+        self._asked: type[Question] = asked
         codec: Codec[Message] = Codec(Message)
         self._listener = Listener(address, secret, codec, limits)
         self._waker = self._listener.waker()
@@ -71,10 +83,10 @@ class AttachServer:
     def _answer(self, listener: Listener[Message], incoming: Incoming[Message]) -> None:
         """Now or not at all: a rank that is gone, or does not read, delays nobody."""
         body = incoming.body
-        if isinstance(body, Attach):
+        if isinstance(body, self._asked):
             reply = self._reply(body)
         else:
-            error = MessageInvalid(f"a source is asked to attach, not {type(body).__name__}")
+            error = MessageInvalid(f"it is asked {self._asked.__name__} here, not {type(body).__name__}")
             reply = Refusal(fault=fault_of(error, step="attach"))
         with suppress(ChannelClosed, DeadlineExceeded):
             listener.send(incoming.peer, reply, incoming.call, Deadline.after(0.0))

@@ -46,6 +46,7 @@ class Mode:
     """One transfer mode. `extra` is what pip must install for it; `outlet` and `reader` make its two halves, on these `devices`.
 
     Rings lie in host memory, whatever the mode.
+    `sharded`: whether the ranks of a trainer may hold an offer together.
     """
 
     name: str
@@ -56,6 +57,7 @@ class Mode:
     outlet: MakeOutlet
     reader: MakeReader
     devices: tuple[str, ...] = ("cpu", "cuda")
+    sharded: bool = True
 
     def devices_of(self, kind: OfferKind) -> tuple[str, ...]:
         """Where offers of that kind may lie."""
@@ -94,8 +96,9 @@ def _ipc_outlet(
 
 def _ipc_reader(secret: Secret, kernels: Kernels, device: Device | None = None) -> Reader:
     from liveweight.transports.ipc.reader import IpcReader
+    from liveweight.transports.sharded import ShardedReader
 
-    return IpcReader(secret, kernels, device=device)
+    return ShardedReader(partial(IpcReader, secret, kernels, device=device), secret)
 
 
 def _snapshot_outlet(
@@ -123,8 +126,10 @@ def _nixl_outlet(
 
 def _nixl_reader(name: str, secret: Secret, kernels: Kernels, device: Device | None = None) -> Reader:
     from liveweight.transports.nixl.reader import NixlReader
+    from liveweight.transports.sharded import ShardedReader
 
-    return NixlReader(secret, kernels, name=name, direct=name == "gdr", device=device)
+    make = partial(NixlReader, secret, kernels, name=name, direct=name == "gdr", device=device)
+    return ShardedReader(make, secret)
 
 
 _MODES = (
@@ -145,6 +150,7 @@ _MODES = (
         extra=None,
         outlet=_snapshot_outlet,
         reader=_snapshot_reader,
+        sharded=False,
     ),
     Mode(
         name="gdr",

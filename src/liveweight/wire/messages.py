@@ -1,4 +1,5 @@
-"""The closed set of messages of a round: between publisher and leader, leader and ranks, ranks and source.
+"""The closed set of messages of a round: between publisher and leader, leader and ranks, ranks and source,
+and among the ranks of a trainer.
 
 Every message but a notification is answered by exactly one of the replies that its docstring names, or by `Refusal`.
 Durations travel, clock times never do. Weights never pass through here.
@@ -55,7 +56,20 @@ from liveweight.wire.source_messages import (
     NotHeld,
     Release,
     Released,
+    Survey,
+    Surveyed,
     Wanted,
+)
+from liveweight.wire.trainer_messages import (
+    Enlist,
+    Enlisted,
+    Froze,
+    Learn,
+    Outcome,
+    Pending,
+    Probe,
+    Station,
+    Stationed,
 )
 
 __all__ = [
@@ -77,20 +91,27 @@ __all__ = [
     "Digested",
     "Drop",
     "Dropped",
+    "Enlist",
+    "Enlisted",
     "Failed",
     "Filled",
     "Free",
+    "Froze",
     "Held",
     "Hold",
     "Inquire",
     "Join",
     "Joined",
+    "Learn",
     "Leave",
     "Message",
     "NotHeld",
     "Open",
     "Opened",
+    "Outcome",
+    "Pending",
     "Phase",
+    "Probe",
     "Progress",
     "Refusal",
     "Release",
@@ -99,8 +120,12 @@ __all__ = [
     "Stage",
     "Staged",
     "Standing",
+    "Station",
+    "Stationed",
     "Subscribe",
     "Subscribed",
+    "Survey",
+    "Surveyed",
     "Swapped",
     "Undo",
     "Verdict",
@@ -157,4 +182,15 @@ Message: TypeAlias = (
     | Wanted
     | Release
     | Released
+    | Survey
+    | Surveyed
+    | Enlist
+    | Enlisted
+    | Station
+    | Stationed
+    | Froze
+    | Learn
+    | Pending
+    | Outcome
+    | Probe
 )

@@ -28,6 +28,18 @@ class Attached(Body, frozen=True):
     ring: RingTerms | None = None
 
 
+class Survey(Body, frozen=True):
+    """Which parts of which tensors does the shard of this layout hold? -> Surveyed."""
+
+    layout: str
+
+
+class Surveyed(Body, frozen=True):
+    """The layout of that shard."""
+
+    layout: Layout
+
+
 class Hold(Body, frozen=True):
     """Hold a version for me while my ranks read it: the one of that label, compared as text; None: the newest. -> Held or NotHeld.
 

@@ -25,14 +25,27 @@ class RoundId(_Value, frozen=True):
     publisher: str
 
 
+class Shard(_Value, frozen=True):
+    """What one rank of a trainer holds of an offer: where it lies, its layout, and the generation that must still hold."""
+
+    rank: int
+    source: str
+    layout: str
+    generation: int
+
+
 class Offer(_Value, frozen=True):
-    """Where ranks read a version: the transfer mode, the source's address, its layout, and the generation that must still hold."""
+    """Where ranks read a version: the transfer mode, the source's address, its layout, and the generation that must still hold.
+
+    With `shards`, each of them has a part of it, and `source` only says which (Survey); `layout` names all their layouts together.
+    """
 
     mode: str
     kind: OfferKind
     source: str
     layout: str
     generation: int
+    shards: tuple[Shard, ...] = ()
 
 
 class RingTerms(_Value, frozen=True):

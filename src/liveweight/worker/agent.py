@@ -161,10 +161,10 @@ class Agent:
                 if order.verify and not self._verify(order, shadow, deadline):
                     return
                 self._turnstile.staged = order.round
-        except ChannelClosed:
+        except ChannelClosed as error:
             if self._channel_gone():
                 raise
-            self._report_failure(order, step, ChannelClosed("the source is gone"), deadline)
+            self._report_failure(order, step, ChannelClosed(f"the source is gone: {error}"), deadline)
         except LiveWeightError as error:
             self._report_failure(order, step, error, deadline)
         except Exception as error:  # foreign: it is told, and ends this round, not the rank

@@ -89,7 +89,9 @@ class IpcOutlet:
         self._registrations: dict[tuple[OfferKind, str], _Registration] = {}
         address = f"ipc://{directory / name}"
         self._ring_address = f"{address}.ring"
-        self._server = AttachServer(address, secret, self._limits, self._reply, name="liveweight-ipc-outlet")
+        self._server = AttachServer(
+            address, secret, self._limits, self._reply, name="liveweight-ipc-outlet", asked=Attach
+        )
         try:
             self._descriptors = DescriptorServer(directory / f"{name}.fds", secret, self._limits)
         except BaseException:

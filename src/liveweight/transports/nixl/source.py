@@ -69,7 +69,9 @@ class NixlOutlet:
         self._registrations: dict[tuple[OfferKind, str], _Registration] = {}
         self._keeper = Keeper()
         address = f"ipc://{directory / secrets.token_hex(8)}" if host is None else f"tcp://{host}:0"
-        self._server = AttachServer(address, secret, self._limits, self._reply, name="liveweight-nixl-outlet")
+        self._server = AttachServer(
+            address, secret, self._limits, self._reply, name="liveweight-nixl-outlet", asked=Attach
+        )
         self._server.start()
 
     @property

@@ -1,0 +1,60 @@
+"""Gathering sources: an iterator that is itself a collective, as those are that put full tensors together from a trainer's ranks.
+
+All ranks must run it to its end, also when one of them has nothing more to do with the tensors, because something failed: else the others
+wait in it for ever. What an iterator raises itself is its own matter.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+
+from liveweight.trainer.sources import IteratorSource
+from liveweight.trainer.tensors import AnyTensor
+
+
+class GatheringSource(IteratorSource):
+    """An IteratorSource whose passes are collectives: whatever happens, every offer makes one pass, to its end.
+
+        source = lw.GatheringSource(metadata, lambda: bridge.export_weights(model))    # on every rank
+        publisher = lw.Publisher(source, engines=URLS, group=dist.group.WORLD)
+
+    `metadata` lists (name, dtype, full shape) in the order of the pass. With a group, rank 0 freezes what comes, and the others only run
+    the iterator; without one, every other rank of the collective runs it by itself.
+    """
+
+    _passes = 0
+    _current: Iterator[tuple[str, AnyTensor]] = iter(())
+
+    def tensors(self) -> Iterator[tuple[str, AnyTensor]]:
+        """A new pass of the factory."""
+        self._passes += 1
+        self._current = super().tensors()
+        return self._current
+
+    def exhaust(self) -> None:
+        """Run a whole pass for its own sake: this rank has no use for what comes."""
+        _drain(self.tensors())
+
+    @contextmanager
+    def owed(self) -> Iterator[None]:
+        """One pass is owed to the other ranks: if it was not begun here, or not ended, that is done at the end, also on the way out with
+        an error."""
+        before = self._passes
+        try:
+            yield
+        finally:
+            # An error of ours says what was wrong; one that the rest of the pass raises would hide it.
+            with suppress(Exception) if sys.exc_info()[0] is not None else nullcontext():
+                _drain(self._current if self._passes > before else self.tensors())
+
+
+def owed(source: object) -> AbstractContextManager[None]:
+    """One pass of a gathering source is owed; of any other, nothing is."""
+    return source.owed() if isinstance(source, GatheringSource) else nullcontext()
+
+
+def _drain(tensors: Iterable[object]) -> None:
+    for _ in tensors:
+        pass

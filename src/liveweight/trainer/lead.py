@@ -1,0 +1,179 @@
+"""Rank 0 of a trainer of several ranks: freezes its own shards like every other, and drives the rounds for all.
+
+Owns a background thread, in which a round waits for the other ranks' reports and is then driven as any other. Its decision is the outcome,
+and the roster tells it. What the others do is member's.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import threading
+import time
+from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import TimeoutError as FutureTimeout
+from dataclasses import dataclass
+
+from liveweight.errors import LiveWeightError, OutcomeUnknown, RoundFailed, WrongState
+from liveweight.spec.deadline import Deadline
+from liveweight.spec.manifest import Version
+from liveweight.trainer.errands import Verification
+from liveweight.trainer.gathered import GatheredOffers
+from liveweight.trainer.gathering import owed
+from liveweight.trainer.outcomes import told
+from liveweight.trainer.publisher import Publisher
+from liveweight.trainer.report import Report
+from liveweight.trainer.roster import RankRefused, Roster
+from liveweight.trainer.settings import PublisherSettings, last_steps_s
+from liveweight.trainer.shard_arena import ShardArena
+from liveweight.transports.sharded import Surveyor
+from liveweight.wire.messages import Froze
+from liveweight.wire.values import Fault, fault_of
+
+TRAINER = "the trainer"
+"""Where a round failed that has reached no engine yet."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Round:
+    number: int
+    version: Version
+    frozen: Froze
+    deadline: Deadline
+    began_s: float
+
+
+class Lead:
+    """A publisher's part at rank 0. Every method is for the training loop's thread."""
+
+    def __init__(
+        self,
+        source: object,
+        *,
+        arena: ShardArena,
+        roster: Roster,
+        surveyor: Surveyor,
+        offers: GatheredOffers,
+        publisher: Publisher,
+        serving: str | None,
+    ) -> None:
+        """`publisher` drives the engines, in the background; all of this is ours to close. `serving`: what the engines serve now."""
+        self._source, self._arena, self._roster, self._surveyor = source, arena, roster, surveyor
+        self._offers, self._publisher, self._serving = offers, publisher, serving
+        self.settings: PublisherSettings = publisher.settings
+        self.name, self.run, self.rank = publisher.name, publisher.run, 0
+        self._number = 0
+        self._round: tuple[_Round, Future[Report]] | None = None
+        self._closing = threading.Event()
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="liveweight-lead")
+
+    def offer(self, label: str | int) -> Version:
+        """Begin a round; returns once the shards that are here are frozen: they may change now. All ranks call it, in the same order."""
+        with owed(self._source):
+            if self._closing.is_set():
+                raise WrongState("closed", "offer")
+            if self._round is not None:
+                self.wait()  # an unwaited failure is raised here
+            self._number += 1
+            version = Version(run=self.run, label=label)
+            deadline = Deadline.after(self.settings.timeout_s)
+            began_s = time.monotonic()
+            self._roster.begin(self._number)
+            frozen = self._freeze(version, deadline)
+            current = _Round(
+                number=self._number, version=version, frozen=frozen, deadline=deadline, began_s=began_s
+            )
+            self._round = current, self._thread.submit(self._run, current)
+            return version
+
+    def wait(self) -> Report:
+        """The outcome of the round that `offer` began."""
+        current, self._round = self._round, None
+        if current is None:
+            raise WrongState("without a round", "wait")
+        asked, outcome = current
+        limit_s = asked.deadline.remaining_s() + last_steps_s(self.settings, self._publisher.engines)
+        try:
+            return outcome.result(limit_s)
+        except FutureTimeout:
+            raise OutcomeUnknown(f"{asked.version}: the round did not end in time") from None
+
+    def undo(self) -> tuple[Version | None, ...]:
+        """See Publisher."""
+        self._settle()
+        return self._publisher.undo()
+
+    def verify(self) -> Verification:
+        """See Publisher."""
+        self._settle()
+        return self._publisher.verify()
+
+    def close(self) -> None:
+        """Abort a round that is not committed yet, tell the other ranks, and let go of everything. Twice is fine."""
+        if self._closing.is_set():
+            return
+        self._closing.set()
+        self._roster.interrupt()
+        self._publisher.close()
+        self._thread.shutdown(wait=True)
+        self._roster.close()
+        self._surveyor.close()
+        self._arena.close()
+
+    def _settle(self) -> None:
+        if self._round is not None:
+            self.wait()
+
+    def _freeze(self, version: Version, deadline: Deadline) -> Froze:
+        """This rank's report. What it raises is the round's outcome, for all ranks."""
+        try:
+            done = self._arena.freeze(str(version.label))
+        except BaseException as error:
+            fault = fault_of(error, step="freeze", rank=0) if isinstance(error, LiveWeightError) else None
+            failed = error if fault is None else self._failed(fault, deadline)
+            self._roster.conclude(told(self._number, version, failed))
+            raise failed from error
+        return Froze(
+            rank=0,
+            number=self._number,
+            label=version.label,
+            generation=done.generation,
+            lanes=done.lanes,
+            seconds=done.seconds,
+        )
+
+    def _run(self, current: _Round) -> Report:
+        """The background thread's: the whole round, whose end is told to all ranks before it is known here."""
+        end: Report | BaseException
+        try:
+            end = self._drive(current)
+        except RankRefused as refused:
+            end = self._failed(refused.fault, current.deadline)
+        except BaseException as error:
+            end = error
+        if isinstance(end, Report):
+            self._serving = str(end.version)
+        elif isinstance(end, RoundFailed):
+            self._serving = end.serving
+        self._roster.conclude(told(current.number, current.version, end))
+        if isinstance(end, Report):
+            return end
+        raise end
+
+    def _drive(self, current: _Round) -> Report:
+        label, deadline = current.version.label, current.deadline
+        with self._roster.watching():
+            reports = self._roster.frozen(label, deadline)
+            self._offers.stand({0: current.frozen, **reports})
+            self._publisher.settings = dataclasses.replace(self.settings, timeout_s=deadline.remaining_s())
+            report = self._publisher.publish(label)
+        return dataclasses.replace(report, total_s=time.monotonic() - current.began_s)
+
+    def _failed(self, fault: Fault, deadline: Deadline) -> RoundFailed:
+        return RoundFailed(
+            fault.to_error(),
+            replica=TRAINER,
+            rank=fault.rank,
+            step=fault.step,
+            waited_s=fault.waited_s or deadline.waited_s(),
+            serving=self._serving,
+        )

@@ -1,0 +1,49 @@
+"""The port between a publisher and what makes its offers: one source (offers.py), or the shards of a trainer's ranks (gathered.py)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Protocol
+
+from liveweight.observe.events import OfferKind
+from liveweight.spec.digest import ContentDigest
+from liveweight.spec.manifest import Manifest
+from liveweight.wire.values import Offer
+
+if TYPE_CHECKING:
+    from liveweight.trainer.offers import Made
+
+
+class Offering(Protocol):
+    """Makes one offer at a time, for one manifest. Called from the thread that offers; `strayed` and `look` from those that drive."""
+
+    manifest: Manifest
+    content: ContentDigest
+    structure: str
+    size_bytes: int
+
+    def make(self, label: str, kind: OfferKind, *, verify: bool, release: Callable[[], None]) -> Made:
+        """Hold the current values ready. `release` waits for readers of the offer before, a while."""
+
+    def freeze(
+        self, label: str, reason: str, *, release: Callable[[], None], kind: OfferKind = "live"
+    ) -> Made:
+        """Hold them ready frozen, where an offer of that kind was asked for and that is why it cannot be."""
+
+    def strayed(self, offer: Offer) -> str | None:
+        """Why a live offer must not be committed; None: it stands."""
+
+    def look(self) -> None:
+        """Called now and then while ranks stage: raises where what they read is about to be lost."""
+
+    def staged(self, made: Made) -> Made:
+        """All ranks have staged: the offer with the digests that are known only now."""
+
+    def end(self, offer: Offer) -> None:
+        """The parameters of a live offer may change from now on."""
+
+    def manifest_of(self, made: Made) -> Manifest | None:
+        """The manifest with the digests of what was offered; None where those were not taken."""
+
+    def close(self) -> None:
+        """Give back what was held."""

@@ -1,0 +1,48 @@
+"""How the end of a round travels from a trainer's rank 0 to its other ranks: a report, or an error with all its facts."""
+
+from __future__ import annotations
+
+import msgspec
+
+from liveweight.errors import LiveWeightError, MessageInvalid, RoundFailed, Unavailable
+from liveweight.spec.manifest import Version
+from liveweight.trainer.report import Report
+from liveweight.wire.messages import Outcome
+from liveweight.wire.values import fault_of
+
+
+def told(number: int, version: Version, end: Report | BaseException) -> Outcome:
+    """An end as it travels."""
+    match end:
+        case Report():
+            return Outcome(number=number, version=end.version, report=msgspec.msgpack.encode(end))
+        case RoundFailed(cause=cause):
+            fault = fault_of(cause, step=end.step, rank=end.rank, waited_s=end.waited_s)
+            return Outcome(
+                number=number, version=version, fault=fault, replica=end.replica, serving=end.serving
+            )
+        case LiveWeightError():
+            return Outcome(number=number, version=version, fault=fault_of(end, step="round"))
+        case _:  # not ours; the other ranks must hear that it is over all the same
+            error = Unavailable(f"trainer rank 0 failed: {type(end).__name__}: {end}")
+            return Outcome(number=number, version=version, fault=fault_of(error, step="round"))
+
+
+def heard(outcome: Outcome) -> Report:
+    """The report that was told; or what was told failed is raised."""
+    fault = outcome.fault
+    if fault is None:
+        try:
+            return msgspec.msgpack.decode(outcome.report or b"", type=Report)
+        except msgspec.DecodeError as error:
+            raise MessageInvalid(f"no report of ours: {error}") from error
+    if outcome.replica is None:
+        raise fault.to_error()
+    raise RoundFailed(
+        fault.to_error(),
+        replica=outcome.replica,
+        rank=fault.rank,
+        step=fault.step,
+        waited_s=fault.waited_s,
+        serving=outcome.serving,
+    )

@@ -1,0 +1,253 @@
+"""How the ranks of a trainer become one publisher: they meet over their process group once, and over our wire from then on.
+
+Rank 0 leads: it meets the engines, hears from every rank what it holds, and compares. Whatever goes wrong at any rank, all of them hear of
+it, and none is left waiting beyond the deadline.
+"""
+
+from __future__ import annotations
+
+import secrets
+import socket
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, TypeVar
+
+from liveweight.devices.device import Device
+from liveweight.devices.kernels import Kernels
+from liveweight.errors import LiveWeightError, MessageInvalid, Refused, Unavailable
+from liveweight.observe.bus import Bus
+from liveweight.spec.deadline import Deadline
+from liveweight.spec.manifest import Manifest
+from liveweight.trainer.gathered import GatheredOffers
+from liveweight.trainer.group import Group
+from liveweight.trainer.lead import Lead
+from liveweight.trainer.live import SharedModule
+from liveweight.trainer.meeting import describe_to, meet_replicas
+from liveweight.trainer.member import Member
+from liveweight.trainer.publisher import Publisher
+from liveweight.trainer.replica import Replica
+from liveweight.trainer.roster import RankRefused, Roster
+from liveweight.trainer.settings import PublisherSettings
+from liveweight.trainer.shard_arena import NOTHING, ShardArena
+from liveweight.trainer.shards import Cut, Shards, cut_whole
+from liveweight.trainer.source import Source
+from liveweight.trainer.sources import ModuleSource, StateDictSource, as_source
+from liveweight.transports.registry import Mode
+from liveweight.transports.sharded import Surveyor
+from liveweight.wire.channel import Channel
+from liveweight.wire.codec import Codec
+from liveweight.wire.credentials import Secret
+from liveweight.wire.messages import Enlist, Enlisted, Message, Refusal, Station, Stationed
+from liveweight.wire.sockets import host_towards
+from liveweight.wire.values import Fault, fault_of
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+Made = TypeVar("Made")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Terms:
+    """What every rank of a trainer is given alike. `connect` reaches the engines, and is called by rank 0 alone."""
+
+    secret: Secret
+    directory: Path
+    mode: Mode
+    host: str | None
+    device: Device
+    kernels: Kernels
+    threads: int
+    bus: Bus
+    settings: PublisherSettings
+    name: str
+    run: str
+    engines: int
+    connect: Callable[[Deadline], list[Replica]]
+
+
+def join_ranks(model: object, group: ProcessGroup, terms: Terms) -> Lead | Member:
+    """This rank's part of a publisher. Called by every rank of the group, which is used here and never again."""
+    if not terms.mode.sharded or terms.settings.offer != "frozen":
+        raise Refused(
+            f"a trainer of several ranks has frozen offers over modes that read memory, "
+            f"not {terms.settings.offer} ones over {terms.mode.name}"
+        )
+    if isinstance(model, SharedModule):
+        raise Refused("a trainer of several ranks freezes its shards: give it the module itself")
+    deadline = Deadline.after(terms.settings.timeout_s)
+    ranks = Group(group, deadline)
+    hosts = ranks.hosts()
+    if len(set(hosts)) > 1 and terms.mode.reach == "one host":
+        raise Refused(
+            f"{terms.mode.name} reaches one host, and the trainer's ranks are on {len(set(hosts))}: "
+            "gdr and rdma reach them"
+        )
+    if ranks.rank == 0:
+        return _lead(model, ranks, terms, deadline)
+    address = ranks.told("")
+    if not address:
+        raise Unavailable("trainer rank 0 could not listen for the others; its own error says why")
+    return _member(model, ranks.rank, ranks.world, address, terms, deadline)
+
+
+def _lead(model: object, ranks: Group, terms: Terms, deadline: Deadline) -> Lead:
+    roster: Roster | None = None
+    try:
+        roster = Roster(_address(ranks, terms), terms.secret, world=ranks.world)
+    finally:
+        ranks.told("" if roster is None else roster.address)
+    with ExitStack() as stack:
+        stack.callback(roster.close)
+        try:
+            lead = _muster(model, roster, terms, deadline, stack)
+        except RankRefused as refused:
+            roster.dismiss(Refusal(fault=refused.fault))
+            raise refused.fault.to_error() from None
+        except LiveWeightError as error:
+            roster.dismiss(Refusal(fault=_fault(error, 0)))
+            raise
+        stack.pop_all()
+    return lead
+
+
+def _muster(model: object, roster: Roster, terms: Terms, deadline: Deadline, stack: ExitStack) -> Lead:
+    """Meet the engines and the other ranks, and compare what they expect with what these hold."""
+    holding = _Holding.of(model, 0)
+    roster.enlisted(deadline)
+    replicas = terms.connect(deadline)
+    for replica in replicas:
+        stack.callback(replica.close)
+    met = meet_replicas(replicas, deadline)
+    towards = next((replica.name for replica in replicas if replica.name.startswith("tcp://")), "")
+    roster.answer(Enlisted(expected=met.expected, run=terms.run, towards=towards))
+    arena = _arena(holding, met.expected, 0, _host(terms, towards), terms)
+    stack.callback(arena.close)
+    own = Station(rank=0, source=arena.source, layout=arena.layout)
+    stations = [own, *roster.stationed(deadline)]
+    offers = GatheredOffers(stations, mode=terms.mode.name, look=roster.look, bus=terms.bus)
+    describe_to(replicas, offers, met, deadline)
+    surveyor = Surveyor(_beside(arena.source, terms), terms.secret, offers.layouts)
+    stack.callback(surveyor.close)
+    offers.survey = surveyor.address
+    publisher = Publisher(
+        name=terms.name, run=terms.run, replicas=replicas, offers=offers, settings=terms.settings
+    )
+    serving = replicas[0].standing(deadline).serving
+    roster.answer(Stationed(size_bytes=offers.size_bytes))
+    return Lead(
+        holding.model,
+        arena=arena,
+        roster=roster,
+        surveyor=surveyor,
+        offers=offers,
+        publisher=publisher,
+        serving=None if serving is None else str(serving),
+    )
+
+
+def _member(model: object, rank: int, world: int, address: str, terms: Terms, deadline: Deadline) -> Member:
+    with ExitStack() as stack:
+        channel = Channel(address, terms.secret, Codec[Message](Message), deadline=deadline)
+        stack.callback(channel.close)
+        holding, fault = _tried(lambda: _Holding.of(model, rank), rank)
+        body = Enlist(rank=rank, world=world, fault=fault)
+        enlisted = channel.request(body, deadline, "trainer rank 0 to meet the engines and all ranks")
+        if holding is None or not isinstance(enlisted, Enlisted):
+            raise _refusal(enlisted)
+        host = _host(terms, enlisted.towards or address)
+        arena, fault = _tried(lambda: _arena(holding, enlisted.expected, rank, host, terms), rank)
+        if arena is None:
+            station = Station(rank=rank, source="", layout=NOTHING, fault=fault)
+        else:
+            stack.callback(arena.close)
+            station = Station(rank=rank, source=arena.source, layout=arena.layout)
+        stationed = channel.request(station, deadline, "trainer rank 0 to compare what all ranks hold")
+        if arena is None or not isinstance(stationed, Stationed):
+            raise _refusal(stationed)
+        stack.pop_all()
+    return Member(
+        holding.model,
+        rank=rank,
+        arena=arena,
+        channel=channel,
+        name=terms.name,
+        run=enlisted.run,
+        engines=terms.engines,
+        settings=terms.settings,
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Holding:
+    """What a rank gives: shards of a model; or a source of whole tensors, which rank 0 offers alone (`shards` None)."""
+
+    model: object
+    shards: Shards | None
+    source: Source | None
+
+    @classmethod
+    def of(cls, model: object, rank: int) -> _Holding:
+        source = as_source(model)
+        if isinstance(source, ModuleSource):
+            return cls(model=model, shards=Shards(source.module), source=None)
+        if isinstance(source, StateDictSource) and isinstance(model, Mapping):
+            return cls(model=model, shards=Shards(model), source=None)
+        return cls(model=model, shards=None, source=source if rank == 0 else None)
+
+    def cut(self, expected: Manifest) -> Cut | None:
+        """What to freeze for engines that expect that."""
+        if self.shards is not None:
+            return self.shards.cut(expected)
+        return None if self.source is None else cut_whole(self.source, expected)
+
+
+def _arena(holding: _Holding, expected: Manifest, rank: int, host: str | None, terms: Terms) -> ShardArena:
+    cut = holding.cut(expected)
+    outlet = None if cut is None else terms.mode.outlet(terms.directory, terms.secret, terms.device, host)
+    return ShardArena(cut, outlet, terms.kernels, rank=rank, threads=terms.threads, bus=terms.bus)
+
+
+def _tried(make: Callable[[], Made], rank: int) -> tuple[Made | None, Fault | None]:
+    """What was made; or why it could not be, for all ranks to hear."""
+    try:
+        return make(), None
+    except LiveWeightError as error:
+        return None, _fault(error, rank)
+
+
+def _fault(error: LiveWeightError, rank: int) -> Fault:
+    named = type(error).retold(f"trainer rank {rank}: {error}")
+    return fault_of(named, step="enlist", rank=rank)
+
+
+def _refusal(reply: Message) -> LiveWeightError:
+    if isinstance(reply, Refusal):
+        return reply.fault.to_error()
+    return MessageInvalid(f"trainer rank 0 answered with {type(reply).__name__}")
+
+
+def _address(ranks: Group, terms: Terms) -> str:
+    """Where rank 0 listens for the others: on this host, or for those of others."""
+    if len(set(ranks.hosts())) == 1:
+        return f"ipc://{terms.directory / secrets.token_hex(8)}"
+    try:
+        return f"tcp://{terms.host or socket.gethostbyname(socket.gethostname())}:0"
+    except OSError as error:
+        raise Unavailable(f"this host has no address of its own name ({error}): give `host`") from error
+
+
+def _host(terms: Terms, towards: str) -> str | None:
+    """The address of this host that engine ranks are told: the one on the way to them."""
+    if terms.host is not None or terms.mode.reach != "any host" or not towards:
+        return terms.host
+    return host_towards(towards)
+
+
+def _beside(source: str, terms: Terms) -> str:
+    """Where engine ranks ask who holds what: reachable as the arena is."""
+    if source.startswith("tcp://"):
+        return f"{source.rpartition(':')[0]}:0"
+    return f"ipc://{terms.directory / secrets.token_hex(8)}"

@@ -1,0 +1,78 @@
+"""Where one rank of a trainer freezes its shards: an arena of its own, which engine ranks read.
+
+Owns the arena, and raises its generation before its memory changes. When that may be is the round's matter.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from liveweight.devices.kernels import Kernels
+from liveweight.observe import events
+from liveweight.observe.bus import Bus
+from liveweight.plan.tally import lanes_to_bytes
+from liveweight.spec.layout import Layout
+from liveweight.trainer.freeze import Freezer
+from liveweight.trainer.shards import Cut
+from liveweight.transports.port import Arena, Outlet
+
+NOTHING = Layout(tensors=(), memories_bytes=(0,), placements=())
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FrozenShard:
+    """What a freeze left: the arena's generation, the digests of its parts, 16 bytes each, and how long it took."""
+
+    generation: int
+    lanes: bytes
+    seconds: float
+
+
+class ShardArena:
+    """For the thread that offers. A rank that holds nothing has no arena, and freezes nothing."""
+
+    def __init__(
+        self, cut: Cut | None, outlet: Outlet | None, kernels: Kernels, *, rank: int, threads: int, bus: Bus
+    ) -> None:
+        self._cut, self._outlet, self._rank, self._threads, self._bus = cut, outlet, rank, threads, bus
+        self._freezer = None if cut is None else Freezer(cut.own, cut.offered, kernels, cut.parts)
+        self._arena: Arena | None = None
+
+    @property
+    def layout(self) -> Layout:
+        """Which parts of which tensors lie where in the arena."""
+        return NOTHING if self._freezer is None else self._freezer.layout
+
+    @property
+    def source(self) -> str:
+        """Where engine ranks attach; empty where there is nothing."""
+        return "" if self._outlet is None else self._outlet.address
+
+    def freeze(self, label: str) -> FrozenShard:
+        """Copy, cast and digest what this rank holds now. Whoever still reads the version before is revoked; if it raises, nothing of the
+        arena may be offered."""
+        if self._freezer is None or self._cut is None or self._outlet is None:
+            return FrozenShard(generation=0, lanes=b"", seconds=0.0)
+        layout = self._freezer.layout
+        if self._arena is None:
+            self._arena = self._outlet.allocate(layout.memories_bytes[0])
+        else:
+            self._arena.raise_generation()
+        memory = self._arena.memory
+        frozen = self._freezer.freeze(self._cut.source, memory, threads=self._threads, digest=True)
+        offer = self._outlet.offer(layout, [self._arena], "frozen")
+        facts = {"version": label, "rank": self._rank, "size_bytes": frozen.size_bytes}
+        self._bus.emit(events.Frozen(**facts, took_s=frozen.took_s))  # type: ignore[arg-type]
+        lanes = b"" if frozen.lanes is None else lanes_to_bytes(frozen.lanes)
+        return FrozenShard(generation=offer.generation, lanes=lanes, seconds=frozen.took_s)
+
+    def close(self) -> None:
+        """Give the arena back, and end the outlet. Twice is fine."""
+        if self._freezer is not None:
+            self._freezer.forget()
+        if self._arena is not None and self._outlet is not None:
+            self._outlet.withdraw(self.layout)
+            self._arena.close()
+            self._arena = None
+        if self._outlet is not None:
+            self._outlet.close()

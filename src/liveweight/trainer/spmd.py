@@ -1,0 +1,66 @@
+"""One interface for a trainer of one process and for a rank of many: the same calls, by the same names.
+
+Owns the choice between them, made when it is built. Alone it is the publisher; as a rank, what it does is lead's or member's.
+"""
+
+from __future__ import annotations
+
+from liveweight.spec.manifest import Version
+from liveweight.trainer import publisher as publishing
+from liveweight.trainer.errands import Verification
+from liveweight.trainer.gathering import owed
+from liveweight.trainer.lead import Lead
+from liveweight.trainer.member import Member
+from liveweight.trainer.report import Report
+from liveweight.transports.port import Outlet
+
+
+class SpmdPublisher(publishing.Publisher):
+    """Every method is for the training loop's thread; with a group, all ranks call them in the same order."""
+
+    _ranked: Lead | Member | None = None
+    _outlet: Outlet | None = None
+    _source: object = None
+
+    def publish(self, label: str | int) -> Report:
+        """Send the current weights as that version and wait until the engines serve it.
+
+        Raises RoundFailed (the engines still serve what they served), VersionConflict for a label that stood for other content in this
+        run, OutcomeUnknown where the engines' answer, or rank 0's, did not come in time.
+        """
+        if self._ranked is None:
+            return super().publish(label)
+        self._ranked.offer(label)
+        return self._ranked.wait()
+
+    def offer(self, label: str | int) -> Version:
+        """Begin a round; returns as soon as the parameters of this process may change: after the freeze, or, live, when all have staged.
+
+        With a source's address, engines may ask for the version from now on, until the next offer or the end. With a group, the version's
+        digest is known when all ranks have frozen their shards: the report has it.
+        """
+        if self._ranked is not None:
+            return self._ranked.offer(label)
+        with owed(self._source):
+            return super().offer(label)
+
+    def wait(self) -> Report:
+        """The outcome of the round that `offer` began; with a group, rank 0's, on every rank."""
+        return super().wait() if self._ranked is None else self._ranked.wait()
+
+    def undo(self) -> tuple[Version | None, ...]:
+        """Take every engine back to the version before, and say what each serves now. With a group: on rank 0 alone."""
+        return super().undo() if self._ranked is None else self._ranked.undo()
+
+    def verify(self) -> Verification:
+        """Compare what every engine's ranks hold now with the version that was published last. With a group: on rank 0 alone."""
+        return super().verify() if self._ranked is None else self._ranked.verify()
+
+    def close(self) -> None:
+        """Abort a round that is not committed yet, and let go of everything."""
+        if self._ranked is not None:
+            self._ranked.close()
+            return
+        super().close()
+        if self._outlet is not None:
+            self._outlet.close()

@@ -1,0 +1,214 @@
+"""Offers that several ranks of a trainer hold together, over any transfer mode that reads memory.
+
+Owns both ends of the one question that such an offer adds, who holds what (Survey), and the reader that reads each part from a rank that
+holds it. How a part is read is the mode's: there is one reader of it for each of the trainer's ranks, so that none disturbs another.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Protocol
+
+import numpy as np
+
+from liveweight.devices.memory import Memory
+from liveweight.errors import ChannelClosed, LiveWeightError, MessageInvalid, VersionNotOffered
+from liveweight.plan.loops import Table
+from liveweight.plan.owners import divide
+from liveweight.spec.deadline import Deadline
+from liveweight.spec.layout import Layout
+from liveweight.transports.attaching import AttachServer, nobody_listens
+from liveweight.transports.kept import shorten
+from liveweight.transports.port import GoOn, Reader, Reading, patient
+from liveweight.wire.channel import Channel
+from liveweight.wire.codec import Codec
+from liveweight.wire.credentials import Secret
+from liveweight.wire.limits import Limits
+from liveweight.wire.messages import Message, Refusal, Survey, Surveyed
+from liveweight.wire.values import Offer, Shard, fault_of
+
+_DIVISIONS_KEPT = 4
+
+
+class Surveyor:
+    """Tells engine ranks what each of a trainer's ranks holds, on a thread of its own. Lives at the trainer's rank 0."""
+
+    def __init__(self, address: str, secret: Secret, layouts: Sequence[Layout]) -> None:
+        self._layouts = {layout.fingerprint: layout for layout in layouts}
+        self._server = AttachServer(
+            address, secret, Limits(), self._reply, name="liveweight-surveyor", asked=Survey
+        )
+        self._server.start()
+
+    @property
+    def address(self) -> str:
+        """Where ranks ask."""
+        return self._server.address
+
+    def close(self) -> None:
+        """End the thread and remove the socket. Twice is fine."""
+        self._server.close()
+
+    def _reply(self, body: Survey) -> Message:
+        known = self._layouts.get(body.layout)
+        if known is None:
+            refused = VersionNotOffered(f"layout {body.layout}", list(self._layouts))
+            return Refusal(fault=fault_of(refused, step="attach"))
+        return Surveyed(layout=known)
+
+
+class _AskingReader(Reader, Protocol):
+    @property
+    def requests(self) -> int: ...
+
+
+class ShardedReader:
+    """Reads offers of one source as its mode does, and offers of many part by part. One per rank, used by its staging thread."""
+
+    def __init__(self, make: Callable[[], _AskingReader], secret: Secret) -> None:
+        """`make` makes a reader of the mode."""
+        self._make, self._secret = make, secret
+        self._whole = make()
+        self._readers: dict[str, _AskingReader] = {}
+        self._layouts: dict[str, Layout] = {}
+        self._divisions: dict[tuple[str, str], tuple[Layout | None, ...]] = {}
+        self._prefer = secrets.randbelow(
+            1 << 16
+        )  # so that the ranks of an engine do not all begin at one source
+        self._survey: str | None = None
+
+    @property
+    def requests(self) -> int:
+        """How often a source was asked where its memory lies."""
+        return self._whole.requests + sum(reader.requests for reader in self._readers.values())
+
+    def bind(self, offer: Offer, target: Layout, shadow: Sequence[Memory], deadline: Deadline) -> Reading:
+        """See Reader. Errors name the trainer's rank whose part could not be read."""
+        if not offer.shards:
+            self._let_go(keep=set())  # of a trainer before this one: its memory would live through us alone
+            return self._whole.bind(offer, target, shadow, deadline)
+        self._whole.close()
+        self._survey = offer.source
+        self._let_go(keep={shard.source for shard in offer.shards})
+        parts = self._division(offer, target, deadline)
+        order = [(n + self._prefer) % len(parts) for n in range(len(parts))]
+        readings: list[tuple[Shard, Reading]] = []
+        try:
+            for number in order:
+                shard, part = offer.shards[number], parts[number]
+                if part is not None:
+                    with _naming(shard):
+                        reader = self._readers.get(shard.source) or self._readers.setdefault(
+                            shard.source, self._make()
+                        )
+                        readings.append((shard, reader.bind(_offer_of(offer, shard), part, shadow, deadline)))
+        except BaseException:
+            for _, reading in readings:
+                reading.end()
+            raise
+        return ShardedReading(readings)
+
+    def forget(self, source: str) -> None:
+        """See Reader: also all that is kept about the ranks of which that source told."""
+        self._whole.forget(source)
+        if source == self._survey:
+            self._let_go(keep=set())
+            self._layouts.clear()
+            self._divisions.clear()
+
+    def close(self) -> None:
+        """See Reader."""
+        self._let_go(keep=set())
+        self._whole.close()
+
+    def _let_go(self, keep: set[str]) -> None:
+        for source in [source for source in self._readers if source not in keep]:
+            self._readers.pop(source).close()
+
+    def _division(self, offer: Offer, target: Layout, deadline: Deadline) -> tuple[Layout | None, ...]:
+        """Which part of the target comes from which rank: made once for these layouts."""
+        key = (offer.layout, target.fingerprint)
+        found = self._divisions.pop(key, None)
+        if found is None:
+            layouts = self._surveyed(offer, deadline)
+            sources = [layouts[shard.layout] for shard in offer.shards]
+            found = divide(target, sources, prefer=self._prefer)
+        self._divisions[key] = found
+        shorten(self._divisions, _DIVISIONS_KEPT)
+        return found
+
+    def _surveyed(self, offer: Offer, deadline: Deadline) -> Mapping[str, Layout]:
+        wanted = {shard.layout for shard in offer.shards}
+        self._layouts = {name: layout for name, layout in self._layouts.items() if name in wanted}
+        missing = wanted - set(self._layouts)
+        if missing:
+            self._layouts |= survey(offer.source, sorted(missing), self._secret, deadline)
+        return self._layouts
+
+
+class ShardedReading:
+    """A rank's part of one offer of many: the rows of one reading after the other's."""
+
+    def __init__(self, readings: Sequence[tuple[Shard, Reading]]) -> None:
+        self._readings = tuple(readings)
+        self._ends: list[int] = np.cumsum([0, *(len(reading.rows) for _, reading in readings)]).tolist()
+        tables = [reading.rows for _, reading in readings]
+        self.rows: Table = np.concatenate(tables) if tables else np.empty((0, 11), dtype=np.int64)
+
+    def read(self, first: int, last: int, go_on: GoOn = patient) -> None:
+        """See Reading."""
+        for (shard, reading), begin, end in zip(self._readings, self._ends[:-1], self._ends[1:], strict=True):
+            if first < end and begin < last:
+                with _naming(shard):
+                    reading.read(max(first, begin) - begin, min(last, end) - begin, go_on)
+
+    def check(self) -> None:
+        """See Reading."""
+        for shard, reading in self._readings:
+            with _naming(shard):
+                reading.check()
+
+    def end(self) -> None:
+        """See Reading."""
+        for _, reading in self._readings:
+            reading.end()
+
+
+def survey(source: str, layouts: Sequence[str], secret: Secret, deadline: Deadline) -> dict[str, Layout]:
+    """What shards hold, as the trainer's rank 0 says."""
+    if nobody_listens(source, deadline):
+        raise ChannelClosed(f"trainer rank 0 is gone: nobody listens at {source}")
+    found: dict[str, Layout] = {}
+    with Channel(source, secret, Codec[Message](Message), deadline=deadline) as channel:
+        for wanted in layouts:
+            reply = channel.request(Survey(layout=wanted), deadline, "trainer rank 0 to say who holds what")
+            match reply:
+                case Surveyed(layout=layout) if layout.fingerprint == wanted:
+                    found[wanted] = layout
+                case Refusal(fault=fault):
+                    raise fault.to_error()
+                case _:
+                    raise MessageInvalid(f"{source} answered with {type(reply).__name__}")
+    return found
+
+
+def _offer_of(offer: Offer, shard: Shard) -> Offer:
+    """A shard as an offer of its own."""
+    return Offer(
+        mode=offer.mode,
+        kind=offer.kind,
+        source=shard.source,
+        layout=shard.layout,
+        generation=shard.generation,
+    )
+
+
+@contextmanager
+def _naming(shard: Shard) -> Iterator[None]:
+    """Say in errors which of the trainer's ranks it was."""
+    try:
+        yield
+    except LiveWeightError as error:
+        raise type(error).retold(f"trainer rank {shard.rank}: {error}") from error

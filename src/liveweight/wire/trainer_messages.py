@@ -1,0 +1,86 @@
+"""Among the ranks of one trainer: rank 0 leads, the others report to it. Weights never pass through here."""
+
+from __future__ import annotations
+
+from liveweight.spec.layout import Layout
+from liveweight.spec.manifest import Manifest, Version
+from liveweight.wire.body import Body
+from liveweight.wire.values import Fault
+
+
+class Enlist(Body, frozen=True):
+    """A trainer's rank reports for service. -> Enlisted, once all have. `fault`: it cannot take part, for that reason, which all hear."""
+
+    rank: int
+    world: int
+    fault: Fault | None = None
+
+
+class Enlisted(Body, frozen=True):
+    """What the engines expect, which says in which dtypes, and under which names, shards are offered; and the run's name.
+
+    `towards`: the address of an engine on another host, empty where there is none.
+    """
+
+    expected: Manifest
+    run: str
+    towards: str = ""
+
+
+class Station(Body, frozen=True):
+    """Where a rank will freeze its shards, and which parts of which tensors these are. -> Stationed, once the engines agree."""
+
+    rank: int
+    source: str
+    layout: Layout
+    fault: Fault | None = None
+
+
+class Stationed(Body, frozen=True):
+    """Rounds may begin. `size_bytes` is a whole version's."""
+
+    size_bytes: int
+
+
+class Froze(Body, frozen=True):
+    """Notification from a rank: its shards of that version are frozen, with these digests (16 bytes per placement), or they are not.
+
+    `number` counts the rounds that a rank began; all ranks begin the same ones.
+    """
+
+    rank: int
+    number: int
+    label: str | int
+    generation: int
+    lanes: bytes
+    seconds: float
+    fault: Fault | None = None
+
+
+class Learn(Body, frozen=True):
+    """How did that round end? Answered when it has, or after `wait_s`. -> Outcome or Pending."""
+
+    rank: int
+    number: int
+    wait_s: float
+
+
+class Pending(Body, frozen=True):
+    """It has not ended. `begun`: rank 0 has begun it, too."""
+
+    begun: bool
+
+
+class Outcome(Body, frozen=True):
+    """How a round ended, as rank 0 knows it: a report in msgpack; or what failed, where (`replica`: in a round), what still serves."""
+
+    number: int
+    version: Version
+    report: bytes | None = None
+    fault: Fault | None = None
+    replica: str | None = None
+    serving: str | None = None
+
+
+class Probe(Body, frozen=True):
+    """Notification to a rank: nothing, but that it is still there to be told."""
