@@ -4,8 +4,8 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 # The only CPU build of torch that all our machines have. Other versions are a matter for `make soak`.
 TORCH  ?= 2.13.0
-# Tests wait for processes more than they compute: two at a time, also on two cores.
-WORKERS ?= 2
+# Tests wait for processes more than they compute: three at a time, also on two cores.
+WORKERS ?= 3
 
 # Paddle's CPU package, for tests of the trainer that has it in place of torch. Nothing else of it is pinned.
 PADDLE ?= 3.3.1
