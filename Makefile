@@ -6,6 +6,7 @@ BIN    := $(VENV)/bin
 TORCH  ?= 2.13.0
 # Tests wait for processes more than they compute: three at a time, also on two cores.
 WORKERS ?= 3
+PYTEST := $(BIN)/python -m pytest -m "not soak"
 
 # Paddle's CPU package, for tests of the trainer that has it in place of torch. Nothing else of it is pinned.
 PADDLE ?= 3.3.1
@@ -29,8 +30,10 @@ demo: venv
 picture: venv
 	$(BIN)/python docs/pictures/draw.py
 
+# What fails is run once more, alone: what fails again is broken, what passes then says that a test depends on its neighbours or on the
+# machine's load. Its first failure stays in the log, and is a defect too.
 test: venv
-	$(BIN)/python -m pytest -m "not soak" -n $(WORKERS) --dist worksteal
+	$(PYTEST) -n $(WORKERS) --dist worksteal --durations 25 || $(PYTEST) --last-failed --last-failed-no-failures none
 
 # Two environments: Paddle without torch in one, the engine and the tests in the other.
 test-paddle: venv $(PADDLE_VENV)/.ready

@@ -88,14 +88,17 @@ def read_checkpoint(directory: str) -> dict[str, torch.Tensor]:
 
 
 class Watched(WireReplica):
-    """A replica at which the trainer can be held: before it asks for the vote, before it commits, after it waited in vain."""
+    """A replica at which the trainer can be held: when all its ranks have staged, before it asks for the vote, before it commits, after
+    it waited in vain."""
 
     def __init__(self, console: Console, secret: Secret, number: int, address: str) -> None:
         super().__init__(address, secret)
         self._console, self._number = console, number
 
     def status(self, round_id: RoundId, until: Phase, deadline: Deadline) -> Progress:
-        """As it is; without an answer, that is a moment."""
+        """As it is; that all have staged is a moment, and so is an answer that does not come."""
+        if until == "verified":
+            self._console.moment("Verifying", self._number)
         try:
             return super().status(round_id, until, deadline)
         except DeadlineExceeded:
