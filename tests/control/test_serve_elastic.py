@@ -90,10 +90,13 @@ def test_a_program_whose_rank_is_killed_serves_on_at_the_same_version(
             assert after["choices"][0]["weight_version"] == before["choices"][0]["weight_version"]
             publisher.publish("step_2")
             assert _weights(http)["version"]["label"] == "step_2"
+            counted = http.get("/metrics").text
             second = ranks_of(started)
         started.terminate()
         code, errors = ended(started)
     assert code == 0
+    for line in ('rounds_total{outcome="committed"} ', 'recoveries_total{behind="no"} ', 'version="step_2"'):
+        assert line in counted
     error = json.loads(client.lines[-1])["error"]
     assert (client.broken, error["code"]) == (None, "LW-706")
     assert "rank 1" in error["message"]

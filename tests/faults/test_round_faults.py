@@ -129,7 +129,9 @@ def test_a_stopped_rank_is_named_at_the_deadline(
         trainer.ask("hold", event="Verifying")
     call = trainer.begin("publish", label=2)
     ranks[1].held(moment)
-    if step == "verify":  # what a rank has sent may still be in it when it is stopped: the leader must have heard
+    if (
+        step == "verify"
+    ):  # what a rank has sent may still be in it when it is stopped: the leader must have heard
         trainer.held("Verifying")
         trainer.ask("go")
     ranks[1].stop()

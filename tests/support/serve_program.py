@@ -12,11 +12,13 @@ from pathlib import Path
 from liveweight.cli import main, serve
 from liveweight.engine.config import EngineConfig
 from liveweight.errors import CheckpointInvalid, RankLost
+from liveweight.observe.bus import Bus
 from tests.support.echo_engine import EchoEngine
 
 
-def start(config: EngineConfig) -> EchoEngine:
+def start(config: EngineConfig, bus: Bus) -> EchoEngine:
     """In place of the engine's own start."""
+    del bus  # it takes no updates
     match Path(config.model).name:
         case "slow":
             print("starting", flush=True)  # noqa: T201

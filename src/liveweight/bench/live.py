@@ -31,6 +31,8 @@ from liveweight.wire.values import KvPolicy
 
 AFTER = 10
 """How many gaps after a commit tell what is usual at that time."""
+SETTLED = 3
+"""So many tokens of every request say that it decodes, and is not being recomputed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,7 +84,7 @@ class _Load:
 
     def __init__(self, engine: Engine, requests: int) -> None:
         self._engine, self._requests = engine, requests
-        self._lock = threading.Lock()
+        self._lock = threading.Condition()
         self._stretch: _Stretch | None = None
         self._stopped = False
 
@@ -96,6 +98,13 @@ class _Load:
         with self._lock:
             self._stretch = _Stretch(tokens=[[] for _ in range(self._requests)])
             return self._stretch
+
+    def settle(self) -> None:
+        """Wait until every request decodes: what the last commit left to do is not the next stretch's."""
+        stretch, deadline = self.measure(), Deadline.after(WAIT_S)
+        with self._lock:
+            if not self._lock.wait_for(lambda: min(map(len, stretch.tokens)) >= SETTLED, WAIT_S):
+                raise deadline.exceeded("every request to decode")
 
     def stop(self) -> None:
         """No further request; those that run are ended."""
@@ -113,6 +122,7 @@ class _Load:
         with self._lock:
             if self._stretch is not None:
                 self._stretch.tokens[number] += [(now_s, token.weights) for token in delta.tokens]
+                self._lock.notify_all()
         if delta.last and not self._stopped:
             threading.Thread(target=self._ask, args=(number,)).start()  # a sink must not submit
 
@@ -166,6 +176,7 @@ def _compare(
     per_stretch = -(-settings.commits // settings.stretches)
     found = []
     for _ in range(settings.stretches):
+        load.settle()
         quiet = load.measure()
         _wait_until(time.monotonic() + per_stretch * settings.every_s)
         quiet.ended_s = time.monotonic()

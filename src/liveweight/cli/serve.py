@@ -10,7 +10,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal, NoReturn
+from typing import TYPE_CHECKING, Annotated, Literal, NoReturn, TypeAlias
 
 import typer
 
@@ -21,8 +21,13 @@ from liveweight.cli.settings import Front, settings_of
 from liveweight.errors import LiveWeightError, MissingExtra
 
 if TYPE_CHECKING:
+    from prometheus_client import CollectorRegistry
+
     from liveweight.control.port import Engine
     from liveweight.engine.config import EngineConfig
+    from liveweight.observe.bus import Bus
+
+    Start: TypeAlias = Callable[[EngineConfig, Bus], Engine]
 
 _NEEDED = ("fastapi", "jinja2", "tokenizers", "torch", "uvicorn")
 
@@ -142,17 +147,28 @@ def serve(
     run(config, front, _start)
 
 
-def run(config: EngineConfig, front: Front, start: Callable[[EngineConfig], Engine]) -> None:
+def run(config: EngineConfig, front: Front, start: Start) -> None:
     """Bind, start, serve, stop. Exits with a code of its own after a lost rank; raises what kept it from starting."""
     try:
+        from prometheus_client import CollectorRegistry
+
+        from liveweight.api import logging_bus
         from liveweight.control.server import bind
     except ModuleNotFoundError as error:
         raise _missing(error) from error
+    from liveweight.observe.metrics import MetricsReader
+
+    bus, registry = logging_bus(), CollectorRegistry()
     if front.access_log:
         logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
     try:
-        with bind(front.host, front.port) as bound, interruptible(), _started(config, start) as engine:
-            fault = asyncio.run(_serve(engine, front, bound))
+        with (
+            bind(front.host, front.port) as bound,
+            bus.subscribe(MetricsReader(registry)),
+            interruptible(),
+            _started(config, start, bus) as engine,
+        ):
+            fault = asyncio.run(_serve(engine, front, bound, registry))
     except KeyboardInterrupt:
         raise typer.Exit(DONE) from None  # a signal while it started: nothing was served yet
     if fault is not None:
@@ -160,9 +176,9 @@ def run(config: EngineConfig, front: Front, start: Callable[[EngineConfig], Engi
         raise typer.Exit(RANK_LOST) from fault
 
 
-async def _serve(engine: Engine, front: Front, bound: socket.socket) -> LiveWeightError | None:
-    from prometheus_client import CollectorRegistry
-
+async def _serve(
+    engine: Engine, front: Front, bound: socket.socket, registry: CollectorRegistry
+) -> LiveWeightError | None:
     from liveweight.control.app import build_app
     from liveweight.control.guard import Access
     from liveweight.control.server import Ending, Serving, serve, url_of
@@ -171,28 +187,27 @@ async def _serve(engine: Engine, front: Front, bound: socket.socket) -> LiveWeig
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, ending.ask)
     access = Access(api_key=front.api_key, control_key=front.control_key, max_body_bytes=front.max_body_bytes)
-    app = build_app(engine, registry=CollectorRegistry(), access=access)
+    app = build_app(engine, registry=registry, access=access)
     serving = Serving(grace_s=front.grace_s, access_log=front.access_log)
     updates = "no updates" if engine.address is None else f"updates at {engine.address}"
     line = f"serving {engine.name} on {url_of(bound)}, tp {engine.config.tp}, {updates}"
     return await serve(engine, app, bound, serving, ready=lambda: print(line, flush=True), ending=ending)
 
 
-def _start(config: EngineConfig) -> Engine:
+def _start(config: EngineConfig, bus: Bus) -> Engine:
     try:
-        from liveweight.api import logging_bus
         from liveweight.engine.engine import Engine
         from liveweight.engine.restarting import RestartingEngine
     except ModuleNotFoundError as error:
         raise _missing(error) from error
     resumes = config.snapshots is not None and config.snapshots.resume
     kind = RestartingEngine if config.restarts is not None or resumes else Engine
-    return kind(config, bus=logging_bus())
+    return kind(config, bus=bus)
 
 
 @contextmanager
-def _started(config: EngineConfig, start: Callable[[EngineConfig], Engine]) -> Iterator[Engine]:
-    engine = start(config)
+def _started(config: EngineConfig, start: Start, bus: Bus) -> Iterator[Engine]:
+    engine = start(config, bus)
     try:
         yield engine
     finally:
