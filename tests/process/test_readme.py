@@ -38,7 +38,7 @@ def test_every_block_is_run_here() -> None:
     assert {kind for kind, _ in BLOCK.findall(README)} == {"", "sh", "console", "python"}
     assert (len(blocks("console")), len(blocks("python")), len(blocks(""))) == (3, 2, 1)
     commands = [line.partition("#")[0].strip() for text in blocks("sh") for line in text.splitlines()]
-    assert commands == ["make demo", "make test", "liveweight demo torn"]
+    assert commands == ["make demo", "make test", ".venv/bin/liveweight demo torn"]
 
 
 @pytest.mark.parametrize("target", ["demo", "test"])
