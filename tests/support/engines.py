@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import queue
 import select
@@ -43,8 +44,9 @@ class Forked:
         return 0 if select.select([self._pidfd], [], [], 0)[0] else None
 
     def kill(self) -> None:
-        """End it."""
-        signal.pidfd_send_signal(self._pidfd, signal.SIGKILL)
+        """End it; as with a process of ours, that is no error if it has ended already."""
+        with contextlib.suppress(ProcessLookupError):
+            signal.pidfd_send_signal(self._pidfd, signal.SIGKILL)
 
     def wait(self, timeout: float | None = None) -> int:
         """Until it has ended."""
