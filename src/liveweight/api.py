@@ -45,6 +45,7 @@ from liveweight.wire.values import KvPolicy
 from liveweight.worker import receiver as receiving
 from liveweight.worker.agent import StagingSettings
 from liveweight.worker.committer import Hook
+from liveweight.worker.staging import BATCH_BYTES
 from liveweight.worker.target import Target
 from liveweight.worker.torch_layout import device_of
 from liveweight.worker.torch_target import ExchangeMode, ShadowPlace, as_target
@@ -196,7 +197,9 @@ class Receiver(Streaming, receiving.Receiver):
     Target. A replica of several ranks gives every rank the same `address` and a gloo `group`. `device` is where the weights are:
     their tensors', which must agree with it if it is given; of a Target of one's own, the host unless it is given. `shadow="host"` keeps
     the second copy of the weights in the host's memory, reads sources there, and exchanges by copying: a longer stall for a device that
-    has no room for two. `weights_from` is the address of a source, for `stream`.
+    has no room for two. `shadow="none"` keeps none: while all ranks stand at a boundary, a commit reads the source over the live weights,
+    `chunk_bytes` at a time; if that fails half-way, `at_boundary` raises Torn until a later round has brought all.
+    `weights_from` is the address of a source, for `stream`.
     """
 
     def __init__(
@@ -217,6 +220,7 @@ class Receiver(Streaming, receiving.Receiver):
         hooks: Sequence[Hook] = (),
         threads: int = 1,
         pace_bytes_per_s: float | None = None,
+        chunk_bytes: int = BATCH_BYTES,
         bus: Bus | None = None,
         weights_from: str | None = None,
         timeout_s: float = 60.0,
@@ -242,6 +246,7 @@ class Receiver(Streaming, receiving.Receiver):
             hooks=hooks,
             settings=StagingSettings(threads=threads, pace_bytes_per_s=pace_bytes_per_s),
             bus=bus,
+            in_place=placed.in_place(chunk_bytes),
             timeout_s=timeout_s,
         )
 

@@ -465,10 +465,10 @@ class RoundFailed(LiveWeightError):
     ) -> None:
         who = replica if rank is None else f"{replica}, rank {rank}"
         again = "a retry may help" if cause.retryable else "a retry will not help"
-        super().__init__(
-            f"{cause.code} {step} failed at {who} after {waited_s:.1f} s: {cause}. "
-            f"Still serving {serving or 'no version of ours'}; {again}."
-        )
+        still = f"Still serving {serving or 'no version of ours'}; {again}"
+        if isinstance(cause, Torn):
+            still = "It serves nothing until a full round, or a snapshot, has healed it"
+        super().__init__(f"{cause.code} {step} failed at {who} after {waited_s:.1f} s: {cause}. {still}.")
         self.cause, self.replica, self.rank, self.step = cause, replica, rank, step
         self.waited_s, self.serving = waited_s, serving
         self.code, self.retryable = cause.code, cause.retryable

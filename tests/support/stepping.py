@@ -4,21 +4,25 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 import torch
 
 import liveweight as lw
+from liveweight.errors import Torn
 from liveweight.observe.bus import Bus
 
 
 @contextmanager
-def serving(tensors: dict[str, torch.Tensor], directory: Path, bus: Bus | None = None) -> Iterator[str]:
-    """The address of a replica of one rank that holds these tensors."""
+def serving(
+    tensors: dict[str, torch.Tensor], directory: Path, bus: Bus | None = None, **options: Any
+) -> Iterator[str]:
+    """The address of a replica of one rank that holds these tensors. It goes on stepping while it is torn."""
     stop = threading.Event()
     with lw.Receiver(
-        tensors, address=f"ipc://{directory}/engine.sock", secret=directory / "secret", bus=bus
+        tensors, address=f"ipc://{directory}/engine.sock", secret=directory / "secret", bus=bus, **options
     ) as receiver:
         stepping = threading.Thread(target=lambda: _step(receiver, stop))
         stepping.start()
@@ -31,7 +35,8 @@ def serving(tensors: dict[str, torch.Tensor], directory: Path, bus: Bus | None =
 
 def _step(receiver: lw.Receiver, stop: threading.Event) -> None:
     while not stop.is_set():
-        receiver.at_boundary(idle_s=0.01)
+        with suppress(Torn):
+            receiver.at_boundary(idle_s=0.01)
 
 
 def engine() -> dict[str, torch.Tensor]:

@@ -19,7 +19,8 @@ from liveweight.errors import (
 from liveweight.spec.deadline import Deadline
 from liveweight.spec.dtype import DType
 from liveweight.spec.manifest import Manifest, TensorSpec, Version
-from liveweight.trainer.drive import Drive, Part
+from liveweight.trainer.drive import Drive
+from liveweight.trainer.part import Part
 from liveweight.trainer.replica import ReplicaRefused
 from liveweight.wire import messages as m
 from liveweight.wire.values import Fault, Offer, RoundId

@@ -31,6 +31,7 @@ def examples() -> Iterator[ev.AnyEvent]:
     yield ev.RoundOpened(replica="a", round="b7.3.p", version="step_2", serving="step_1")
     yield ev.RoundOpened(replica="a", round="b7.1.p", version="step_2", serving=None)
     yield ev.StagingBegan(replica="a", round="b7.3.p", version="step_2", rank=0)
+    yield ev.OverwritingBegan(replica="a", round="b7.3.p", version="step_2", rank=0)
     yield ev.Staged(replica="a", round="b7.3.p", version="step_2", rank=0, size_bytes=640, took_s=0.5)
     for rank in (None, 0):
         yield ev.Verified(replica="a", round="b7.3.p", version="step_2", rank=rank, took_s=0.25)

@@ -13,6 +13,7 @@ from liveweight.worker import states as s
 
 A, B = Version(run="r", label=1), Version(run="r", label=2)
 ROUND = RoundId(boot="b", epoch=1, publisher="p")
+TORN = s.Torn(A, "killed")
 
 STATES: dict[str, s.State] = {
     "serving": s.Serving(A),
@@ -21,8 +22,12 @@ STATES: dict[str, s.State] = {
     "ready": s.Ready(A, B, ROUND),
     "swapping": s.Swapping(A, B, ROUND),
     "undoing": s.Swapping(B, A, ROUND, undo=True),
-    "overwriting": s.Overwriting(B),
-    "torn": s.Torn(B, "killed"),
+    "overwriting": s.Overwriting(A, B, ROUND),
+    "torn": TORN,
+    "staging over torn": s.Staging(None, B, ROUND, TORN),
+    "ready over torn": s.Ready(None, B, ROUND, TORN),
+    "swapping over torn": s.Swapping(None, B, ROUND, torn=TORN),
+    "overwriting torn": s.Overwriting(None, B, ROUND, TORN),
     "asleep": s.Released(A, weights=True, kv_cache=True),
     "weights only": s.Released(A, weights=False, kv_cache=True),
 }
@@ -35,7 +40,8 @@ COMMANDS: dict[str, Callable[[s.State], s.State]] = {
     "keep": lambda state: s.settled(state, keep=True),
     "back": lambda state: s.settled(state, keep=False),
     "fail": lambda state: s.after_failure(state, "why"),
-    "overwrite": lambda state: s.overwrite(state, B),
+    "overwrite": s.overwrite,
+    "untouched": s.untouched,
     "overwritten": s.overwritten,
     "sleep": lambda state: s.sleep(state, weights=True, kv_cache=False),
     "wake": lambda state: s.wake(state, weights=True, kv_cache=True),
@@ -44,7 +50,18 @@ COMMANDS: dict[str, Callable[[s.State], s.State]] = {
 ALLOWED: dict[tuple[str, str], s.State] = {
     ("serving", "open"): s.Staging(A, B, ROUND),
     ("serving with undo", "open"): s.Staging(B, B, ROUND),
-    ("torn", "open"): s.Staging(None, B, ROUND),
+    ("torn", "open"): s.Staging(None, B, ROUND, TORN),
+    ("staging over torn", "verified"): s.Ready(None, B, ROUND, TORN),
+    ("staging over torn", "fail"): TORN,
+    ("ready over torn", "commit"): s.Swapping(None, B, ROUND, torn=TORN),
+    ("ready over torn", "overwrite"): s.Overwriting(None, B, ROUND, TORN),
+    ("ready over torn", "fail"): TORN,
+    ("swapping over torn", "keep"): s.Serving(B),
+    ("swapping over torn", "back"): TORN,
+    ("swapping over torn", "fail"): TORN,
+    ("overwriting torn", "fail"): s.Torn(B, "why"),
+    ("overwriting torn", "untouched"): TORN,
+    ("overwriting torn", "overwritten"): s.Serving(B),
     ("staging", "verified"): s.Ready(A, B, ROUND),
     ("ready", "commit"): s.Swapping(A, B, ROUND),
     ("serving with undo", "undo"): s.Swapping(B, A, ROUND, undo=True),
@@ -57,9 +74,8 @@ ALLOWED: dict[tuple[str, str], s.State] = {
     ("ready", "fail"): s.Serving(A),
     ("swapping", "fail"): s.Serving(A),
     ("overwriting", "fail"): s.Torn(B, "why"),
-    ("serving", "overwrite"): s.Overwriting(B),
-    ("serving with undo", "overwrite"): s.Overwriting(B),
-    ("torn", "overwrite"): s.Overwriting(B),
+    ("overwriting", "untouched"): s.Serving(A),
+    ("ready", "overwrite"): s.Overwriting(A, B, ROUND),
     ("overwriting", "overwritten"): s.Serving(B),
     ("serving", "sleep"): s.Released(A, weights=True, kv_cache=False),
     ("serving with undo", "sleep"): s.Released(B, weights=True, kv_cache=False),
@@ -101,6 +117,9 @@ def test_waking_only_the_weights_leaves_the_cache_asleep() -> None:
         ("undoing", None),
         ("overwriting", None),
         ("torn", None),
+        ("staging over torn", None),
+        ("ready over torn", None),
+        ("overwriting torn", None),
         ("asleep", None),
         ("weights only", A),
     ],
@@ -109,3 +128,11 @@ def test_nothing_serves_while_a_swap_or_an_overwrite_is_under_way(
     state: str, version: Version | None
 ) -> None:
     assert s.serving_version(STATES[state]) == version
+
+
+def test_torn_weights_are_known_as_such_until_a_round_has_overwritten_them() -> None:
+    known = {name for name, state in STATES.items() if s.torn_by(state) is not None}
+    assert known == {name for name in STATES if "torn" in name}
+    assert all(
+        "torn by" in s.describe(STATES[name]) for name in ("torn", "staging over torn", "ready over torn")
+    )

@@ -69,11 +69,14 @@ DraftWeights = Annotated[
     typer.Option(help="Where an offer has none of the MTP layer's tensors: refuse it, or keep the engine's."),
 ]
 Shadow = Annotated[
-    Literal["device", "host"],
+    Literal["device", "host", "none"],
     typer.Option(
-        help="Where new weights are staged: beside the old ones, or in host memory, with a longer stall."
+        help="Where new weights are staged: beside the old ones; in host memory, with a longer stall; or nowhere, in place: requests wait "
+        "while the old ones are overwritten, and a failure half-way leaves nothing to serve until another update has come."
     ),
 ]
+ChunkMb = Annotated[int, typer.Option(min=1, help="MB that are overwritten at a time, in place.")]
+DraftChunkMb = Annotated[int, typer.Option(min=1, help="The same of the MTP layer's weights.")]
 StagingThreads = Annotated[int, typer.Option(min=1, help="Threads of each rank that read new weights.")]
 Hooks = Annotated[
     list[str] | None,
@@ -117,6 +120,8 @@ def serve(
     kv_policy: Kv = "recompute",
     draft_weights: DraftWeights = "required",
     shadow: Shadow = "device",
+    chunk_mb: ChunkMb = 8,
+    draft_chunk_mb: DraftChunkMb = 8,
     staging_threads: StagingThreads = 1,
     hook: Hooks = None,
     snapshots: Snapshots = None,

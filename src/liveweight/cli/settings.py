@@ -96,5 +96,7 @@ def _updates(given: Mapping[str, Any]) -> Updates | None:
         kv_policy=given["kv_policy"],
         draft_weights=given["draft_weights"],
         shadow=given["shadow"],
+        chunk_bytes=given["chunk_mb"] << 20,
+        draft_chunk_bytes=given["draft_chunk_mb"] << 20,
         staging_threads=given["staging_threads"],
     )

@@ -152,9 +152,9 @@ class ModelsAnswer(TypedDict):
 
 
 class HealthAnswer(TypedDict):
-    """`/health`. `error` says why it is failed, or waits for its weights, and names the rank; `weight_version` is then what it had."""
+    """`/health`. `error` says why it is failed, torn, or waits for its weights; `weight_version` is then what it had."""
 
-    status: Literal["ok", "pending_weights", "stopping", "failed"]
+    status: Literal["ok", "torn", "pending_weights", "stopping", "failed"]
     model: str
     tp: int
     running: int

@@ -10,6 +10,7 @@ from liveweight.engine.hooks import check_name
 from liveweight.errors import EngineConfigInvalid
 from liveweight.transports.snapshot.parts import PART_BYTES
 from liveweight.wire.values import KvPolicy
+from liveweight.worker.staging import BATCH_BYTES
 
 DraftWeights: TypeAlias = Literal["required", "keep"]
 """Whether an offer must have the draft's tensors, or the engine may keep its own."""
@@ -19,7 +20,8 @@ class Updates(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     """How an engine takes live updates: where publishers and ranks find its leader, and what a round may cost the ranks.
 
     `kv_policy` is for commits whose publisher does not say. `draft_weights` says what happens where an offer has none of the MTP
-    layer's tensors: it is refused, or the draft stays as it is. `shadow` is where each rank keeps the second copy of its weights.
+    layer's tensors: it is refused, or the draft stays as it is. `shadow` is where each rank keeps the second copy of its weights; with
+    `none` there is none, and a commit overwrites the weights, `chunk_bytes` at a time, those of the MTP layer `draft_chunk_bytes`.
     `source` is where an operator's updates are read from.
     """
 
@@ -28,11 +30,15 @@ class Updates(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     source: str | None = None
     kv_policy: KvPolicy = "recompute"
     draft_weights: DraftWeights = "required"
-    shadow: Literal["device", "host"] = "device"
+    shadow: Literal["device", "host", "none"] = "device"
     staging_threads: int = 1
     pace_bytes_per_s: float | None = None
+    chunk_bytes: int = BATCH_BYTES
+    draft_chunk_bytes: int = BATCH_BYTES
 
     def __post_init__(self) -> None:
+        if self.chunk_bytes < 1 or self.draft_chunk_bytes < 1:
+            raise EngineConfigInvalid("chunks of weights must have at least one byte")
         if self.source is not None and not self.source.startswith(("ipc://", "tcp://")):
             raise EngineConfigInvalid(
                 f"a source of weights is at ipc://path or tcp://host:port, not at {self.source!r}"

@@ -64,6 +64,8 @@ class Engine:
             inbox,
             depth=2 if config.overlap else 1,
             kv_policy="recompute" if config.updates is None else config.updates.kv_policy,
+            in_place=config.updates is not None and config.updates.shadow == "none",
+            outlives_torn=config.restarts is None,
         )
         self._pauses = Pauses(self._pump, self._check_open)
         self._requested, self._verifying = self._follow_source(), self._verify_here()
@@ -90,7 +92,7 @@ class Engine:
     def submit(self, prompt: Sequence[int], sampling: Sampling, sink: Sink) -> int:
         """Take a request; its answer goes to `sink`, piece by piece. Returns the number to cancel it by.
 
-        RequestInvalid, QueueFull, EngineStopping or RankLost, when it is not taken.
+        RequestInvalid, QueueFull, EngineStopping, RankLost or Torn, when it is not taken.
         """
         if not prompt:
             raise RequestInvalid("the prompt is empty")
@@ -102,6 +104,7 @@ class Engine:
         sequence = Running(number, list(prompt), sampling, sink, TextStream(self.tokenizer, sampling.stop))
         with self._pump.lock:
             self._check_open()
+            self._pump.check_whole()
             self._pump.scheduler.add(sequence)
         self._pump.ranks.wake()
         return number
@@ -117,12 +120,12 @@ class Engine:
         with self._pump.lock:
             scheduler = self._pump.scheduler
             return Status(
-                state=self._pump.state,
+                state=self._pump.word,
                 running=scheduler.running,
                 waiting=scheduler.waiting,
                 blocks_total=scheduler.pool.count,
                 blocks_free=scheduler.pool.free,
-                fault=self._pump.fault,
+                fault=self._pump.fault or self._pump.torn,
                 weights=scheduler.weights,
                 paused=scheduler.pausing,
                 counts=scheduler.counts.copy(),

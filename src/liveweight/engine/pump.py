@@ -16,7 +16,7 @@ from liveweight.engine.scheduler import Said, Scheduler
 from liveweight.engine.status import State
 from liveweight.engine.stream import Exchange, Exchanged, StepDone, content_of
 from liveweight.engine.updates import Inbox
-from liveweight.errors import LiveWeightError, RankLost
+from liveweight.errors import LiveWeightError, RankLost, Torn
 from liveweight.wire.values import KvPolicy
 from liveweight.worker.boundary import Decision
 
@@ -27,9 +27,22 @@ class Pump:
     """One engine's thread. `lock` guards the scheduler and what is said here in public; `quiet` is notified after every change."""
 
     def __init__(
-        self, scheduler: Scheduler, ranks: Ranks, inbox: Inbox, *, depth: int, kv_policy: KvPolicy
+        self,
+        scheduler: Scheduler,
+        ranks: Ranks,
+        inbox: Inbox,
+        *,
+        depth: int,
+        kv_policy: KvPolicy,
+        in_place: bool = False,
+        outlives_torn: bool = True,
     ) -> None:
+        """`in_place`: an exchange may leave the ranks torn, and no step may follow it before its outcome is known. `outlives_torn`: the
+        engine waits then for a round that heals it; else it fails, for others to take its place."""
         self.scheduler, self.ranks = scheduler, ranks
+        self._in_place, self._outlives_torn = in_place, outlives_torn
+        self.torn: Torn | None = None
+        """Why there are no weights that may serve, if that is so."""
         self._inbox, self._depth, self._kv_policy = inbox, depth, kv_policy
         self.lock = threading.Lock()
         self.quiet = threading.Condition(self.lock)
@@ -61,6 +74,16 @@ class Pump:
         """Whether there are requests."""
         return bool(self.scheduler.running or self.scheduler.waiting)
 
+    @property
+    def word(self) -> State:
+        """How the engine is."""
+        return "torn" if self.torn is not None and self.state == "running" else self.state
+
+    def check_whole(self) -> None:
+        """Raise Torn where there are no weights that may serve."""
+        if self.torn is not None:
+            raise Torn(str(self.torn))
+
     def still(self) -> bool:
         """Whether a pause has come into effect, or never will."""
         there = self.scheduler.pausing == "paused" and not self.scheduler.in_flight and not self.cancelled
@@ -86,7 +109,7 @@ class Pump:
                 decision = self._exchanging
                 self.ranks.send(Exchange(decision.epoch, decision.undo, decision.timeout_s))
         crossing = self._exchanging is not None
-        if crossing and self._policy() != "reuse":
+        if crossing and (self._in_place or self._policy() != "reuse"):
             return
         while self.scheduler.in_flight < self._depth:
             step = self.scheduler.schedule(crossing=crossing)
@@ -113,10 +136,15 @@ class Pump:
             match spoken:
                 case StepDone(number=number, rows=rows):
                     said = self.scheduler.done(number, spoken.weights, rows)
-                case Exchanged():
-                    said = self._exchanged(spoken.weights)
+                case Exchanged(torn=None):
+                    said, self.torn = self._exchanged(spoken.weights), None
+                case Exchanged(torn=cause):
+                    said, self.torn, self._exchanging = self.scheduler.end_all(), Torn(cause), None
+                    self.scheduler.pool.forget()
             self.quiet.notify_all()
         _deliver(said)
+        if self.torn is not None and not self._outlives_torn:
+            raise self.torn
 
     def _exchanged(self, weights: str) -> Said:
         """All ranks know the outcome: the next step may go. Requests feel it only if the weights are other ones now."""

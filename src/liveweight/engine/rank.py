@@ -27,7 +27,6 @@ from liveweight.engine.stream import (
     Begin,
     Entry,
     Exchange,
-    Exchanged,
     RankFailed,
     Ready,
     Setup,
@@ -35,10 +34,10 @@ from liveweight.engine.stream import (
     weights_text,
 )
 from liveweight.engine.updates import RankUpdates
-from liveweight.errors import ChannelClosed, LiveWeightError, MessageInvalid
+from liveweight.errors import ChannelClosed, LiveWeightError, MessageInvalid, Torn
 from liveweight.observe.bus import Bus
 from liveweight.wire.values import fault_of
-from liveweight.worker.agent import Content
+from liveweight.worker.joining import Content
 
 if TYPE_CHECKING:
     from liveweight.engine.models.model import Model
@@ -154,11 +153,14 @@ def _follow(pipe: Pipe[Entry], runner: Runner, updates: RankUpdates | None) -> N
         except ChannelClosed:
             return
         match entry:
+            case Step() if not runner.weights:
+                raise Torn("a step came for weights that are a mixture")
             case Step():
                 runner.run(entry, pipe.send)
             case Exchange() if updates is not None:
-                runner.weights = updates.carry_out(entry)
-                pipe.send(Exchanged(runner.weights))
+                exchanged = updates.carry_out(entry)
+                runner.weights = exchanged.weights
+                pipe.send(exchanged)
             case _:
                 raise MessageInvalid(f"{type(entry).__name__} is not for this rank now")
 

@@ -28,8 +28,9 @@ from liveweight.errors import (
 )
 from liveweight.spec.deadline import Deadline
 from liveweight.spec.manifest import Version
-from liveweight.trainer.drive import MARGIN_S, Drive, Part
+from liveweight.trainer.drive import MARGIN_S, Drive
 from liveweight.trainer.hold import SourceHold
+from liveweight.trainer.part import Part
 from liveweight.trainer.replica import WireReplica
 from liveweight.wire import messages as m
 from liveweight.wire.credentials import Secret
@@ -201,7 +202,8 @@ class Requested:
             lease_s=LEASE_S,
             deadline=deadline,
             pool=pool,
-            on_staged=hold.release,
+            on_staged=lambda: None,
+            on_read=hold.release,
             closing=lambda: self._closing,
             look=hold.check,
             before_vote=pause.begin,

@@ -35,8 +35,9 @@ from liveweight.spec.deadline import Deadline
 from liveweight.spec.digest import from_hex
 from liveweight.spec.manifest import Manifest, Version
 from liveweight.trainer.checkpoint import tensor_names
-from liveweight.trainer.drive import MARGIN_S, Drive, Part
+from liveweight.trainer.drive import MARGIN_S, Drive
 from liveweight.trainer.hold import SourceHold
+from liveweight.trainer.part import Part
 from liveweight.trainer.replica import WireReplica
 from liveweight.transports.snapshot.offers import offer_of
 from liveweight.transports.snapshot.opened import Snapshot

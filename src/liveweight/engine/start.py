@@ -20,7 +20,7 @@ from liveweight.plan.tally import Tally, lanes_from_bytes, lanes_to_bytes
 from liveweight.spec.deadline import Deadline
 from liveweight.spec.digest import Lanes, to_hex
 from liveweight.spec.manifest import Manifest, TensorSpec, Version
-from liveweight.worker.agent import Content
+from liveweight.worker.joining import Content
 from liveweight.worker.shadow_digest import ShadowDigest
 
 if TYPE_CHECKING:

@@ -9,8 +9,9 @@ from liveweight.engine.account import Counts
 from liveweight.errors import LiveWeightError
 from liveweight.spec.manifest import Version
 
-State: TypeAlias = Literal["running", "pending_weights", "stopping", "failed", "stopped"]
-"""`pending_weights`: a rank was lost, and its successors do not hold the version yet."""
+State: TypeAlias = Literal["running", "torn", "pending_weights", "stopping", "failed", "stopped"]
+"""`torn`: an update in place failed, and no weights may serve; `pending_weights`: a rank was lost, and its successors do not hold the
+version yet."""
 Pausing: TypeAlias = Literal["running", "draining", "paused"]
 PauseMode: TypeAlias = Literal["keep", "wait", "abort"]
 """What a pause does to requests that run: they stand still and go on later; they finish first; they end with what they have."""

@@ -88,7 +88,8 @@ class Begin(_Message, frozen=True):
 
 
 class Exchange(_Message, frozen=True):
-    """Exchange shadow and live weights: the commit, or undo, of the round with this epoch. Every step after it runs under the outcome."""
+    """Exchange shadow and live weights, or overwrite these: the commit, or undo, of the round with this epoch. Every step after it runs
+    under the outcome."""
 
     epoch: int
     undo: bool
@@ -136,9 +137,10 @@ class StepDone(_Message, frozen=True):
 
 
 class Exchanged(_Message, frozen=True):
-    """The outcome of an exchange is known to the rank; it holds these weights, whole."""
+    """The outcome of an exchange is known to the rank; it holds these weights, whole. `torn`: it holds none that may serve, and why."""
 
     weights: str
+    torn: str | None = None
 
 
 class RankFailed(_Message, frozen=True):

@@ -12,11 +12,11 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from liveweight.devices.device import open_device
+from liveweight.devices.device import Device, open_device
 from liveweight.engine.config import Snapshots, Updates
 from liveweight.engine.rank_saving import Held, Live, RankSaving
 from liveweight.engine.start import Start
-from liveweight.engine.stream import Exchange, weights_text
+from liveweight.engine.stream import Exchange, Exchanged, weights_text
 from liveweight.errors import WrongState
 from liveweight.observe.bus import Bus
 from liveweight.spec.deadline import Deadline
@@ -28,6 +28,7 @@ from liveweight.worker.boundary import Decision
 from liveweight.worker.committer import Hook
 from liveweight.worker.leader import Leader
 from liveweight.worker.member import Member
+from liveweight.worker.overwriting import InPlace
 
 if TYPE_CHECKING:
     from liveweight.engine.models.model import Model
@@ -53,11 +54,13 @@ class Inbox:
         if wake is not None:
             wake()
 
-    def withdraw(self, round_id: RoundId) -> None:
-        """Take it back, unless it is on the stream already: then the ranks are told to go back. The leader's thread."""
+    def withdraw(self, round_id: RoundId) -> bool:
+        """Take it back, unless it is on the stream already: then the ranks are told what follows. The leader's thread."""
         with self._lock:
-            if self._waiting is not None and self._waiting[0] == round_id:
+            waits = self._waiting is not None and self._waiting[0] == round_id
+            if waits:
                 self._waiting = None
+            return waits
 
     def take(self) -> Decision | None:
         """The decision that waits. The engine's thread."""
@@ -115,6 +118,7 @@ class RankUpdates:
             bus=bus,
             deadline=Deadline.after(timeout_s),
             optional=model.draft_group() if updates.draft_weights == "keep" else (),
+            in_place=None if updates.shadow != "none" else _in_place(updates, model, here),
         )
         self._held = Held(weights_text(start.version), self._member.exchanges)
         self._target, self._device, self._secret, self._rank = target, here, secret, rank
@@ -137,16 +141,26 @@ class RankUpdates:
             deadline=Deadline.after(timeout_s),
         )
 
-    def carry_out(self, entry: Exchange) -> str:
-        """Exchange, all ranks or none; what the weights are called that the rank holds then."""
+    def carry_out(self, entry: Exchange) -> Exchanged:
+        """Exchange, all ranks or none; what the weights are called that the rank holds then, or why it is torn."""
         settled = self._member.carry_out(Decision(entry.epoch, entry.undo, entry.timeout_s))
-        if settled.serving is None:
+        if settled.serving is None and settled.torn is None:
             raise WrongState("told of no version", "serving after an exchange")
-        self._held = Held(weights_text(settled.serving), self._member.exchanges)
-        return self._held.weights
+        weights = "" if settled.serving is None else weights_text(settled.serving)
+        self._held = Held(weights, self._member.exchanges)
+        return Exchanged(weights, settled.torn)
 
     def close(self) -> None:
         """Leave the replica."""
         if self._saving is not None:
             self._saving.close()
         self._member.close()
+
+
+def _in_place(updates: Updates, model: Model, device: Device) -> InPlace:
+    return InPlace(
+        chunk_bytes=updates.chunk_bytes,
+        draft_chunk_bytes=updates.draft_chunk_bytes,
+        draft=frozenset(name for group in model.draft_group() for name in group.tensors),
+        synchronise=device.synchronise,
+    )

@@ -73,8 +73,15 @@ class StagingBegan(RoundEvent):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class OverwritingBegan(RoundEvent):
+    """A rank in place has overwritten the first of its live weights: from here on only all of them are whole."""
+
+    rank: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Staged(RoundEvent):
-    """A rank has read all regions it owns into its shadow."""
+    """A rank has read all regions it owns into its shadow; in place, over its live weights."""
 
     rank: int
     size_bytes: int
@@ -273,6 +280,7 @@ class KernelsChosen(Event):
 AnyStep: TypeAlias = (
     RoundOpened
     | StagingBegan
+    | OverwritingBegan
     | Staged
     | Verified
     | Voted

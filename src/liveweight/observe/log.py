@@ -73,6 +73,8 @@ def _step(event: ev.AnyStep) -> tuple[int, str]:
             return INFO, f"opened, from {_named(event.serving)} to {event.version}{keeping}"
         case ev.StagingBegan():
             return DEBUG, f"staging {event.version}"
+        case ev.OverwritingBegan():
+            return DEBUG, f"overwriting its weights with {event.version}"
         case ev.Staged():
             return DEBUG, f"staged {event.size_bytes} bytes of {event.version} in {event.took_s:.3f} s"
         case ev.Verified():
@@ -144,7 +146,12 @@ def _ending(event: ev.RoundEnded) -> str:
 
 def _who(event: ev.AnyStep) -> str:
     match event:
-        case ev.StagingBegan(rank=rank) | ev.Staged(rank=rank) | ev.MemberEvent(rank=int(rank)):
+        case (
+            ev.StagingBegan(rank=rank)
+            | ev.OverwritingBegan(rank=rank)
+            | ev.Staged(rank=rank)
+            | ev.MemberEvent(rank=int(rank))
+        ):
             return f"{event.replica} rank {rank}"
         case _:
             return event.replica

@@ -183,6 +183,7 @@ class MetricsReader:
             case (
                 ev.RoundOpened()
                 | ev.StagingBegan()
+                | ev.OverwritingBegan()
                 | ev.AuditBegan()
                 | ev.Voted()
                 | ev.Aborted()

@@ -19,14 +19,15 @@ from liveweight.errors import (
     OutcomeUnknown,
     RoundAborted,
     RoundFailed,
+    Torn,
     WireError,
 )
 from liveweight.spec.deadline import Deadline
-from liveweight.spec.manifest import Manifest, Version
-from liveweight.trainer.replica import Replica, ReplicaRefused
-from liveweight.trainer.report import ReplicaReport
+from liveweight.spec.manifest import Manifest
+from liveweight.trainer.part import Part
+from liveweight.trainer.replica import ReplicaRefused
 from liveweight.wire import messages as m
-from liveweight.wire.values import Fault, RoundId, fault_of
+from liveweight.wire.values import Fault, fault_of
 
 LOOK_S = 0.5
 """How often a long wait looks whether the publisher is being closed."""
@@ -38,57 +39,12 @@ STANDING_S = 5.0
 
 
 @dataclass(slots=True)
-class Part:
-    """One replica's part of the round so far. `serving`: what it served when last heard of; `fault`: why it is out, since `failed_s`."""
-
-    replica: Replica
-    serving: Version | None = None
-    round_id: RoundId | None = None
-    unchanged: bool = False
-    kept: tuple[str, ...] = ()
-    fault: Fault | None = None
-    failed_s: float = 0.0
-    unheard: bool = False
-    progress: m.Progress | None = None
-    committed: m.Committed | None = None
-    readers: bool = False
-
-    @property
-    def done(self) -> bool:
-        """Whether it serves the version."""
-        return self.unchanged or self.committed is not None
-
-    @property
-    def serves(self) -> Version | None:
-        """What it serves, as far as is known."""
-        return self.serving if self.committed is None else self.committed.serving
-
-    def fail(self, fault: Fault) -> None:
-        """It is out of the round."""
-        self.fault, self.failed_s = fault, time.monotonic()
-
-    def report(self) -> ReplicaReport:
-        """Its line in the report."""
-        progress, committed = self.progress, self.committed
-        return ReplicaReport(
-            name=self.replica.name,
-            serving=self.serves,
-            committed=self.done,
-            stage_s=0.0 if progress is None else progress.stage_s,
-            verify_s=0.0 if progress is None else progress.verify_s,
-            stall_s=0.0 if committed is None else committed.stall_s,
-            staged_bytes=0 if progress is None else progress.staged_bytes,
-            reason=None if self.fault is None else self.fault.message,
-            kept=self.kept,
-        )
-
-
-@dataclass(slots=True)
 class Drive:
     """A round under way. Run once, by the driver thread.
 
     `meanwhile` is called once the round is open, while ranks stage; `look`, now and then until they have; `on_staged`, once they have (it
     may give digests that the round opened without); `before_vote`, once they have verified. What these raise ends the round before a vote.
+    `on_read` is called when no rank reads the source any more: once they have staged, or, where one is in place, after the commit.
     """
 
     parts: Sequence[Part]
@@ -103,6 +59,7 @@ class Drive:
     meanwhile: Callable[[], None] = lambda: None
     look: Callable[[], None] = lambda: None
     before_vote: Callable[[], None] = lambda: None
+    on_read: Callable[[], object] = lambda: None
     step: str = "open"
     vote_s: float = 0.0
     commit_s: float = 0.0
@@ -131,6 +88,9 @@ class Drive:
             return
         self._each("stage", lambda part: self._until(part, "staged"))
         digests = self.on_staged()
+        in_place = any(part.in_place for part in self._in())
+        if not in_place:
+            self.on_read()
         self._each("verify", lambda part: self._verified(part, digests))
         self.step = "vote"
         self.before_vote()
@@ -140,6 +100,8 @@ class Drive:
         self.vote_s = time.monotonic() - began_s
         lease.check("the votes")
         self._commit()
+        if in_place:
+            self.on_read()
 
     def _open(self, part: Part) -> None:
         try:
@@ -151,7 +113,7 @@ class Drive:
             part.replica.describe(self.order.structure, self.manifest, self.deadline)
             opened = part.replica.open(self.order, self.deadline)
         part.serving, part.round_id, part.unchanged = opened.serving, opened.round, opened.round is None
-        part.kept = opened.kept
+        part.kept, part.in_place = opened.kept, opened.in_place
 
     def _verified(self, part: Part, digests: bytes | None) -> None:
         if digests is not None and part.round_id is not None:
@@ -248,7 +210,8 @@ class Drive:
         try:
             step(part)
         except ReplicaRefused as refused:
-            part.serving = part.serving if refused.serving is None else refused.serving
+            torn = refused.fault.code == Torn.code
+            part.serving = part.serving if refused.serving is None and not torn else refused.serving
             part.fail(refused.fault)
         except LiveWeightError as error:
             waited_s = error.waited_s if isinstance(error, DeadlineExceeded) else 0.0

@@ -19,11 +19,12 @@ from typing import Self
 from liveweight.errors import OutcomeUnknown, Refused, RoundAborted, WrongState
 from liveweight.spec.deadline import Deadline
 from liveweight.spec.manifest import Version
-from liveweight.trainer.drive import MARGIN_S, Drive, Part
+from liveweight.trainer.drive import MARGIN_S, Drive
 from liveweight.trainer.errands import Verification, go_back, look, still_read
 from liveweight.trainer.labels import Labels
 from liveweight.trainer.offering import Offering
 from liveweight.trainer.offers import Made
+from liveweight.trainer.part import Part
 from liveweight.trainer.replica import Replica
 from liveweight.trainer.report import Report
 from liveweight.trainer.rounds import Round
@@ -76,7 +77,8 @@ class Publisher:
         return self.wait()
 
     def offer(self, label: str | int) -> Version:
-        """Begin a round; returns as soon as the parameters may change: after the freeze; live or a ring, when all ranks have staged.
+        """Begin a round; returns as soon as the parameters may change: after the freeze; live or a ring, when all ranks have staged,
+        or, of engines in place, when they have committed.
 
         With a source's address, engines may ask for the version from now on, until the next offer or the end. Those that read the
         version before are waited for, `release_s` at most; then they are revoked, and their rounds fail and may be asked for again.
@@ -93,7 +95,7 @@ class Publisher:
         try:
             current = self._begin(version, made, began_s)
             if made.offer.kind != "frozen":
-                current.staged.wait(current.deadline.remaining_s() + GRACE_S)
+                current.staged.wait(current.deadline.remaining_s() + self._last_steps_s())
         finally:  # also if we are interrupted: the parameters may change from here on
             self._offers.end(made.offer)
         if current.strayed is not None:
@@ -233,6 +235,7 @@ class Publisher:
             deadline=current.deadline,
             pool=self._pool,
             on_staged=lambda: self._staged(current),
+            on_read=current.staged.set,
             closing=self._closing.is_set,
             meanwhile=lambda: self._look_for_strays(current),
             look=self._offers.look,
@@ -241,7 +244,6 @@ class Publisher:
     def _staged(self, current: Round) -> bytes | None:
         """All ranks have staged; the digests that the round was opened without. In the driver's thread, as long as parameters stand."""
         opened, current.made = current.made, self._offers.staged(current.made)
-        current.staged.set()
         return current.made.digests if opened.digests is None else None
 
     def _look_for_strays(self, current: Round) -> None:

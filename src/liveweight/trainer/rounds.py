@@ -8,8 +8,9 @@ from dataclasses import dataclass, field
 
 from liveweight.spec.deadline import Deadline
 from liveweight.spec.manifest import Version
-from liveweight.trainer.drive import Drive, Part
+from liveweight.trainer.drive import Drive
 from liveweight.trainer.offers import Made
+from liveweight.trainer.part import Part
 from liveweight.trainer.report import Report
 
 

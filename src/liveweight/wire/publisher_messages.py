@@ -79,12 +79,14 @@ class Open(Body, frozen=True):
 class Opened(Body, frozen=True):
     """The round is open, or, with `round` None, its version is installed already and there is nothing to do.
 
-    `kept` names the optional groups that the offer leaves out: their tensors stay as they are.
+    `kept` names the optional groups that the offer leaves out: their tensors stay as they are. `in_place`: the replica reads the source
+    during its commit, which must stand until then.
     """
 
     round: RoundId | None
     serving: Version | None
     kept: tuple[str, ...] = ()
+    in_place: bool = False
 
 
 class Await(Body, frozen=True):

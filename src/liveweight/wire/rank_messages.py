@@ -5,7 +5,7 @@ from __future__ import annotations
 from liveweight.spec.layout import Layout
 from liveweight.spec.manifest import Manifest, OptionalGroup, Version
 from liveweight.wire.body import Body
-from liveweight.wire.values import Fault, Offer, RoundId
+from liveweight.wire.values import Fault, Offer, Overwritten, RoundId
 
 
 class Join(Body, frozen=True):
@@ -13,7 +13,7 @@ class Join(Body, frozen=True):
 
     The groups of `optional` have the tensors of the whole replica: every rank says the same. Where they are known, `lanes` are the digests
     of what it holds, 16 bytes per placement, and `manifest` has the tensors of the version with theirs; one rank's word is enough.
-    `host` is where its `pid` means something.
+    `host` is where its `pid` means something. `in_place`: it has no shadow, and a commit overwrites what is live.
     """
 
     rank: int
@@ -24,6 +24,7 @@ class Join(Body, frozen=True):
     lanes: bytes | None = None
     manifest: Manifest | None = None
     host: str = ""
+    in_place: bool = False
 
 
 class Joined(Body, frozen=True):
@@ -35,7 +36,7 @@ class Joined(Body, frozen=True):
 
 
 class Stage(Body, frozen=True):
-    """Notification to a rank: read your regions of this offer into the shadow; verify if asked.
+    """Notification to a rank: read your regions of this offer into the shadow; verify if asked. In place: find them, and read nothing yet.
 
     Of the optional groups in `keep` the offer has nothing: the shadow gets what is live.
     """
@@ -49,7 +50,7 @@ class Stage(Body, frozen=True):
 
 
 class Staged(Body, frozen=True):
-    """Notification from a rank: it has read all that it owns, and the source's generation still held."""
+    """Notification from a rank: it has read all that it owns, and the source's generation still held. In place: it can be read."""
 
     round: RoundId
     rank: int
@@ -90,6 +91,7 @@ class Swapped(Body, frozen=True):
     """A rank has exchanged shadow and live weights, or failed to. It serves nothing until it is told the outcome. -> Settled.
 
     Ranks learn a decision by its epoch alone, so that is how they name the round here. `seat` is the one that Joined gave.
+    In place it has read its regions into live memory, or failed to, and `overwritten` says how far it came.
     """
 
     boot: str
@@ -98,13 +100,16 @@ class Swapped(Body, frozen=True):
     seat: int
     seconds: float
     fault: Fault | None
+    overwritten: Overwritten | None = None
 
 
 class Settled(Body, frozen=True):
-    """The outcome of a commit or undo: keep what you exchanged, or exchange it back."""
+    """The outcome of a commit or undo: keep what you exchanged, or exchange it back. `torn`: an overwriting failed somewhere, this is why,
+    and no rank of the replica may serve."""
 
     keep: bool
     serving: Version | None
+    torn: str | None = None
 
 
 class Digest(Body, frozen=True):

@@ -73,6 +73,17 @@ class Mismatch(_Value, frozen=True):
     ranks: tuple[int, ...]
 
 
+class Overwritten(_Value, frozen=True):
+    """A rank's part of a commit in place. `begun`: live memory was written to. `lanes` are the digests of what is live then, where it was
+    to be verified."""
+
+    begun: bool
+    size_bytes: int = 0
+    stage_s: float = 0.0
+    verify_s: float = 0.0
+    lanes: bytes | None = None
+
+
 class Fault(_Value, frozen=True):
     """An error that crosses processes: its code and text, which rank, in which step, after how long."""
 

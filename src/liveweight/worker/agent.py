@@ -1,12 +1,12 @@
 """The agent: the background thread of a rank that stages and verifies what the leader tells it to.
 
 Owns the rank's channel to the leader, the readers and the crew. It writes into the shadow and nowhere else; making the shadow
-visible is the main thread's, at a boundary. The turnstile keeps the two from meeting: whoever holds it owns the shadow.
+visible is the main thread's, at a boundary. The turnstile keeps the two from meeting: whoever holds it owns the shadow. Of a rank
+without a shadow it finds the source, and overwrites live weights when the main thread asks for it (overwriting's).
 """
 
 from __future__ import annotations
 
-import os
 import threading
 import time
 from collections import deque
@@ -21,19 +21,15 @@ from liveweight.observe import events
 from liveweight.observe.bus import Bus
 from liveweight.plan.tally import lanes_to_bytes
 from liveweight.spec.deadline import Deadline
-from liveweight.spec.manifest import Manifest, OptionalGroup, Version
+from liveweight.spec.manifest import OptionalGroup
 from liveweight.transports.port import Reader, Reading
 from liveweight.wire.channel import Channel
-from liveweight.wire.host import this_host
 from liveweight.wire.messages import (
     Digest,
     Drop,
     Dropped,
     Failed,
-    Join,
-    Joined,
     Message,
-    Refusal,
     Stage,
     Staged,
     Verified,
@@ -41,6 +37,7 @@ from liveweight.wire.messages import (
 from liveweight.wire.values import RoundId, fault_of
 from liveweight.worker.auditor import Auditor
 from liveweight.worker.keeping import Keeping
+from liveweight.worker.overwriting import Found, Overwriter, Overwrites, round_facts
 from liveweight.worker.shadow_digest import ShadowDigest
 from liveweight.worker.staging import Stopped, stage
 from liveweight.worker.target import Target
@@ -60,15 +57,6 @@ class StagingSettings:
     pace_bytes_per_s: float | None = None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Content:
-    """What is known of the weights that a rank joins with: digests of its placements, 16 bytes each, and the version's tensors with
-    theirs, which one rank tells for all."""
-
-    lanes: bytes
-    manifest: Manifest | None = None
-
-
 class Agent:
     """Serves one rank until closed. Construct and close from the rank's main thread."""
 
@@ -86,6 +74,7 @@ class Agent:
         replica: str,
         bus: Bus,
         optional: Sequence[OptionalGroup] = (),
+        overwrites: Overwrites | None = None,
     ) -> None:
         self._rank, self._channel, self._target = rank, channel, target
         self._digest, self._readers, self._settings = digest, readers, settings
@@ -107,6 +96,18 @@ class Agent:
             wake=self._waker.wake,
         )
         self._crew = Crew(settings.threads)
+        self._overwrites, self._overwriter = overwrites, None
+        if overwrites is not None:
+            overwrites.wake = self._waker.wake
+            self._overwriter = Overwriter(
+                rank=rank,
+                replica=replica,
+                target=target,
+                digest=digest,
+                crew=self._crew,
+                bus=bus,
+                settings=overwrites.settings,
+            )
         self._thread = threading.Thread(target=self._run, name=f"liveweight-agent-{rank}", daemon=True)
         self._thread.start()
 
@@ -124,6 +125,8 @@ class Agent:
             except BaseException as error:  # nobody else would hear it: the leader is gone, or this is a bug
                 self.failure = error
             finally:
+                if self._overwrites is not None:
+                    self._overwrites.close()
                 self._auditor.close()
                 for reader in self._readers.values():
                     reader.close()
@@ -139,7 +142,8 @@ class Agent:
             case Drop(round=round_id):
                 self._drop(round_id)
             case _:
-                return
+                pass
+        self._overwrite()  # after what was told before it: a round that was given up is not carried out
 
     def _receive(self) -> Message | None:
         try:
@@ -153,6 +157,9 @@ class Agent:
         step = "stage"
         try:
             with self._turnstile.for_staging(deadline):
+                if self._overwrites is not None:
+                    self._find(order, self._overwrites, deadline)
+                    return
                 shadow = self._target.shadow()
                 self._keeping.fill(order.keep)
                 if not self._stage(order, shadow, deadline):
@@ -170,14 +177,32 @@ class Agent:
         except Exception as error:  # foreign: it is told, and ends this round, not the rank
             self._report_failure(order, step, Unavailable(f"{type(error).__name__}: {error}"), deadline)
 
-    def _stage(self, order: Stage, shadow: Sequence[Memory], deadline: Deadline) -> bool:
-        reader = self._readers.get(order.offer.mode)
-        if reader is None:
-            raise WrongState(
-                f"a rank that reads {', '.join(self._readers)}", f"transfer mode {order.offer.mode}"
-            )
+    def _find(self, order: Stage, overwrites: Overwrites, deadline: Deadline) -> None:
+        """In place, before the vote: the source is there and is what was offered. It is read when all are to commit."""
         began_s = time.monotonic()
-        reading = self._bind(reader, order, shadow, deadline)
+        overwrites.let_go()
+        reading = self._bind(order, self._target.live(), deadline)
+        if reading is None:
+            return
+        overwrites.hold(Found(order=order, reading=reading, layout=self._keeping.layout(order.keep)))
+        reading.check()
+        self._turnstile.staged = order.round
+        seconds = time.monotonic() - began_s
+        self._send(Staged(round=order.round, rank=self._rank, size_bytes=0, seconds=seconds))
+
+    def _overwrite(self) -> None:
+        """Do what the main thread asks for, if it does."""
+        taken = None if self._overwrites is None else self._overwrites.take()
+        if taken is None or self._overwriter is None:
+            return
+        errand, found = taken
+        order = found.order
+        if self._overwriter.run(errand, found, lambda: self._stop(order.round)) is not None:
+            self._readers[order.offer.mode].forget(order.offer.source)
+
+    def _stage(self, order: Stage, shadow: Sequence[Memory], deadline: Deadline) -> bool:
+        began_s = time.monotonic()
+        reading = self._bind(order, shadow, deadline)
         if reading is None:
             return False
         self._bus.emit(events.StagingBegan(**self._who(order), rank=self._rank))
@@ -197,14 +222,17 @@ class Agent:
         )
         return True
 
-    def _bind(
-        self, reader: Reader, order: Stage, shadow: Sequence[Memory], deadline: Deadline
-    ) -> Reading | None:
+    def _bind(self, order: Stage, memories: Sequence[Memory], deadline: Deadline) -> Reading | None:
         """Attach to the source, looking up now and then; None if the round was given up meanwhile."""
+        reader = self._readers.get(order.offer.mode)
+        if reader is None:
+            raise WrongState(
+                f"a rank that reads {', '.join(self._readers)}", f"transfer mode {order.offer.mode}"
+            )
         while not self._stop(order.round):
             try:
                 layout = self._keeping.layout(order.keep)
-                return reader.bind(order.offer, layout, shadow, deadline.within(LOOK_S))
+                return reader.bind(order.offer, layout, memories, deadline.within(LOOK_S))
             except DeadlineExceeded:
                 if deadline.over:
                     raise
@@ -237,12 +265,16 @@ class Agent:
             self._send(answer)
 
     def _drop(self, round_id: RoundId) -> None:
+        if self._overwrites is not None:
+            self._overwrites.let_go(round_id)
         with self._turnstile.lock:
             if self._turnstile.staged == round_id:
                 self._turnstile.staged = None
         self._send(Dropped(round=round_id, rank=self._rank))
 
     def _report_failure(self, order: Stage, step: str, error: LiveWeightError, deadline: Deadline) -> None:
+        if self._overwrites is not None:
+            self._overwrites.let_go()
         for reader in self._readers.values():
             reader.forget(order.offer.source)
         fault = fault_of(error, step=step, rank=self._rank, waited_s=deadline.waited_s())
@@ -261,38 +293,4 @@ class Agent:
         return False
 
     def _who(self, order: Stage) -> events.RoundFacts:
-        return {
-            "replica": self._replica,
-            "round": f"{order.round.boot}/{order.round.epoch}",
-            "version": str(order.version),
-        }
-
-
-def join(
-    channel: Channel[Message],
-    *,
-    rank: int,
-    target: Target,
-    serving: Version | None,
-    content: Content | None = None,
-    optional: Sequence[OptionalGroup] = (),
-    deadline: Deadline,
-) -> Joined:
-    """Report a rank for service; the leader's refusal is raised."""
-    body = Join(
-        rank=rank,
-        host=this_host(),
-        pid=os.getpid(),
-        layout=target.layout,
-        serving=serving,
-        optional=tuple(optional),
-        lanes=None if content is None else content.lanes,
-        manifest=None if content is None else content.manifest,
-    )
-    match channel.request(body, deadline, f"the leader to take rank {rank} in"):
-        case Joined() as joined:
-            return joined
-        case Refusal(fault=fault):
-            raise fault.to_error()
-        case other:
-            raise WrongState("joining", type(other).__name__)
+        return round_facts(self._replica, order)

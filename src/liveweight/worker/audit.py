@@ -109,6 +109,13 @@ class Audits:
         """An exchange failed: all ranks have, or will have before they serve, what they had."""
         self._exchanging = False
 
+    def torn(self, error: LiveWeightError) -> list[Action]:
+        """Ranks hold a mixture, which is no version: there is nothing to compare it with, and who waits is told."""
+        self._exchanging = False
+        self._now, self._before = Installed(), Installed()
+        ended, self._open = self._open, []
+        return [Reply(audit.peer, audit.call, self._refusal(error)) for audit in ended]
+
     @property
     def reference(self) -> Reference | None:
         """What is installed should be this, as far as it is known."""

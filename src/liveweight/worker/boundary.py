@@ -21,7 +21,7 @@ _NONE, _COMMIT, _UNDO = 0, 1, 2
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """What the scheduler decided, for all ranks to carry out at one step: exchange shadow and live weights.
+    """What the scheduler decided, for all ranks to carry out at one step: exchange shadow and live weights, or overwrite these.
 
     `kv_policy` is for programs that keep requests; ranks have no use for it.
     """
@@ -38,8 +38,8 @@ class Decisions(Protocol):
     def put(self, round_id: RoundId, decision: Decision) -> None:
         """Let the next boundary carry it out."""
 
-    def withdraw(self, round_id: RoundId) -> None:
-        """Take it back, if it still waits."""
+    def withdraw(self, round_id: RoundId) -> bool:
+        """Take it back, if it still waits; whether it did."""
 
 
 class Slot:
@@ -55,11 +55,13 @@ class Slot:
             self._waiting = (round_id, decision)
             self._changed.notify_all()
 
-    def withdraw(self, round_id: RoundId) -> None:
-        """Take it back, if it still waits."""
+    def withdraw(self, round_id: RoundId) -> bool:
+        """Take it back, if it still waits; whether it did."""
         with self._changed:
-            if self._waiting is not None and self._waiting[0] == round_id:
+            waits = self._waiting is not None and self._waiting[0] == round_id
+            if waits:
                 self._waiting = None
+            return waits
 
     def take(self, idle_s: float) -> Decision | None:
         """The decision that waits; with `idle_s`, one that comes within that time. Called from rank 0's main thread."""

@@ -156,21 +156,27 @@ class Committer:
             seconds=seconds,
             fault=current.fault,
         )
-        try:
-            answer = self._channel.request(report, deadline, "the leader to tell the outcome")
-        except (DeadlineExceeded, WireError) as error:
-            what = f"rank {self._rank} holds {current.held.value} and did not hear whether to keep them"
-            raise OutcomeUnknown(f"{what}: {error}") from error
-        match answer:
-            case Settled() as settled:
-                return settled
-            case Refusal(fault=fault):
-                raise OutcomeUnknown(f"rank {self._rank} asked for an outcome: {fault.message}")
-            case other:
-                raise WrongState("waiting for an outcome", type(other).__name__)
+        return hear_outcome(self._channel, report, deadline, current.held.value)
 
     def _fault(self, error: Exception, step: str) -> Fault:
         ours = (
             error if isinstance(error, LiveWeightError) else Unavailable(f"{type(error).__name__}: {error}")
         )
         return fault_of(ours, step=step, rank=self._rank)
+
+
+def hear_outcome(channel: Channel[Message], report: Swapped, deadline: Deadline, held: str) -> Settled:
+    """Tell the leader what a rank did, and hear the outcome. OutcomeUnknown, with what the rank holds, where that cannot be heard."""
+    rank = report.rank
+    try:
+        answer = channel.request(report, deadline, "the leader to tell the outcome")
+    except (DeadlineExceeded, WireError) as error:
+        what = f"rank {rank} holds {held} and did not hear whether to keep them"
+        raise OutcomeUnknown(f"{what}: {error}") from error
+    match answer:
+        case Settled() as settled:
+            return settled
+        case Refusal(fault=fault):
+            raise OutcomeUnknown(f"rank {rank} asked for an outcome: {fault.message}")
+        case other:
+            raise WrongState("waiting for an outcome", type(other).__name__)

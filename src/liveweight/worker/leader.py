@@ -21,7 +21,7 @@ from liveweight.wire.messages import Join, Message, Open
 from liveweight.worker.boundary import Decision, Decisions
 from liveweight.worker.rounds import Action, Decide, Reply, Say, Tell, Withdraw
 from liveweight.worker.scheduler import Scheduler
-from liveweight.worker.states import Swapping, Torn, serving_version
+from liveweight.worker.states import Overwriting, Swapping, serving_version, torn_by
 from liveweight.worker.watch import Watch
 
 IDLE_S = 60.0
@@ -60,13 +60,14 @@ class Leader:
     def served(self) -> Version | None:
         """What all ranks held by its last decision, when it has been closed. An exchange whose outcome nobody was told does not count,
         nor does one that tore a rank."""
-        match self._scheduler.state:
-            case Swapping(base=base):
+        state = self._scheduler.state
+        if torn_by(state) is not None:
+            members = self._scheduler.membership.members.values()
+            return next((member.serving for member in members), None)
+        match state:
+            case Swapping(base=base) | Overwriting(base=base):
                 return base
-            case Torn():
-                members = self._scheduler.membership.members.values()
-                return next((member.serving for member in members), None)
-            case state:
+            case _:
                 return serving_version(state)
 
     def close(self) -> None:
@@ -133,7 +134,8 @@ class Leader:
                 case Decide(round=round_id, undo=undo, timeout_s=timeout_s, kv_policy=policy):
                     self._decisions.put(round_id, Decision(round_id.epoch, undo, timeout_s, policy))
                 case Withdraw(round=round_id):
-                    self._decisions.withdraw(round_id)
+                    waited = self._decisions.withdraw(round_id)
+                    todo.extend(self._scheduler.on_withdrawn(time.monotonic(), round_id, waited=waited))
                 case Say(event=event):
                     self._bus.emit(event)
 

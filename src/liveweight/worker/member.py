@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
+from typing import TypedDict
 
 from liveweight.devices.kernels import Kernels
 from liveweight.observe.bus import Bus
@@ -18,12 +19,26 @@ from liveweight.wire.channel import Channel
 from liveweight.wire.codec import Codec
 from liveweight.wire.credentials import Secret
 from liveweight.wire.messages import Message, Settled
-from liveweight.worker.agent import Agent, Content, StagingSettings, join
+from liveweight.worker.agent import Agent, StagingSettings
 from liveweight.worker.boundary import Decision
 from liveweight.worker.committer import Committer, Hook
+from liveweight.worker.in_place import InPlaceCommitter
+from liveweight.worker.joining import Content, join
+from liveweight.worker.overwriting import InPlace, Overwrites
 from liveweight.worker.shadow_digest import ShadowDigest
 from liveweight.worker.target import Target
 from liveweight.worker.turnstile import Turnstile
+
+
+class _Seat(TypedDict):
+    """What either committer is told."""
+
+    rank: int
+    seat: int
+    boot: str
+    hooks: Sequence[Hook]
+    channel: Channel[Message]
+    turnstile: Turnstile
 
 
 class Member:
@@ -31,6 +46,7 @@ class Member:
 
     `optional` are the groups of tensors that an offer may leave out; of such a round the rank keeps what it has. `content` is what is
     known of the weights that it joins with; `live_kernels` are those of the device that these lie on, if it is not the shadow's.
+    With `in_place` there is no shadow: a commit overwrites what is live.
     """
 
     def __init__(
@@ -50,8 +66,10 @@ class Member:
         optional: Sequence[OptionalGroup] = (),
         content: Content | None = None,
         live_kernels: Kernels | None = None,
+        in_place: InPlace | None = None,
     ) -> None:
         self._turnstile = turnstile = Turnstile()
+        overwrites = None if in_place is None else Overwrites(in_place)
         with ExitStack() as stack:
             calls, orders = (
                 stack.enter_context(Channel(address, secret, Codec[Message](Message), deadline=deadline))
@@ -64,17 +82,22 @@ class Member:
                 serving=serving,
                 content=content,
                 optional=optional,
+                in_place=overwrites is not None,
                 deadline=deadline,
             )
-            self._committer = Committer(
-                rank=rank,
-                seat=joined.seat,
-                boot=joined.boot,
-                target=target,
-                hooks=hooks,
-                channel=calls,
-                turnstile=turnstile,
-            )
+            seat: _Seat = {
+                "rank": rank,
+                "seat": joined.seat,
+                "boot": joined.boot,
+                "hooks": hooks,
+                "channel": calls,
+                "turnstile": turnstile,
+            }
+            self._committer: Committer | InPlaceCommitter
+            if overwrites is None:
+                self._committer = Committer(target=target, **seat)
+            else:
+                self._committer = InPlaceCommitter(overwrites=overwrites, **seat)
             self._agent = Agent(
                 rank=rank,
                 channel=orders,
@@ -87,6 +110,7 @@ class Member:
                 replica=joined.replica,
                 bus=bus,
                 optional=optional,
+                overwrites=overwrites,
             )
             stack.callback(self._agent.close)
             self._resources = stack.pop_all()
@@ -103,7 +127,10 @@ class Member:
         return self._turnstile.exchanges
 
     def carry_out(self, decision: Decision) -> Settled:
-        """Exchange shadow and live weights, and learn the outcome. If it raises, the rank must not serve; see `resolve`."""
+        """Exchange shadow and live weights, or overwrite these, and learn the outcome.
+
+        If it raises, the rank must not serve; see `resolve`.
+        """
         return self._committer.carry_out(decision)
 
     def resolve(self, timeout_s: float) -> Settled | None:

@@ -33,6 +33,7 @@ class Member:
     layout: Layout
     serving: Version | None
     optional: tuple[OptionalGroup, ...] = ()
+    in_place: bool = False
 
 
 class Membership:
@@ -48,18 +49,31 @@ class Membership:
         """The replica with this rank in it; refused if its ranks' regions then overlap in part or leave elements to nobody."""
         if not 0 <= body.rank < self.world:
             raise LayoutInvalid(f"rank {body.rank} joins a replica of {self.world}")
-        member = Member(peer, self._seats + 1, body.pid, body.layout, body.serving, body.optional)
+        member = Member(
+            *(peer, self._seats + 1, body.pid),
+            layout=body.layout,
+            serving=body.serving,
+            optional=body.optional,
+            in_place=body.in_place,
+        )
         members = self.members | {body.rank: member}
         if len(members) < self.world:
             return members, None
         tally = Tally([members[rank].layout for rank in range(self.world)])
         _check_optional(members, tally)
+        if len({member.in_place for member in members.values()}) > 1:
+            raise LayoutInvalid("some ranks of the replica have a shadow, and others are updated in place")
         return members, tally
 
     @property
     def optional(self) -> tuple[OptionalGroup, ...]:
         """The groups of tensors that an offer may leave out: what every rank of the complete replica said."""
         return next((member.optional for member in self.members.values()), ())
+
+    @property
+    def in_place(self) -> bool:
+        """Whether a commit overwrites what the ranks hold: what every rank of the complete replica said."""
+        return any(member.in_place for member in self.members.values())
 
     def adopt(self, candidate: tuple[dict[int, Member], Tally | None]) -> None:
         """Let the rank in."""

@@ -12,7 +12,7 @@ from contextlib import ExitStack
 from typing import TYPE_CHECKING, Self
 
 from liveweight.devices.kernels import Kernels
-from liveweight.errors import ChannelClosed
+from liveweight.errors import ChannelClosed, Torn
 from liveweight.observe.bus import Bus
 from liveweight.spec.deadline import Deadline
 from liveweight.spec.manifest import Version
@@ -23,6 +23,7 @@ from liveweight.worker.boundary import Alone, Boundary, Broadcast, Slot
 from liveweight.worker.committer import Hook
 from liveweight.worker.leader import Leader
 from liveweight.worker.member import Member
+from liveweight.worker.overwriting import InPlace
 from liveweight.worker.target import Target
 
 if TYPE_CHECKING:
@@ -55,8 +56,10 @@ class Receiver:
         hooks: Sequence[Hook] = (),
         settings: StagingSettings | None = None,
         bus: Bus | None = None,
+        in_place: InPlace | None = None,
         timeout_s: float = 60.0,
     ) -> None:
+        self._torn: str | None = None
         self.rank, self.world, self.version = rank, world, serving
         bus = bus or Bus()
         deadline = Deadline.after(timeout_s)
@@ -91,6 +94,7 @@ class Receiver:
                 settings=settings or StagingSettings(),
                 bus=bus,
                 deadline=deadline,
+                in_place=in_place,
             )
             stack.callback(self._member.close)
             self._resources = stack.pop_all()
@@ -101,6 +105,9 @@ class Receiver:
         Costs nothing where nothing was decided (one look at a variable; with several ranks, one small CPU broadcast). `idle_s` lets
         an idle program wait here for a decision. If it raises after the ranks have met (OutcomeUnknown, or a hook's error on the way
         back), this rank must not serve; called again, it finishes the same boundary and does not meet another time.
+
+        In place, it raises Torn on every rank if a commit failed after one of them had begun to write. The ranks must not serve then, but
+        go on calling: each call meets, and raises Torn, until a round has brought all of the weights.
         """
         settled = self._member.resolve(RESOLVE_S)
         if settled is None:
@@ -109,9 +116,11 @@ class Receiver:
             if decision is not None:
                 settled = self._member.carry_out(decision)
         if settled is not None:
-            self.version = settled.serving
+            self.version, self._torn = settled.serving, settled.torn
         elif self._member.failure is not None:
             raise ChannelClosed(f"rank {self.rank} cannot follow any more: {self._member.failure}")
+        if self._torn is not None:
+            raise Torn(self._torn)
         return self.version
 
     def regroup(self, group: ProcessGroup | None) -> None:

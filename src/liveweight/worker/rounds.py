@@ -77,7 +77,11 @@ class Ack:
 
 @dataclass(slots=True)
 class Round:
-    """Mutable, owned by the scheduler. `asked`, and how it fits, is None for an undo."""
+    """Mutable, owned by the scheduler. `asked`, and how it fits, is None for an undo.
+
+    In place, `gone` are ranks that were lost during the commit, `written` those that said they had begun to write; `taken`, whether
+    the boundary may have taken the decision; `late`, whether its time is over.
+    """
 
     id: RoundId
     label: str
@@ -97,6 +101,16 @@ class Round:
     waiters: list[Waiter] = field(default_factory=list)
     aborters: list[Waiter] = field(default_factory=list)
     committer: tuple[bytes, int] | None = None
+    in_place: bool = False
+    gone: set[int] = field(default_factory=set)
+    written: set[int] = field(default_factory=set)
+    taken: bool = True
+    late: bool = False
+
+    @property
+    def touched(self) -> bool:
+        """In place: whether live weights may have been written to. Of a rank that did not say, nobody knows."""
+        return self.taken and bool(self.written or self.ranks - set(self.acks))
 
     @property
     def over(self) -> bool:
@@ -111,7 +125,7 @@ class Round:
             case "staged":
                 have = set(self.lanes)
             case "committing":
-                have = set(self.acks)
+                have = set(self.acks) | self.gone
             case _:
                 have = set(self.ranks)
         return tuple(sorted(self.ranks - have))

@@ -107,6 +107,9 @@ class Scheduler:
             case m.Ask() | m.Commit() | m.Undo() | m.Abort():
                 return self._decision(now_s, peer, call, body)
             case m.Verify():
+                torn = states.torn_by(self.state)
+                if torn is not None:
+                    raise Torn(torn.cause)
                 return self._audits.begin(now_s, peer, call, body)
             case m.Digested():
                 return self._audits.digested(now_s, peer, body)
@@ -141,7 +144,12 @@ class Scheduler:
             return actions + self._answered(now_s)
         self._round.readers.discard(rank)
         error = ChannelClosed(f"rank {rank} (process {member.pid}) is gone")
-        actions += self._fail(now_s, self._round, fault_of(error, step=self._round.phase, rank=rank))
+        fault = fault_of(error, step=self._round.phase, rank=rank)
+        if self._round.in_place and self._round.phase == "committing":
+            self._round.gone.add(rank)
+            actions += self._stop_overwriting(self._round, fault)
+        else:
+            actions += self._fail(now_s, self._round, fault)
         return actions + self._answered(now_s)
 
     @property
@@ -162,9 +170,11 @@ class Scheduler:
     def _join(self, now_s: float, peer: bytes, call: int, body: m.Join) -> list[Action]:
         candidate = self.membership.candidate(peer, body)  # refused here, nothing has changed
         actions = self.on_lost(now_s, body.rank) if body.rank in self.membership.members else []
+        if self._round is not None and self._round.fault is not None:  # in place: the others will hear it
+            actions += self._fail(now_s, self._round, self._round.fault)
         self.membership.adopt(candidate)
         self._ledger.published(body.serving)
-        if self.membership.tally is not None:
+        if self.membership.tally is not None and states.torn_by(self.state) is None:
             self.state = states.Serving(self.membership.common_version())
             self._ledger.forget_manifests()
         self._audits.joined(body, states.serving_version(self.state))
@@ -201,8 +211,13 @@ class Scheduler:
         version = body.version
         if version.digest is None:  # content unknown: the round's id stands in for it
             version = msgspec.structs.replace(version, digest=f"{self.boot}/{self._epoch}")
-        self.state = states.open_round(self.state, version, round_id)
         kept = self._ledger.fit(body).kept
+        torn = states.torn_by(self.state)
+        if torn is not None and not set(kept) <= set(self._ledger.kept(torn.target)):
+            raise Torn(
+                f"{states.describe(torn)}: only an offer that has its {', '.join(kept)}, too, heals it"
+            )
+        self.state = states.open_round(self.state, version, round_id)
         self._ledger.keeps(version, kept)
         opened = self._begun(now_s, round_id, body)
         order = m.Stage(
@@ -218,7 +233,7 @@ class Scheduler:
         )
         return [
             Say(said),
-            Reply(peer, call, m.Opened(round=round_id, serving=serving, kept=kept)),
+            Reply(peer, call, m.Opened(round=round_id, serving=serving, kept=kept, in_place=opened.in_place)),
             *(Tell(rank, order) for rank in sorted(opened.ranks)),
         ]
 
@@ -234,6 +249,7 @@ class Scheduler:
             ranks=ranks,
             readers=set(ranks),
             fit=self._ledger.fit(body),
+            in_place=self.membership.in_place,
         )
         return self._round
 
@@ -253,7 +269,8 @@ class Scheduler:
                 if ended is not None:
                     ended.readers.discard(rank)
             case m.Staged(rank=rank) if current is not None and current.phase == "open":
-                current.readers.discard(rank)
+                if not current.in_place:  # else it has still to read
+                    current.readers.discard(rank)
                 current.staged[rank] = (body.size_bytes, body.seconds)
                 if not current.missing():
                     return self._all_staged(now_s, current)
@@ -274,7 +291,7 @@ class Scheduler:
 
     def _all_staged(self, now_s: float, current: Round) -> list[Action]:
         current.phase = "staged"
-        if current.asked is not None and current.asked.verify:
+        if current.asked is not None and current.asked.verify and not current.in_place:
             return [] if current.missing() else self._all_verified(now_s, current)
         current.phase = "verified"
         return []
@@ -285,25 +302,32 @@ class Scheduler:
         asked = current.asked
         if current.over:
             return [Reply(peer, call, m.Compared())]  # why it ended, `Await` tells
-        if asked is None or asked.digests is not None or not asked.verify or current.phase != "staged":
+        awaited = "verified" if current.in_place else "staged"
+        if asked is None or asked.digests is not None or not asked.verify or current.phase != awaited:
             raise WrongState(f"{current.phase} ({states.describe(self.state)})", "compare")
         told = msgspec.structs.replace(asked, digests=body.digests)
         self._ledger.digests(told)  # refused here if they are not of its tensors
         current.asked = told
         actions: list[Action] = [Reply(peer, call, m.Compared())]
-        return actions if current.missing() else [*actions, *self._all_verified(now_s, current)]
+        if current.in_place or current.missing():
+            return actions
+        return [*actions, *self._all_verified(now_s, current)]
 
-    def _all_verified(self, now_s: float, current: Round) -> list[Action]:
+    def _differing(self, current: Round, where: str) -> DigestMismatch | None:
+        """How what the ranks hold differs from what was offered; both are known."""
         tally, asked = self.membership.whole(), current.asked
-        if asked is None:
+        offered = None if asked is None else self._ledger.digests(asked)
+        if asked is None or offered is None:
             raise WrongState(states.describe(self.state), "verify")
-        offered = self._ledger.digests(asked)
-        if offered is None:
-            return []  # a ring's are told when all have staged
         totals, disagreeing = tally.combine([current.lanes[rank] for rank in range(self.world)])
         differing = disagreeing or tally.differing(totals, offered, self._ledger.fit(asked).sources)
-        if differing:
-            error = DigestMismatch(differing, f"{self.replica}, shadow")
+        return DigestMismatch(differing, f"{self.replica}, {where}") if differing else None
+
+    def _all_verified(self, now_s: float, current: Round) -> list[Action]:
+        if current.asked is not None and current.asked.digests is None:
+            return []  # a ring's are told when all have staged
+        error = self._differing(current, "shadow")
+        if error is not None:
             return self._fail(now_s, current, fault_of(error, step="verify"))
         current.phase = "verified"
         return [Say(events.Verified(**self._who(current), took_s=max(current.verify_s.values())))]
@@ -319,7 +343,9 @@ class Scheduler:
                 return [Reply(peer, call, m.Refusal(fault=fault, serving=serving))]
             case m.Ask(round=round_id, lease_s=lease_s):
                 current = self._current(round_id, "vote")
-                if current.phase != "verified":
+                asked = current.asked
+                unknown = asked is not None and asked.verify and asked.digests is None
+                if current.phase != "verified" or unknown:
                     raise WrongState(states.describe(self.state), "vote")
                 self.state = states.verified(self.state)
                 current.phase, current.lease_s, current.ends_s = "ready", lease_s, now_s + lease_s
@@ -327,7 +353,8 @@ class Scheduler:
                 return [Reply(peer, call, m.Voted()), Say(vote)]
             case m.Commit(round=round_id, timeout_s=timeout_s):
                 current = self._current(round_id, "commit")
-                self.state = states.begin_swap(self.state)
+                begin = states.overwrite if current.in_place else states.begin_swap
+                self.state = begin(self.state)
                 return self._swap(now_s, current, peer, call, timeout_s, undo=False)
             case m.Undo(publisher=publisher, timeout_s=timeout_s):
                 return self._undo(now_s, peer, call, publisher, timeout_s)
@@ -343,6 +370,8 @@ class Scheduler:
         self.membership.whole()
         if self._round is not None:
             raise RoundOpen(self.replica, self._round.id.publisher)
+        if self.membership.in_place and isinstance(self.state, states.Serving):
+            raise WrongState(f"{states.describe(self.state)}, in place of the version before", "undo")
         round_id = RoundId(boot=self.boot, epoch=self._epoch + 1, publisher=publisher)
         label = str(states.serving_version(self.state))
         self.state = states.begin_undo(self.state, round_id)
@@ -366,20 +395,65 @@ class Scheduler:
             ended = next((r for r in self._ended.values() if ours and r.id.epoch == body.epoch), None)
             if ended is None:
                 raise WrongState("without a record of that round", "an outcome")
-            settled = m.Settled(keep=ended.phase == "done", serving=states.serving_version(self.state))
-            return [Reply(peer, call, settled)]
+            return [Reply(peer, call, self._outcome(ended, keep=ended.phase == "done"))]
         member = self.membership.members.get(body.rank)
         if member is None or member.seat != body.seat:
             raise WrongState(f"rank {body.rank} is another process by now", "an exchange of weights")
         current.acks[body.rank] = Ack(peer, call, body.seconds)
+        if current.in_place:
+            return self._overwrote(now_s, current, body)
         if body.fault is not None:
             return self._fail(now_s, current, body.fault)
         return [] if current.missing() else self._done(now_s, current)
 
+    # In place.
+
+    def _overwrote(self, now_s: float, current: Round, body: m.Swapped) -> list[Action]:
+        """How far a rank came. All are heard before it is decided: whether the old weights are whole is known from all of them alone."""
+        current.readers.discard(body.rank)
+        done = body.overwritten
+        if done is None or done.begun:
+            current.written.add(body.rank)
+        if done is not None:
+            current.staged[body.rank] = (done.size_bytes, done.stage_s)
+            current.verify_s[body.rank] = done.verify_s
+        if done is not None and done.lanes is not None:
+            placements = self.membership.members[body.rank].layout.placements
+            current.lanes[body.rank] = lanes_from_bytes(done.lanes, len(placements))
+        actions = [] if body.fault is None else self._stop_overwriting(current, body.fault)
+        return actions + self._overwritten(now_s, current)
+
+    def _stop_overwriting(self, current: Round, fault: Fault) -> list[Action]:
+        """It fails: who has not begun must not, who has may stop; how far each came is still to be heard."""
+        current.fault = current.fault or fault
+        waited_for = set(current.missing()) & set(self.membership.members)
+        return [Withdraw(current.id), *(Tell(rank, m.Drop(round=current.id)) for rank in sorted(waited_for))]
+
+    def on_withdrawn(self, now_s: float, round_id: RoundId, *, waited: bool) -> list[Action]:
+        """A decision was taken back that still waited, or too late: then the ranks have it, or had it."""
+        current = self._round
+        if current is None or current.id != round_id:
+            return []
+        current.taken = not waited
+        return self._overwritten(now_s, current) + self._answered(now_s)
+
+    def _overwritten(self, now_s: float, current: Round) -> list[Action]:
+        """Decide, once every rank was heard or nobody can be any more."""
+        if current.missing() and current.taken and not current.late:
+            return []
+        if current.fault is None and current.asked is not None and current.asked.verify:
+            error = self._differing(current, "overwritten in place")
+            current.fault = None if error is None else fault_of(error, step="verify")
+        return (
+            self._done(now_s, current) if current.fault is None else self._fail(now_s, current, current.fault)
+        )
+
     # How a round ends.
 
     def _done(self, now_s: float, current: Round) -> list[Action]:
-        self.state = states.settled(self.state, keep=True)
+        self.state = (
+            states.overwritten(self.state) if current.in_place else states.settled(self.state, keep=True)
+        )
         serving = states.serving_version(self.state)
         undo = self.state.undo if isinstance(self.state, states.Serving) else None
         self.membership.serve(serving)
@@ -412,12 +486,9 @@ class Scheduler:
     def _fail(self, now_s: float, current: Round, fault: Fault) -> list[Action]:
         """End the round at the old version, from any phase; ranks that exchanged are told to exchange back."""
         committing = current.phase == "committing"
-        self._audits.stayed()
-        self.state = states.after_failure(self.state, fault.message)
-        if fault.code == Torn.code and current.asked is not None:
-            self.state = states.Torn(current.asked.version, fault.message)
+        fault, torn = self._fallen_to(current, fault)
         current.fault = fault
-        actions: list[Action] = self._settle(current, keep=False)
+        actions: list[Action] = self._settle(current, keep=False) + torn
         if committing:
             actions.append(Withdraw(current.id))
         if current.committer is not None:
@@ -430,7 +501,26 @@ class Scheduler:
         aborted = events.Aborted(
             **self._who(current), rank=fault.rank, step=fault.step, code=fault.code, reason=fault.message
         )
-        return [*actions, Say(aborted), self._end(now_s, current, "failed", events.Outcome.ABORTED)]
+        outcome = events.Outcome.TORN if isinstance(self.state, states.Torn) else events.Outcome.ABORTED
+        return [*actions, Say(aborted), self._end(now_s, current, "failed", outcome)]
+
+    def _fallen_to(self, current: Round, fault: Fault) -> tuple[Fault, list[Action]]:
+        """Which state a failure leaves, what it is called then, and who is told of it."""
+        if current.in_place and current.phase == "committing":
+            if not current.touched:
+                self.state = states.untouched(self.state)
+            else:
+                cause = f"{self.replica} holds a mixture since {current.label} failed: {fault.message}"
+                fault = fault_of(Torn(cause), step=fault.step, rank=fault.rank, waited_s=fault.waited_s)
+                self.state = states.after_failure(self.state, fault.message)
+        else:
+            self.state = states.after_failure(self.state, fault.message)
+            if fault.code == Torn.code and current.asked is not None:
+                self.state = states.Torn(current.asked.version, fault.message)
+        if isinstance(self.state, states.Torn):
+            return fault, self._audits.torn(fault.to_error())
+        self._audits.stayed()
+        return fault, []
 
     def _late(self, now_s: float, current: Round) -> list[Action]:
         missing, waited_s = current.missing(), now_s - current.began_s
@@ -441,11 +531,20 @@ class Scheduler:
         if current.phase == "ready":
             said = [Say(events.LeaseExpired(**self._who(current), lease_s=current.lease_s))]
         error = DeadlineExceeded(f"{who} to {step}", waited_s)
-        return said + self._fail(now_s, current, fault_of(error, step=step, rank=rank, waited_s=waited_s))
+        fault = fault_of(error, step=step, rank=rank, waited_s=waited_s)
+        if current.in_place and current.phase == "committing":
+            current.late, current.ends_s = True, NEVER
+            return said + self._stop_overwriting(current, fault)
+        return said + self._fail(now_s, current, fault)
 
     def _settle(self, current: Round, *, keep: bool) -> list[Action]:
+        outcome = self._outcome(current, keep=keep)
+        return [Reply(a.peer, a.call, outcome) for a in current.acks.values()]
+
+    def _outcome(self, current: Round, *, keep: bool) -> m.Settled:
+        torn = states.torn_by(self.state) if current.in_place else None
         serving = states.serving_version(self.state)
-        return [Reply(a.peer, a.call, m.Settled(keep=keep, serving=serving)) for a in current.acks.values()]
+        return m.Settled(keep=keep, serving=serving, torn=None if torn is None else torn.cause)
 
     def _end(self, now_s: float, current: Round, phase: m.Phase, outcome: events.Outcome) -> Action:
         current.phase = phase

@@ -84,9 +84,11 @@ def stage(
     pace_bytes_per_s: float | None,
     stop: Stop,
     deadline: Deadline,
+    ends: Table | None = None,
 ) -> StageResult | Stopped:
     """Read every row into the shadow, and check before and after that the source did not change. Called from the staging thread.
 
+    `ends` says where batches of rows end; by default their sizes do.
     When it returns or raises, no thread reads any more. Raises DeadlineExceeded, OfferChanged, or what the reading raises.
     """
     began_s = time.monotonic()
@@ -102,6 +104,7 @@ def stage(
             deadline=deadline,
             what="staging",
             pace=None if pace_bytes_per_s is None else Pace(pace_bytes_per_s),
+            ends=ends,
         )
         if isinstance(outcome, Stopped):
             return outcome
@@ -138,16 +141,18 @@ def share(
     what: str,
     pace: Pace | None = None,
     smallest_batch_bytes: int = SMALLEST_BATCH_BYTES,
+    ends: Table | None = None,
 ) -> int | Stopped:
     """Work through rows of these sizes, in batches that whichever thread is free takes next; the bytes done, or Stopped.
 
-    `smallest_batch_bytes` is for work that costs something per call.
+    `smallest_batch_bytes` is for work that costs something per call; with `ends`, batches end there.
     The first error of any thread ends all of them, and is raised here. `stop` and the deadline are looked at between batches.
     """
     size = int(sizes_bytes.sum())
     if stop():
         return Stopped(done_bytes=0, size_bytes=size)
-    ends = cut(sizes_bytes, max(smallest_batch_bytes, _batch_bytes(size, crew.threads, pace)))
+    if ends is None:
+        ends = cut(sizes_bytes, max(smallest_batch_bytes, _batch_bytes(size, crew.threads, pace)))
     job = _Job(
         ends=ends,
         bytes_before=np.concatenate([[0], np.cumsum(sizes_bytes)])[np.concatenate([[0], ends])],

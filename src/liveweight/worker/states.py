@@ -1,6 +1,7 @@
 """The states of a rank and of its replica, and every transition between them. Pure.
 
 Serving ── open ──▶ Staging ── verified ──▶ Ready ── commit ──▶ Serving(undo) ── undo ──▶ Serving
+In place: Ready ── overwrite ──▶ Overwriting ── ok ──▶ Serving, or Torn; a torn one stays torn until a round has overwritten it whole.
 A sum type: data exists only where it means something. Pausing is the scheduler's matter and no part of this.
 """
 
@@ -24,21 +25,31 @@ class Serving:
 
 
 @dataclass(frozen=True, slots=True)
+class Torn:
+    """An in-place round failed: a mixture, which must never serve."""
+
+    target: Version
+    cause: str
+
+
+@dataclass(frozen=True, slots=True)
 class Staging:
-    """A round reads into the shadow; live weights are the base's."""
+    """A round reads into the shadow; live weights are the base's, or `torn`. In place it has only found its source."""
 
     base: Version | None
     target: Version
     round: RoundId
+    torn: Torn | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Ready:
-    """The shadow holds the target, verified if that was asked; live weights are the base's."""
+    """The shadow holds the target, verified if that was asked; live weights are the base's, or `torn`."""
 
     base: Version | None
     target: Version
     round: RoundId
+    torn: Torn | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,21 +60,17 @@ class Swapping:
     target: Version | None
     round: RoundId
     undo: bool = False
+    torn: Torn | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Overwriting:
-    """In place: live weights are being overwritten."""
+    """In place: live weights, the base's or `torn`, are being overwritten; nothing serves until the outcome is known."""
 
+    base: Version | None
     target: Version
-
-
-@dataclass(frozen=True, slots=True)
-class Torn:
-    """An in-place round failed: a mixture, which must never serve."""
-
-    target: Version
-    cause: str
+    round: RoundId
+    torn: Torn | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +91,7 @@ def open_round(state: State, target: Version, round_id: RoundId) -> State:
         case Serving(version=base):
             return Staging(base, target, round_id)
         case Torn():
-            return Staging(None, target, round_id)
+            return Staging(None, target, round_id, state)
         case _:
             raise WrongState(describe(state), "open")
 
@@ -92,8 +99,8 @@ def open_round(state: State, target: Version, round_id: RoundId) -> State:
 def verified(state: State) -> State:
     """Everything is in the shadow, and is right."""
     match state:
-        case Staging(base=base, target=target, round=round_id):
-            return Ready(base, target, round_id)
+        case Staging(base=base, target=target, round=round_id, torn=torn):
+            return Ready(base, target, round_id, torn)
         case _:
             raise WrongState(describe(state), "verify")
 
@@ -101,8 +108,8 @@ def verified(state: State) -> State:
 def begin_swap(state: State) -> State:
     """The decision to commit has reached the boundary."""
     match state:
-        case Ready(base=base, target=target, round=round_id):
-            return Swapping(base, target, round_id)
+        case Ready(base=base, target=target, round=round_id, torn=torn):
+            return Swapping(base, target, round_id, torn=torn)
         case _:
             raise WrongState(describe(state), "commit")
 
@@ -124,12 +131,12 @@ def settled(state: State, *, keep: bool) -> State:
     After a commit the undo is what was live before it; after an undo there is none: the way forward is a new round.
     """
     match state:
-        case Swapping(target=target, undo=True) if keep:
-            return Serving(target)
+        case Swapping(target=target, undo=undo, torn=torn) if keep and (undo or torn is not None):
+            return Serving(target)  # what is in the shadow now is not to come back
         case Swapping(base=base, target=target) if keep:
             return Serving(target, base, can_undo=True)
-        case Swapping(base=base):
-            return Serving(base)
+        case Swapping(base=base, torn=torn):
+            return torn or Serving(base)
         case _:
             raise WrongState(describe(state), "settle")
 
@@ -137,21 +144,30 @@ def settled(state: State, *, keep: bool) -> State:
 def after_failure(state: State, cause: str) -> State:
     """What a failure leaves. Before a commit nothing was touched; in place there is no way back."""
     match state:
-        case Staging(base=base) | Ready(base=base) | Swapping(base=base):
-            return Serving(base)
+        case Staging(base=base, torn=torn) | Ready(base=base, torn=torn) | Swapping(base=base, torn=torn):
+            return torn or Serving(base)
         case Overwriting(target=target):
             return Torn(target, cause)
         case _:
             raise WrongState(describe(state), "fail")
 
 
-def overwrite(state: State, target: Version) -> State:
-    """An in-place round begins."""
+def overwrite(state: State) -> State:
+    """The decision to commit in place has reached the boundary."""
     match state:
-        case Serving() | Torn():
-            return Overwriting(target)
+        case Ready(base=base, target=target, round=round_id, torn=torn):
+            return Overwriting(base, target, round_id, torn)
         case _:
             raise WrongState(describe(state), "overwrite")
+
+
+def untouched(state: State) -> State:
+    """An in-place round ended before it had written anything."""
+    match state:
+        case Overwriting(base=base, torn=torn):
+            return torn or Serving(base)
+        case _:
+            raise WrongState(describe(state), "leave untouched")
 
 
 def overwritten(state: State) -> State:
@@ -197,6 +213,17 @@ def serving_version(state: State) -> Version | None:
             return None
 
 
+def torn_by(state: State) -> Torn | None:
+    """What live weights are torn by, also while a round that is to heal them is under way."""
+    match state:
+        case Torn():
+            return state
+        case Staging(torn=torn) | Ready(torn=torn) | Swapping(torn=torn) | Overwriting(torn=torn):
+            return torn
+        case _:
+            return None
+
+
 def describe(state: State) -> str:
     """A state as error messages say it."""
     match state:
@@ -204,6 +231,8 @@ def describe(state: State) -> str:
             return "serving weights that nobody named"
         case Serving(version=version):
             return f"serving {version}"
+        case Staging(torn=torn, target=target) | Ready(torn=torn, target=target) if torn is not None:
+            return f"{describe(torn)}, and about to be healed by {target}"
         case Staging(base=base, target=target):
             return f"staging {target} over {base}"
         case Ready(base=base, target=target):

@@ -16,6 +16,7 @@ from liveweight.devices.memory import Memory
 from liveweight.errors import LayoutInvalid, WrongState
 from liveweight.spec.layout import Layout, Piece
 from liveweight.worker.exchange import CHUNK_BYTES, LINK_CHUNK_BYTES, ContentExchange, point
+from liveweight.worker.overwriting import InPlace
 from liveweight.worker.target import Target
 from liveweight.worker.torch_layout import Parameter, Parameters, device_of, gather, layout_of
 
@@ -26,9 +27,9 @@ ExchangeMode: TypeAlias = Literal["swap", "copy"]
 """How staged weights become live: `swap` lets the tensors point at the other memory; `copy` exchanges contents, for targets whose
 addresses somebody holds (graphs, views, registered memory)."""
 
-ShadowPlace: TypeAlias = Literal["device", "host"]
+ShadowPlace: TypeAlias = Literal["device", "host", "none"]
 """Where the shadow lies: beside the live weights, or in the host's memory, for a device that has no room for a second copy. A shadow on
-the host is exchanged by `copy`, chunk by chunk, and holds the undo afterwards."""
+the host is exchanged by `copy`, chunk by chunk, and holds the undo afterwards. `none`: there is no shadow, and rounds are in place."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,6 +98,8 @@ class TensorTarget:
         """
         live, shadow = self._sides
         self._check_unmoved(live)
+        if self._place == "none":
+            raise WrongState("in place, without a shadow", "staging beside the live weights")
         if shadow is None:
             shadow = _side(self._parameters, self._new_views(live.views))
             self._contents = self._exchange_of(live, shadow) if self._mode == "copy" else None
@@ -222,6 +225,13 @@ class Placed:
     target: Target
     device: Device
     home: Device
+    shadow: ShadowPlace
+
+    def in_place(self, chunk_bytes: int) -> InPlace | None:
+        """How a target without a shadow is overwritten."""
+        if self.shadow != "none":
+            return None
+        return InPlace(chunk_bytes=chunk_bytes, synchronise=self.device.synchronise)
 
 
 def as_target(
@@ -239,14 +249,14 @@ def as_target(
         built = module_target(given, pieces, exchange=exchange, device=device, shadow=shadow)
     elif isinstance(given, Mapping):
         built = TensorTarget(given, exchange=exchange, device=device, shadow=shadow)
-    elif shadow != "device":
+    elif shadow == "host":
         raise ValueError(
             f"a Target of one's own decides itself where its shadow lies, and {shadow} was asked for"
         )
     else:
         home = CPU if device is None else device
-        return Placed(target=given, device=home, home=home)
-    return Placed(target=built, device=built.device, home=built.home)
+        return Placed(target=given, device=home, home=home, shadow=shadow)
+    return Placed(target=built, device=built.device, home=built.home, shadow=shadow)
 
 
 def _live_views(parameters: Sequence[Parameter]) -> list[torch.Tensor]:

@@ -1,0 +1,73 @@
+"""One replica's part of a round at its publisher: how far it came, and what its line in the report says."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+
+import msgspec
+
+from liveweight.spec.manifest import Version
+from liveweight.trainer.replica import Replica
+from liveweight.trainer.report import ReplicaReport
+from liveweight.wire import messages as m
+from liveweight.wire.values import Fault, RoundId
+
+
+@dataclass(slots=True)
+class Part:
+    """One replica's part of the round so far. `serving`: what it served when last heard of; `fault`: why it is out, since `failed_s`."""
+
+    replica: Replica
+    serving: Version | None = None
+    round_id: RoundId | None = None
+    unchanged: bool = False
+    kept: tuple[str, ...] = ()
+    in_place: bool = False
+    fault: Fault | None = None
+    failed_s: float = 0.0
+    unheard: bool = False
+    progress: m.Progress | None = None
+    committed: m.Committed | None = None
+    readers: bool = False
+
+    @property
+    def done(self) -> bool:
+        """Whether it serves the version."""
+        return self.unchanged or self.committed is not None
+
+    @property
+    def serves(self) -> Version | None:
+        """What it serves, as far as is known."""
+        return self.serving if self.committed is None else self.committed.serving
+
+    def fail(self, fault: Fault) -> None:
+        """It is out of the round."""
+        self.fault, self.failed_s = fault, time.monotonic()
+
+    def _last_progress(self) -> m.Progress | None:
+        """How far it came; in place, all of it during the commit."""
+        if not self.in_place or self.progress is None or self.committed is None:
+            return self.progress
+        ranks = self.committed.ranks
+        return msgspec.structs.replace(
+            self.progress,
+            stage_s=max((times.stage_s for times in ranks), default=0.0),
+            verify_s=max((times.verify_s for times in ranks), default=0.0),
+            staged_bytes=sum(times.staged_bytes for times in ranks),
+        )
+
+    def report(self) -> ReplicaReport:
+        """Its line in the report."""
+        progress, committed = self._last_progress(), self.committed
+        return ReplicaReport(
+            name=self.replica.name,
+            serving=self.serves,
+            committed=self.done,
+            stage_s=0.0 if progress is None else progress.stage_s,
+            verify_s=0.0 if progress is None else progress.verify_s,
+            stall_s=0.0 if committed is None else committed.stall_s,
+            staged_bytes=0 if progress is None else progress.staged_bytes,
+            reason=None if self.fault is None else self.fault.message,
+            kept=self.kept,
+        )

@@ -1,0 +1,120 @@
+"""A rank's part of a commit in place, from the decision to the known outcome. Runs on the main thread.
+
+Beats: have the agent overwrite what is live, run the hooks, tell the leader how far that came, hear the outcome. There is no way back:
+if any rank wrote and not all are done, all are torn. What is done so far is noted before the next beat, so that whatever
+interrupts it, the next boundary takes it up there.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from liveweight.errors import LiveWeightError, Unavailable, WrongState
+from liveweight.spec.deadline import Deadline
+from liveweight.wire.channel import Channel
+from liveweight.wire.messages import Message, Settled, Swapped
+from liveweight.wire.values import Fault, Overwritten, fault_of
+from liveweight.worker.boundary import Decision
+from liveweight.worker.committer import GRACE_S, Hook, hear_outcome
+from liveweight.worker.overwriting import Errand, Overwrites
+from liveweight.worker.turnstile import Turnstile
+
+
+@dataclass(slots=True)
+class _Commit:
+    """One decision on its way: what came of the overwriting, what failed, what was heard."""
+
+    decision: Decision
+    began_s: float = field(default_factory=time.monotonic)
+    errand: Errand | None = None
+    done: Overwritten | None = None
+    hooks_due: bool = False
+    fault: Fault | None = None
+    outcome: Settled | None = None
+
+
+class InPlaceCommitter:
+    """Carries out decisions for one rank that has no shadow. Used by the main thread."""
+
+    def __init__(
+        self,
+        *,
+        rank: int,
+        seat: int,
+        boot: str,
+        hooks: Sequence[Hook],
+        channel: Channel[Message],
+        turnstile: Turnstile,
+        overwrites: Overwrites,
+    ) -> None:
+        self._rank, self._seat, self._boot = rank, seat, boot
+        self._hooks, self._channel, self._turnstile = hooks, channel, turnstile
+        self._overwrites = overwrites
+        self._current: _Commit | None = None
+        self.grace_s = GRACE_S
+        """How much longer than the leader a rank waits for its answer."""
+
+    def carry_out(self, decision: Decision) -> Settled:
+        """Overwrite, and learn the outcome. If it raises, the rank must not serve; `resolve` takes it up where it stopped."""
+        self._current = current = _Commit(decision)
+        self._turnstile.doubt = True
+        return self._finish(current, Deadline.after(decision.timeout_s + self.grace_s))
+
+    def resolve(self, timeout_s: float) -> Settled | None:
+        """Take up a commit that did not come to its end. None: there was none."""
+        current = self._current
+        if current is None:
+            return None
+        if current.hooks_due and current.fault is None:
+            current.fault = self._fault(Unavailable("interrupted before the hooks had run"), "hooks")
+        return self._finish(current, Deadline.after(timeout_s))
+
+    def _finish(self, current: _Commit, deadline: Deadline) -> Settled:
+        if current.done is None:
+            self._overwrite(current)
+        if current.outcome is None:
+            current.outcome = self._ask(current, deadline)
+        self._current, self._turnstile.staged, self._turnstile.doubt = None, None, False
+        return current.outcome
+
+    def _overwrite(self, current: _Commit) -> None:
+        """Have live weights overwritten and run the hooks. A failure is noted, for the leader to hear."""
+        if current.decision.undo:
+            current.done = Overwritten(begun=False)
+            current.fault = self._fault(WrongState("in place, where nothing is kept", "undo"), "commit")
+            return
+        if current.errand is None:
+            self._turnstile.exchanges += 1
+            until = Deadline.after(current.decision.timeout_s)
+            current.errand = self._overwrites.ask(current.decision.epoch, until)
+        done, current.fault = current.errand.wait(self._rank)
+        current.hooks_due, current.done = current.fault is None, done
+        self._turnstile.exchanges += 1  # for who began to read in the middle
+        try:
+            for hook in self._hooks if current.hooks_due else ():
+                hook()
+        except Exception as error:  # foreign code: whatever it raises, the leader hears it
+            current.fault = self._fault(error, "hooks")
+        current.hooks_due = False
+
+    def _ask(self, current: _Commit, deadline: Deadline) -> Settled:
+        report = Swapped(
+            boot=self._boot,
+            epoch=current.decision.epoch,
+            rank=self._rank,
+            seat=self._seat,
+            seconds=time.monotonic() - current.began_s,
+            fault=current.fault,
+            overwritten=current.done,
+        )
+        written = current.done is not None and current.done.begun
+        held = "weights that were overwritten" if written else "those of before"
+        return hear_outcome(self._channel, report, deadline, held)
+
+    def _fault(self, error: Exception, step: str) -> Fault:
+        ours = (
+            error if isinstance(error, LiveWeightError) else Unavailable(f"{type(error).__name__}: {error}")
+        )
+        return fault_of(ours, step=step, rank=self._rank)

@@ -1,0 +1,268 @@
+"""Overwriting: a rank without a shadow reads its source straight over its live weights, while its main thread stands at a boundary.
+
+Owns the hand-over between the two threads. The agent finds the source before the vote and holds it; the main thread asks for the bytes when
+the decision has reached it, and waits. Whether anything was written is known exactly: a failure before that costs nothing.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import msgspec
+import numpy as np
+
+from liveweight.devices.crew import Crew
+from liveweight.errors import ChannelClosed, LiveWeightError, RoundAborted, Unavailable, WrongState
+from liveweight.observe import events
+from liveweight.observe.bus import Bus
+from liveweight.plan.copies import row_bytes
+from liveweight.plan.loops import Table
+from liveweight.plan.tally import lanes_to_bytes
+from liveweight.spec.deadline import Deadline
+from liveweight.spec.layout import Layout
+from liveweight.transports.port import GoOn, Reading, patient
+from liveweight.wire.messages import Stage
+from liveweight.wire.values import Fault, Overwritten, RoundId, fault_of
+from liveweight.worker.shadow_digest import ShadowDigest
+from liveweight.worker.staging import BATCH_BYTES, Stop, Stopped, cut, stage
+from liveweight.worker.target import Target
+
+_TARGET_MEMORY = 2
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class InPlace:
+    """How many bytes a thread reads at a time, and how many of `draft`, the tensors of an engine's MTP layer. A chunk ends with a row of
+    the transfer's table, which has 2 MB at most.
+
+    `synchronise` waits for what the weights' device still computes with them.
+    """
+
+    chunk_bytes: int = BATCH_BYTES
+    draft_chunk_bytes: int = BATCH_BYTES
+    draft: frozenset[str] = frozenset()
+    synchronise: Callable[[], None] = lambda: None
+
+    def __post_init__(self) -> None:
+        if self.chunk_bytes < 1 or self.draft_chunk_bytes < 1:
+            raise ValueError(f"chunks of {self.chunk_bytes} and {self.draft_chunk_bytes} bytes")
+
+    def ends(self, rows: Table, layout: Layout) -> Table:
+        """Where chunks of these rows end. A byte of the draft counts as much more as its chunks are smaller."""
+        memories = sorted({place.memory for place in layout.placements if place.name in self.draft})
+        sizes, drafts = row_bytes(rows), np.isin(rows[:, _TARGET_MEMORY], memories)
+        scaled = -(-sizes * self.chunk_bytes // self.draft_chunk_bytes)
+        return cut(np.where(drafts, scaled, sizes), self.chunk_bytes)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Found:
+    """A source that was found, bound to live memory; nothing was read of it."""
+
+    order: Stage
+    reading: Reading
+    layout: Layout
+
+
+class Errand:
+    """One overwriting, on its way between the threads. It runs, or is taken back, never both."""
+
+    def __init__(self, epoch: int, deadline: Deadline) -> None:
+        self.epoch, self.deadline = epoch, deadline
+        self._lock, self._over = threading.Lock(), threading.Event()
+        self._running = False
+        self._end: tuple[Overwritten, Fault | None] | None = None
+
+    def begin(self) -> bool:
+        """The agent takes it up; False where nobody wants it any more."""
+        with self._lock:
+            self._running = not self._over.is_set()
+            return self._running
+
+    def finish(self, done: Overwritten, fault: Fault | None) -> None:
+        """The agent has ended it."""
+        with self._lock:
+            if self._end is None:
+                self._end = done, fault
+            self._over.set()
+
+    def wait(self, rank: int) -> tuple[Overwritten, Fault | None]:
+        """What came of it, at the deadline at the latest: one that runs on then may have written anything. The main thread."""
+        self._over.wait(self.deadline.remaining_s())
+        with self._lock:
+            if self._end is None:
+                late = self.deadline.exceeded("the source's bytes, while overwriting")
+                fault = fault_of(late, step="commit", rank=rank, waited_s=late.waited_s)
+                self._end = Overwritten(begun=self._running), fault
+                self._over.set()
+            return self._end
+
+
+class Overwrites:
+    """Where a rank's two threads meet. `ask` is for the main thread, everything else for the agent's."""
+
+    def __init__(self, settings: InPlace) -> None:
+        self.settings = settings
+        self.wake: Callable[[], None] = lambda: None
+        """Called when something was asked for."""
+        self._lock = threading.Lock()
+        self._asked: Errand | None = None
+        self._closed = False
+        self._found: Found | None = None
+
+    def ask(self, epoch: int, deadline: Deadline) -> Errand:
+        """Overwrite with what that round has found, by the deadline."""
+        errand = Errand(epoch, deadline)
+        with self._lock:
+            if self._closed:
+                errand.finish(
+                    Overwritten(begun=False), _untouched(ChannelClosed("the rank's agent has ended"))
+                )
+                return errand
+            self._asked = errand
+        self.wake()
+        return errand
+
+    def hold(self, found: Found) -> None:
+        """A source was found; one that was held before is let go."""
+        self.let_go()
+        self._found = found
+
+    def let_go(self, round_id: RoundId | None = None) -> None:
+        """Forget the source of that round, or whichever is held."""
+        if self._found is not None and round_id in (None, self._found.order.round):
+            found, self._found = self._found, None
+            found.reading.end()
+
+    def take(self) -> tuple[Errand, Found] | None:
+        """What is to be done now, if anything is. What cannot be done is answered here."""
+        with self._lock:
+            errand, self._asked = self._asked, None
+        if errand is None or not errand.begin():
+            return None
+        found = self._found
+        if found is None or found.order.round.epoch != errand.epoch:
+            errand.finish(
+                Overwritten(begun=False), _untouched(WrongState("not holding that round's source", "commit"))
+            )
+            return None
+        self._found = None
+        return errand, found
+
+    def close(self) -> None:
+        """The agent ends: nobody waits for it."""
+        with self._lock:
+            self._closed, errand, self._asked = True, self._asked, None
+        if errand is not None:
+            errand.finish(Overwritten(begun=False), _untouched(ChannelClosed("the rank's agent has ended")))
+        self.let_go()
+
+
+class _Noted:
+    """A reading that tells when it first writes."""
+
+    def __init__(self, reading: Reading, on_first: Callable[[], None]) -> None:
+        self.rows: Table = reading.rows
+        self._reading, self._on_first = reading, on_first
+        self._told = threading.Lock()
+        self.begun = False
+
+    def read(self, first: int, last: int, go_on: GoOn = patient) -> None:
+        """See Reading."""
+        self.begun = True
+        self._reading.read(first, last, go_on)
+        if self._told.acquire(blocking=False):  # and never released: once
+            self._on_first()
+
+    def check(self) -> None:
+        """See Reading."""
+        self._reading.check()
+
+    def end(self) -> None:
+        """See Reading."""
+        self._reading.end()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Overwriter:
+    """Does a rank's errands, in the agent's thread."""
+
+    rank: int
+    replica: str
+    target: Target
+    digest: ShadowDigest
+    crew: Crew
+    bus: Bus
+    settings: InPlace
+
+    def run(self, errand: Errand, found: Found, stop: Stop) -> Fault | None:
+        """Overwrite, digest what is live then if that was asked, and tell the main thread. Whatever goes wrong is told too."""
+        who = self._who(found.order)
+        reading = _Noted(found.reading, lambda: self.bus.emit(events.OverwritingBegan(**who, rank=self.rank)))
+        done, fault = Overwritten(begun=False), None
+        try:
+            done = self._overwrite(errand, found, reading, stop)
+            done = self._verified(errand, found.order, done, stop)
+        except Exception as error:  # of the source, or foreign: it is told, and ends this round, not the rank
+            ours = (
+                error
+                if isinstance(error, LiveWeightError)
+                else Unavailable(f"{type(error).__name__}: {error}")
+            )
+            waited_s = errand.deadline.waited_s()
+            fault = fault_of(ours, step="commit", rank=self.rank, waited_s=waited_s)
+        finally:
+            if not reading.begun:
+                found.reading.end()  # twice is fine
+            errand.finish(msgspec.structs.replace(done, begun=reading.begun), fault)
+        return fault
+
+    def _overwrite(self, errand: Errand, found: Found, reading: _Noted, stop: Stop) -> Overwritten:
+        self.settings.synchronise()
+        order = found.order
+        self.bus.emit(events.StagingBegan(**self._who(order), rank=self.rank))
+        done = stage(
+            reading,
+            crew=self.crew,
+            pace_bytes_per_s=None,  # nothing decodes meanwhile
+            stop=stop,
+            deadline=errand.deadline,
+            ends=self.settings.ends(reading.rows, found.layout),
+        )
+        if isinstance(done, Stopped):
+            raise RoundAborted("the round was given up while its weights were overwritten")
+        self.settings.synchronise()
+        self.bus.emit(
+            events.Staged(**self._who(order), rank=self.rank, size_bytes=done.size_bytes, took_s=done.seconds)
+        )
+        return Overwritten(begun=True, size_bytes=done.size_bytes, stage_s=done.seconds)
+
+    def _verified(self, errand: Errand, order: Stage, done: Overwritten, stop: Stop) -> Overwritten:
+        if not order.verify:
+            return done
+        began_s = time.monotonic()
+        lanes = self.digest.of(self.target.live(), crew=self.crew, stop=stop, deadline=errand.deadline)
+        if isinstance(lanes, Stopped):
+            raise RoundAborted("the round was given up while its weights were verified")
+        verify_s = time.monotonic() - began_s
+        self.bus.emit(events.Verified(**self._who(order), rank=self.rank, took_s=verify_s))
+        return msgspec.structs.replace(done, verify_s=verify_s, lanes=lanes_to_bytes(lanes))
+
+    def _who(self, order: Stage) -> events.RoundFacts:
+        return round_facts(self.replica, order)
+
+
+def round_facts(replica: str, order: Stage) -> events.RoundFacts:
+    """What a rank's events say of its round."""
+    return {
+        "replica": replica,
+        "round": f"{order.round.boot}/{order.round.epoch}",
+        "version": str(order.version),
+    }
+
+
+def _untouched(error: LiveWeightError) -> Fault:
+    return fault_of(error, step="commit")
