@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from liveweight.api import Publisher, Receiver, share_module
-    from liveweight.errors import LiveWeightError, OutcomeUnknown, RoundFailed
+    from liveweight.errors import LiveWeightError, OutcomeUnknown, RoundFailed, Torn
     from liveweight.integrations.paddle import paddle_source
     from liveweight.spec.dtype import DType
     from liveweight.spec.layout import Piece
@@ -29,6 +29,7 @@ _HOMES = {
     "RingSettings": "liveweight.transports.stock",
     "RoundFailed": "liveweight.errors",
     "TensorSpec": "liveweight.spec.manifest",
+    "Torn": "liveweight.errors",
     "Verification": "liveweight.trainer.errands",
     "Version": "liveweight.spec.manifest",
     "box": "liveweight.spec.region",
@@ -49,6 +50,7 @@ __all__ = [
     "RingSettings",
     "RoundFailed",
     "TensorSpec",
+    "Torn",
     "Verification",
     "Version",
     "box",

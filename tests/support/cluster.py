@@ -102,6 +102,7 @@ class Cluster:
             "world": world,
             "store": str(store),
             "exchange": "swap",
+            "shadow": "device",
             "threads": 1,
             "label": 0,
             "dtype": "bfloat16",

@@ -21,9 +21,11 @@ from tests.support.rank_consoles import RankConsoles
 from tests.support.versions import Clients
 from tests.support.zygote import Zygote
 
-Moment = Literal["open", "staging", "verifying", "voting", "committing"]
+Moment = Literal["open", "staging", "overwriting", "verifying", "voting", "committing"]
 MOMENTS: tuple[Moment, ...] = ("open", "staging", "verifying", "voting", "committing")
 LATEST, WORLD, STEP_S = 4, 2, 8.0
+CHUNK_BYTES = 16384
+"""Small, so that an overwriting in place has a middle."""
 Got = TypeVar("Got")
 
 
@@ -84,9 +86,11 @@ class Scene:
         stack: ExitStack,
         *,
         apart: bool = False,
+        shadow: Literal["device", "none"] = "device",
         **trainer: Any,
     ) -> None:
         """`apart`: the engine has a process of its own, which can be killed."""
+        self._shadow = shadow
         self.directories = [models.directory(seed=seed) for seed in range(LATEST)]
         self._cluster, self._stack = cluster, stack
         self._zygote, self._consoles = zygote, RankConsoles(cluster.directory, WORLD)
@@ -116,7 +120,12 @@ class Scene:
 
     @property
     def _config(self) -> EngineConfig:
-        updates = Updates(address=self._cluster.address(), secret_file=str(self._cluster.secret))
+        updates = Updates(
+            address=self._cluster.address(),
+            secret_file=str(self._cluster.secret),
+            shadow=self._shadow,
+            chunk_bytes=CHUNK_BYTES,
+        )
         model = str(self.directories[0])
         return EngineConfig(
             model=model, threads=1, tp=WORLD, updates=updates, step_timeout_s=STEP_S, hooks=(HOLD,)
@@ -156,6 +165,8 @@ class Scene:
                 return self._at_open
             case "staging":
                 return Told(self.rank, "StagingBegan")
+            case "overwriting":
+                return Told(self.rank, "OverwritingBegan")
             case "verifying":
                 return Told(self.rank, "Staged")
             case "voting":

@@ -18,12 +18,16 @@ from liveweight.worker.torch_target import TensorTarget
 from tests.support import model
 from tests.support.program import Console
 
+CHUNK_BYTES = 1024
+"""Small, so that an overwriting in place has a middle."""
+TORN: list[str] = []
+"""Why the last boundary said that this rank is torn, if it did."""
 GROUP_S = 30.0
 """Longer than a test holds a rank, and shorter than it waits for one: gloo may miss that a peer was killed."""
 
 
 def main(config: dict[str, Any]) -> None:
-    """The config has address, secret, rank, world, store, exchange, threads, label."""
+    """The config has address, secret, rank, world, store, exchange, shadow, threads, label."""
     rank, world = config["rank"], config["world"]
     torch.set_num_threads(1)
     console, bus = Console(), Bus()
@@ -50,6 +54,8 @@ def main(config: dict[str, Any]) -> None:
             world=world,
             group=group,
             threads=config["threads"],
+            shadow=config["shadow"],
+            chunk_bytes=CHUNK_BYTES,
             hooks=[lambda: console.moment("Hook", rank), lambda: fail_once(console)],
             bus=bus,
         ) as receiver,
@@ -61,10 +67,11 @@ def main(config: dict[str, Any]) -> None:
 
 
 def damage(console: Console, target: TensorTarget, event: AnyEvent) -> None:
-    """If the test asked for it: flip one bit of the shadow after it was staged, before it is verified."""
-    if isinstance(event, Staged) and console.armed == "shadow":
+    """If the test asked for it: flip one bit after it was staged, before it is verified: of the shadow, or, in place, of what is live."""
+    if isinstance(event, Staged) and console.armed in ("shadow", "live"):
+        memories = target.shadow() if console.armed == "shadow" else target.live()
         console.armed = None
-        ctypes.c_ubyte.from_address(target.shadow()[0].address).value ^= 1
+        ctypes.c_ubyte.from_address(memories[0].address).value ^= 1
 
 
 class ToldToFail(RuntimeError):
@@ -96,9 +103,13 @@ def boundary(console: Console, receiver: lw.Receiver) -> None:
     """The boundary of a step. One that a hook ended is called again: it finishes, and does not meet the others another time."""
     try:
         receiver.at_boundary(idle_s=0.02)
+    except lw.Torn as torn:
+        TORN[:] = [str(torn)]
     except ToldToFail:
         console.say(again="")
         receiver.at_boundary()
+    else:
+        TORN.clear()
 
 
 def meet(console: Console, receiver: lw.Receiver, tensors: dict[str, torch.Tensor]) -> bool:
@@ -127,6 +138,7 @@ def act(
             return {
                 "version": None if version is None else version.label,
                 "fingerprint": model.fingerprint(tensors),
+                "torn": TORN[0] if TORN else None,
             }
         case "flip":
             ctypes.c_ubyte.from_address(tensors[command["name"]].data_ptr()).value ^= 1

@@ -64,6 +64,7 @@ def main(config: dict[str, Any]) -> None:
             bus=bus,
         ) as publisher,
     ):
+        console.at_once["revoke"] = revoke
         console.say(ready="")
         while (command := console.commands.get())["do"] != "stop":
             console.serve(command, lambda asked: act(asked, publisher, weights, values))
@@ -128,6 +129,12 @@ def damage(console: Console, weights: torch.nn.Module, event: AnyEvent) -> None:
             arenas = [found for found in gc.get_objects() if isinstance(found, SharedArena)]
             address = arenas[0].memory.address
         ctypes.c_ubyte.from_address(address).value ^= 1
+
+
+def revoke() -> None:
+    """Raise the generation of everything that is offered, as a freeze does that does not wait for readers."""
+    for arena in [found for found in gc.get_objects() if type(found) is SharedArena]:
+        arena.raise_generation()
 
 
 def damaged(console: Console, packing: Packing, segment: int, packed: tuple[int, int]) -> tuple[int, int]:

@@ -80,6 +80,7 @@ class World:
     calls: int = 0
     seats: dict[int, int] = field(default_factory=dict)
     optional: tuple[OptionalGroup, ...] = ()
+    in_place: bool = False
 
     def __post_init__(self) -> None:
         self.scheduler = Scheduler(replica="engine", boot="boot", world=self.world)
@@ -94,6 +95,7 @@ class World:
             layout=layout_of(rank, self.world),
             serving=serving,
             optional=self.optional,
+            in_place=self.in_place,
         )
         self.seats[rank] = self.ask(body, m.Joined, peer=peer or b"rank%d" % rank).seat
 
