@@ -167,7 +167,7 @@ class Requested:
             self._secret,
             requester=f"{self._replica}, asked by {OPERATOR}/{wish.call}",
             version=None if wish.version is None else str(wish.version),
-            lease_s=deadline.remaining_s() + MARGIN_S,
+            lease_s=deadline.remaining_s() + LEASE_S + MARGIN_S,
             deadline=deadline,
             cancel=self._cancel,
         )

@@ -189,6 +189,8 @@ class Drive:
         if standing.serving is not None and standing.serving.same_name(self.order.version):
             part.committed = m.Committed(serving=standing.serving, undo=standing.undo, stall_s=0.0)
             part.fault = None
+        elif standing.torn is not None:
+            part.fault = fault_of(Torn(standing.torn), step="commit")
 
     def _in(self) -> list[Part]:
         return [part for part in self.parts if part.fault is None]

@@ -195,7 +195,9 @@ class Publisher:
         self._closing.set()
         last = self._last
         if last is not None and last.drive is not None and last.drive.step == "commit":
-            futures.wait([last.outcome], LAST_COMMIT_S)
+            overwritten = any(part.in_place for part in last.parts)  # and torn, if the source went now
+            left_s = last.deadline.remaining_s() + self._last_steps_s()
+            futures.wait([last.outcome], left_s if overwritten else LAST_COMMIT_S)
         for replica in self._replicas:
             replica.interrupt()
         self._driver.shutdown(wait=True)

@@ -31,6 +31,7 @@ class Standing(Body, frozen=True):
     """A replica's standing: what it expects, what it serves, in which state, and the round that holds it.
 
     `optional` are the groups of tensors that an offer may leave out; `kept`, by name, those that the version which serves left out.
+    `torn` says why nothing may serve, if an update in place failed.
     """
 
     replica: str
@@ -42,6 +43,7 @@ class Standing(Body, frozen=True):
     round: RoundId | None
     optional: tuple[OptionalGroup, ...] = ()
     kept: tuple[str, ...] = ()
+    torn: str | None = None
 
 
 class Describe(Body, frozen=True):

@@ -195,6 +195,7 @@ class Scheduler:
             round=self._round.id if self._round is not None else None,
             optional=self.membership.optional,
             kept=self._ledger.kept(states.serving_version(self.state)),
+            torn=None if (torn := states.torn_by(self.state)) is None else torn.cause,
         )
 
     def _open(self, now_s: float, peer: bytes, call: int, body: m.Open) -> list[Action]:
