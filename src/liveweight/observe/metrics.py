@@ -180,11 +180,10 @@ class MetricsReader:
                 self._add(SNAPSHOTS, 1, _SNAPSHOT_OUTCOMES[type(event)])
             case ev.PeerRefused() | ev.Recovered():
                 self._add(*_counted(event))
+            case ev.StagingBegan() | ev.OverwritingBegan() | ev.AuditBegan():
+                pass  # what comes of them is counted
             case (
                 ev.RoundOpened()
-                | ev.StagingBegan()
-                | ev.OverwritingBegan()
-                | ev.AuditBegan()
                 | ev.Voted()
                 | ev.Aborted()
                 | ev.LiveOfferImpossible()

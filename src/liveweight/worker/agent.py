@@ -78,7 +78,7 @@ class Agent:
     ) -> None:
         self._rank, self._channel, self._target = rank, channel, target
         self._digest, self._readers, self._settings = digest, readers, settings
-        self._turnstile, self._replica, self._bus = turnstile, replica, bus
+        self._turnstile, self._replica, self._bus, self._overwrites = turnstile, replica, bus, overwrites
         self._keeping = Keeping(target, optional)
         self._pending: deque[Message] = deque()
         self._closing = False
@@ -96,18 +96,8 @@ class Agent:
             wake=self._waker.wake,
         )
         self._crew = Crew(settings.threads)
-        self._overwrites, self._overwriter = overwrites, None
         if overwrites is not None:
             overwrites.wake = self._waker.wake
-            self._overwriter = Overwriter(
-                rank=rank,
-                replica=replica,
-                target=target,
-                digest=digest,
-                crew=self._crew,
-                bus=bus,
-                settings=overwrites.settings,
-            )
         self._thread = threading.Thread(target=self._run, name=f"liveweight-agent-{rank}", daemon=True)
         self._thread.start()
 
@@ -192,12 +182,20 @@ class Agent:
 
     def _overwrite(self) -> None:
         """Do what the main thread asks for, if it does."""
-        taken = None if self._overwrites is None else self._overwrites.take()
-        if taken is None or self._overwriter is None:
+        if self._overwrites is None or (taken := self._overwrites.take()) is None:
             return
+        overwriter = Overwriter(
+            rank=self._rank,
+            replica=self._replica,
+            target=self._target,
+            digest=self._digest,
+            crew=self._crew,
+            bus=self._bus,
+            settings=self._overwrites.settings,
+        )
         errand, found = taken
         order = found.order
-        if self._overwriter.run(errand, found, lambda: self._stop(order.round)) is not None:
+        if overwriter.run(errand, found, lambda: self._stop(order.round)) is not None:
             self._readers[order.offer.mode].forget(order.offer.source)
 
     def _stage(self, order: Stage, shadow: Sequence[Memory], deadline: Deadline) -> bool:
