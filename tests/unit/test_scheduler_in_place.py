@@ -237,6 +237,23 @@ def test_a_verified_round_without_digests_is_not_voted_for() -> None:
     world.ask(m.Ask(round=opened, lease_s=5), m.Voted)
 
 
+def test_a_rank_that_does_not_say_what_it_holds_is_not_believed() -> None:
+    world = InPlace()
+    commit, round_id = world.committing(2)
+    world.wrote(round_id, 0)
+    body = m.Swapped(
+        boot="boot",
+        epoch=round_id.epoch,
+        rank=1,
+        seat=world.seats[1],
+        seconds=0.1,
+        fault=None,
+        overwritten=None,
+    )
+    world.call(body, b"another channel of rank1")
+    assert world.failed(commit).code == "LW-601"
+
+
 def test_ranks_that_disagree_about_their_memory_are_refused() -> None:
     world = World()
     body = m.Join(

@@ -6,9 +6,11 @@ from dataclasses import dataclass, field
 from typing import TypeAlias
 
 from liveweight.observe.events import AnyEvent
+from liveweight.plan.tally import lanes_from_bytes
 from liveweight.spec.digest import Lanes
+from liveweight.spec.layout import Layout
 from liveweight.wire.messages import ORDER, Message, Open, Phase, Progress
-from liveweight.wire.values import Fault, KvPolicy, RankTimes, RoundId
+from liveweight.wire.values import Fault, KvPolicy, Overwritten, RankTimes, RoundId
 from liveweight.worker.membership import Fit
 
 
@@ -116,6 +118,16 @@ class Round:
     def over(self) -> bool:
         """Whether it has ended."""
         return self.phase in ("done", "failed")
+
+    def overwrote(self, rank: int, done: Overwritten | None, layout: Layout) -> None:
+        """In place: note how far a rank came. One that says nothing of it has written."""
+        self.readers.discard(rank)
+        if done is None or done.begun:
+            self.written.add(rank)
+        if done is not None:
+            self.staged[rank], self.verify_s[rank] = (done.size_bytes, done.stage_s), done.verify_s
+            if done.lanes is not None:
+                self.lanes[rank] = lanes_from_bytes(done.lanes, len(layout.placements))
 
     def missing(self) -> tuple[int, ...]:
         """The ranks that the next step waits for."""
