@@ -14,7 +14,6 @@ FUNCTION_LINES = 40
 EXCEPTIONS: dict[str, str] = {
     "liveweight/errors.py": "the whole tree in one file, drawn at its top",
     "liveweight/observe/events.py": "the list of everything that can be said, which readers match exhaustively",
-    "liveweight/worker/scheduler.py": "the one place that decides; half of its decisions elsewhere would be harder to check",
     "liveweight/api.py:__init__": "its keyword arguments are the interface, and composing the parts is one sequence",
     "liveweight/cli/serve.py:serve": "its parameters are the program's options",
     "liveweight/worker/member.py:__init__": "acquires a rank's channels and threads in order, inside one stack",

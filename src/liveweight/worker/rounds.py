@@ -55,6 +55,8 @@ class Say:
     event: AnyEvent
 
 
+NEVER = float("inf")
+
 Action: TypeAlias = Reply | Tell | Decide | Withdraw | Say
 
 
@@ -190,4 +192,4 @@ class Round:
     def next_s(self) -> float:
         """When time alone will change something."""
         ends = [waiter.ends_s for waiter in (*self.waiters, *self.aborters)]
-        return min([*ends, *([] if self.over else [self.ends_s])], default=float("inf"))
+        return min([*ends, *([] if self.over else [self.ends_s])], default=NEVER)

@@ -1,0 +1,87 @@
+"""The books of a replica: its members, its state, the round that holds it, and rounds that have ended.
+
+The scheduler's parts share one: they decide, it remembers and finds.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from dataclasses import dataclass, field
+
+from liveweight.errors import RoundOpen, WrongState
+from liveweight.observe.events import RoundFacts
+from liveweight.spec.manifest import Version
+from liveweight.wire.messages import Phase
+from liveweight.wire.values import Fault, RoundId
+from liveweight.worker import states
+from liveweight.worker.audit import Audits
+from liveweight.worker.membership import Ledger, Membership
+from liveweight.worker.rounds import Round
+
+REMEMBERED = 64
+
+
+@dataclass(slots=True, kw_only=True)
+class Books:
+    """Of one replica of `world` ranks. Used by the scheduler's thread."""
+
+    replica: str
+    boot: str
+    world: int
+    membership: Membership
+    audits: Audits
+    ledger: Ledger = field(default_factory=Ledger)
+    state: states.State = field(default_factory=lambda: states.Serving(None))
+    epoch: int = 0
+    round: Round | None = None
+    ended: OrderedDict[RoundId, Round] = field(default_factory=OrderedDict)
+
+    @property
+    def serving(self) -> Version | None:
+        """What can be generated with now."""
+        return states.serving_version(self.state)
+
+    @property
+    def undo(self) -> Version | None:
+        """What an undo would bring back."""
+        return self.state.undo if isinstance(self.state, states.Serving) else None
+
+    @property
+    def torn(self) -> states.Torn | None:
+        """Why nothing may serve, if a round tore the replica."""
+        return states.torn_by(self.state)
+
+    def check_free(self) -> None:
+        """Refuse a round while ranks are missing or another is open."""
+        self.membership.whole()
+        if self.round is not None:
+            raise RoundOpen(self.replica, self.round.id.publisher)
+
+    def current(self, round_id: RoundId, command: str) -> Round:
+        """The open round, if it has that id."""
+        if self.round is None or self.round.id != round_id:
+            raise WrongState(f"not in that round ({states.describe(self.state)})", command)
+        return self.round
+
+    def named(self, round_id: RoundId) -> Round:
+        """The round with that id, open or ended."""
+        ended = self.ended.get(round_id)
+        return ended if ended is not None else self.current(round_id, "a question about a round")
+
+    def fallen(self) -> dict[RoundId, Fault]:
+        """Rounds that ended because of a rank: their publisher may not have heard of it, and go on."""
+        faults = ((ended.id, ended.fault) for ended in self.ended.values())
+        return {round_id: fault for round_id, fault in faults if fault is not None and fault.rank is not None}
+
+    def close(self, current: Round, phase: Phase) -> None:
+        """The round has ended."""
+        current.phase, self.round = phase, None
+        self.ended[current.id] = current
+        last_kept = next((r.id for r in reversed(self.ended.values()) if r.phase == "done"), None)
+        for old in list(self.ended)[:-REMEMBERED]:
+            if old != last_kept:  # a rank in doubt about it may still ask
+                del self.ended[old]
+
+    def who(self, current: Round) -> RoundFacts:
+        """What events say of a round."""
+        return {"replica": self.replica, "round": f"{self.boot}/{current.id.epoch}", "version": current.label}

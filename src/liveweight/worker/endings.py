@@ -1,0 +1,117 @@
+"""How a round ends: every rank keeps the new weights, or every rank has the old ones; in place, torn where neither is so. Pure."""
+
+from __future__ import annotations
+
+from liveweight.errors import Torn
+from liveweight.observe import events
+from liveweight.spec.manifest import Version
+from liveweight.wire import messages as m
+from liveweight.wire.values import Fault, fault_of
+from liveweight.worker import states
+from liveweight.worker.books import Books
+from liveweight.worker.references import of_round
+from liveweight.worker.rounds import Action, Reply, Round, Say, Tell, Withdraw
+
+
+class Endings:
+    """Ends the rounds of one replica, and tells everybody who waits for that."""
+
+    def __init__(self, books: Books) -> None:
+        self._books = books
+
+    def done(self, now_s: float, current: Round) -> list[Action]:
+        """All ranks keep what they have now."""
+        books = self._books
+        books.state = (
+            states.overwritten(books.state) if current.in_place else states.settled(books.state, keep=True)
+        )
+        serving = books.serving
+        books.membership.serve(serving)
+        books.ledger.published(serving)
+        self._note_installed(current, serving)
+        stall_s = max(ack.seconds for ack in current.acks.values())
+        actions: list[Action] = self._settle(current, keep=True)
+        if current.committer is not None:
+            answer = m.Committed(serving=serving, undo=books.undo, stall_s=stall_s, ranks=current.times())
+            actions.append(Reply(*current.committer, answer))
+        said = (
+            events.Committed(**books.who(current), stall_s=stall_s)
+            if current.asked is not None
+            else events.Undone(**books.who(current), serving=str(serving), stall_s=stall_s)
+        )
+        outcome = events.Outcome.COMMITTED if current.asked is not None else events.Outcome.UNDONE
+        return [*actions, Say(said), self._end(now_s, current, "done", outcome)]
+
+    def fail(self, now_s: float, current: Round, fault: Fault) -> list[Action]:
+        """End it from any phase, at the old version or torn; ranks that exchanged are told to exchange back."""
+        books = self._books
+        committing = current.phase == "committing"
+        fault, torn = self._fallen_to(current, fault)
+        current.fault = fault
+        actions: list[Action] = self._settle(current, keep=False) + torn
+        if committing:
+            actions.append(Withdraw(current.id))
+        if current.committer is not None:
+            actions.append(Reply(*current.committer, m.Refusal(fault=fault, serving=books.serving)))
+        actions += [
+            Tell(rank, m.Drop(round=current.id))
+            for rank in sorted(current.ranks & set(books.membership.members))
+        ]
+        aborted = events.Aborted(
+            **books.who(current), rank=fault.rank, step=fault.step, code=fault.code, reason=fault.message
+        )
+        outcome = events.Outcome.TORN if isinstance(books.state, states.Torn) else events.Outcome.ABORTED
+        return [*actions, Say(aborted), self._end(now_s, current, "failed", outcome)]
+
+    def outcome(self, current: Round, *, keep: bool) -> m.Settled:
+        """What a rank is told that exchanged, or overwrote, its weights."""
+        torn = self._books.torn if current.in_place else None
+        return m.Settled(keep=keep, serving=self._books.serving, torn=None if torn is None else torn.cause)
+
+    def _settle(self, current: Round, *, keep: bool) -> list[Action]:
+        outcome = self.outcome(current, keep=keep)
+        return [Reply(ack.peer, ack.call, outcome) for ack in current.acks.values()]
+
+    def _fallen_to(self, current: Round, fault: Fault) -> tuple[Fault, list[Action]]:
+        """Which state a failure leaves, what it is called then, and who is told of it."""
+        books = self._books
+        if current.in_place and current.phase == "committing":
+            if not current.touched:
+                books.state = states.untouched(books.state)
+            else:
+                cause = f"{books.replica} holds a mixture since {current.label} failed: {fault.message}"
+                fault = fault_of(Torn(cause), step=fault.step, rank=fault.rank, waited_s=fault.waited_s)
+                books.state = states.after_failure(books.state, fault.message)
+        else:
+            books.state = states.after_failure(books.state, fault.message)
+            if fault.code == Torn.code and current.asked is not None:
+                books.state = states.Torn(current.asked.version, fault.message)
+        if isinstance(books.state, states.Torn):
+            return fault, books.audits.torn(fault.to_error())
+        books.audits.stayed()
+        return fault, []
+
+    def _note_installed(self, current: Round, serving: Version | None) -> None:
+        """What the ranks hold from now on, so that it can be verified later."""
+        audits, world = self._books.audits, self._books.world
+        if current.asked is None:
+            audits.undone()
+            return
+        whole = len(current.lanes) == world
+        parts = [current.lanes[rank] for rank in range(world)] if whole else []
+        base = audits.reference
+        brought = None if current.fit is None else of_round(current.fit, current.asked.digests, parts, base)
+        audits.committed(serving, brought)
+
+    def _end(self, now_s: float, current: Round, phase: m.Phase, outcome: events.Outcome) -> Action:
+        books = self._books
+        books.close(current, phase)
+        return Say(
+            events.RoundEnded(
+                **books.who(current),
+                outcome=outcome,
+                took_s=now_s - current.began_s,
+                verified=current.asked is not None and current.asked.verify,
+                serving=None if books.serving is None else str(books.serving),
+            )
+        )
