@@ -39,6 +39,7 @@ from liveweight.trainer.drive import MARGIN_S, Drive
 from liveweight.trainer.hold import SourceHold
 from liveweight.trainer.part import Part
 from liveweight.trainer.replica import WireReplica
+from liveweight.transports.snapshot.check import verify
 from liveweight.transports.snapshot.offers import offer_of
 from liveweight.transports.snapshot.opened import Snapshot
 from liveweight.transports.snapshot.store import Store
@@ -190,6 +191,8 @@ class Restoring:
         updates = self.engine.config.updates
         with ExitStack() as stack:
             snapshot = stack.enter_context(Snapshot(path))
+            if updates is not None and updates.shadow == "none":
+                self._look_through(snapshot, deadline)
             secret = load_or_create_secret(Path(updates.secret_file if updates is not None else ""))
             replica = WireReplica(self.engine.address or "", secret)
             stack.callback(replica.close)
@@ -220,6 +223,15 @@ class Restoring:
                 on_staged=lambda: None,
                 closing=lambda: self.cancel.woken,
             ).run()
+
+    def _look_through(self, snapshot: Snapshot, deadline: Deadline) -> None:
+        """SnapshotDamaged before a byte of it is read over the only weights that there are."""
+
+        def go_on(_: int) -> None:
+            self.pause(0.0)
+            deadline.check(f"all of {snapshot.path} to be looked at")
+
+        verify(snapshot, go_on)
 
 
 def older(one: Version, other: Version) -> bool:
