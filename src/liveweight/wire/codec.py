@@ -21,7 +21,7 @@ import msgspec
 from liveweight.errors import MessageInvalid, MessageTooLarge, ProtocolMismatch
 from liveweight.wire.limits import Limits
 
-PROTOCOL = 3
+PROTOCOL = 4
 """The version that this release speaks."""
 
 REFUSAL = 0
