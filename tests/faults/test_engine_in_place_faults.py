@@ -20,9 +20,7 @@ from tests.support.stopping import stop
 from tests.support.zygote import Zygote
 
 
-@pytest.mark.parametrize(
-    "fault", ["trainer killed", "rank stopped", "rank killed", "source revoked", "bit flipped"]
-)
+@pytest.mark.parametrize("fault", ["trainer killed", "rank stopped", "rank killed", "source revoked"])
 def test_a_fault_in_the_middle_of_an_overwriting(
     cluster: Cluster,
     zygote: Zygote,
@@ -33,8 +31,7 @@ def test_a_fault_in_the_middle_of_an_overwriting(
     short = {"timeout_s": 4.0, "lease_s": 2.0} if fault == "rank stopped" else {}
     with scene(cluster, zygote, models, shadow="none", **short) as place:
         judge = Judge(transformers_logits, place)
-        moment = "verifying" if fault == "bit flipped" else "overwriting"
-        with place.clients() as asked, place.held_at(moment, 2) as held:  # type: ignore[arg-type]
+        with place.clients() as asked, place.held_at("overwriting", 2) as held:
             match fault:
                 case "trainer killed":
                     place.trainer.kill()
@@ -54,11 +51,7 @@ def test_a_fault_in_the_middle_of_an_overwriting(
                     place.trainer.ask("revoke")
                     held.go()
                     assert place.trainer.end(held.call)["error"]["code"] == "LW-601"
-                case "bit flipped":
-                    place.rank.ask("damage")
-                    held.go()
-                    assert place.trainer.end(held.call)["error"]["code"] == "LW-601"
-            if fault in ("rank stopped", "source revoked", "bit flipped"):
+            if fault in ("rank stopped", "source revoked"):
                 until(lambda: place.engine.status().state == "torn", "a torn engine")
         judge.no_mixture(asked)
         if fault == "rank killed":

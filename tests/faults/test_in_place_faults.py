@@ -81,7 +81,7 @@ def test_a_fleet_of_both_memory_modes_takes_one_offer(cluster: Cluster, offer: s
         assert_holds(over, label)
 
 
-@OFFERS
+@pytest.mark.parametrize("offer", ["frozen", "ring"])
 def test_a_trainer_killed_before_the_commit_leaves_the_old_version_serving(
     cluster: Cluster, offer: str
 ) -> None:
@@ -125,8 +125,14 @@ def test_a_source_revoked_before_the_first_byte_leaves_the_old_version_serving(
     assert_healed(ranks, trainer)
 
 
-@OFFERS
-@pytest.mark.parametrize("moment", ["StagingBegan", "OverwritingBegan", "Staged"])
+@pytest.mark.parametrize(
+    ("offer", "moment"),
+    [
+        ("frozen", "StagingBegan"),
+        *((offer, "OverwritingBegan") for offer in TRANSPORTS["ipc"].offers),
+        ("frozen", "Staged"),
+    ],
+)
 def test_a_source_revoked_while_a_rank_overwrites_tears_all_of_them(
     cluster: Cluster, offer: str, moment: str
 ) -> None:
@@ -149,8 +155,7 @@ def test_a_source_revoked_while_a_rank_overwrites_tears_all_of_them(
     assert_healed(ranks, trainer)
 
 
-@OFFERS
-@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize(("offer", "rank"), [("frozen", 0), ("ring", 1)])
 def test_a_flipped_bit_tears_the_replica_and_is_named(cluster: Cluster, offer: str, rank: int) -> None:
     ranks, trainer = ready(cluster, offer)
     ranks[rank].ask("arm", what="live")
@@ -203,7 +208,7 @@ def test_a_stopped_rank_tears_the_replica_at_the_deadline_by_name(cluster: Clust
     assert_healed(ranks, successor)
 
 
-@pytest.mark.parametrize("moment", ["StagingBegan", "OverwritingBegan", "Hook"])
+@pytest.mark.parametrize("moment", ["StagingBegan", "Hook"])
 def test_a_killed_rank_tears_the_others_at_once_and_by_name(cluster: Cluster, moment: str) -> None:
     ranks, trainer = ready(cluster)
     ranks[1].ask("hold", event=moment)

@@ -162,6 +162,7 @@ def test_a_rank_that_joins_does_not_make_a_torn_replica_whole() -> None:
     world.scheduler.on_lost(world.now_s, 1)
     world.join(1, serving=V1, peer=b"rank1 again")
     assert isinstance(world.scheduler.state, states.Torn)
+    assert "was not described" in str(world.refused(world.open(3))), "what fitted may fit no more"
 
 
 def test_only_what_was_not_torn_may_be_left_out_of_the_round_that_heals() -> None:
