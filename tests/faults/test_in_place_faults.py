@@ -85,7 +85,7 @@ def test_a_fleet_of_both_memory_modes_takes_one_offer(cluster: Cluster, offer: s
 def test_a_trainer_killed_before_the_commit_leaves_the_old_version_serving(
     cluster: Cluster, offer: str
 ) -> None:
-    ranks, trainer = ready(cluster, offer, timeout_s=4.0, lease_s=2.0)
+    ranks, trainer = ready(cluster, offer)
     trainer.ask("hold", event="Committing")
     trainer.begin("publish", label=2)
     trainer.held("Committing")
@@ -194,7 +194,7 @@ def test_a_failing_hook_tears_the_replica(cluster: Cluster) -> None:
 
 
 def test_a_stopped_rank_tears_the_replica_at_the_deadline_by_name(cluster: Cluster) -> None:
-    ranks, trainer = ready(cluster, timeout_s=3.0, lease_s=2.0)
+    ranks, trainer = ready(cluster, timeout_s=5.0, lease_s=3.0)
     ranks[1].ask("hold", event="OverwritingBegan")
     call = trainer.begin("publish", label=2)
     ranks[1].held("OverwritingBegan")
