@@ -99,9 +99,9 @@ def test_a_torn_engine_ends_its_requests_refuses_others_and_says_so_everywhere_u
         line = CliRunner().invoke(app, ["status", served.url])
         assert "torn by 1" in line.output
         assert damaging.publisher.publish(2).verified
-        assert client.get("/health").json()["status"] == "ok"
         healed = answers(engine, PROMPTS, greedy(8))
         assert [answer.finish for answer in healed] == ["length", "length"]
+        assert client.get("/health").json()["status"] == "ok"
         assert mixtures(list(zip(PROMPTS, healed, strict=True)), lambda _: transformers_logits(new)) == []
     assert known != [answer.ids for answer in healed]
 
@@ -164,6 +164,7 @@ def test_an_operator_heals_a_torn_engine_from_its_source(
         Damaging(publisher, engine, new).tear(1)
         updated = engine.update_weights(Wish(call="c", pause="keep"))
         assert (updated.outcome, str(updated.version)) == ("committed", "good")
+        assert answers(engine, PROMPTS, greedy(4))[0].finish == "length"
         assert engine.status().state == "running"
         assert engine.verify(Question()).verdict.match
 

@@ -26,6 +26,7 @@ from liveweight.engine.sequence import Sequence
 from liveweight.engine.slots import Slots
 from liveweight.engine.stream import Exchange, Exchanged, Step, StepDone
 from liveweight.engine.updates import Inbox
+from liveweight.errors import Torn
 from liveweight.wire.values import KvPolicy, RoundId
 from liveweight.worker.boundary import Decision
 from tests.support.oracle import EOS, VOCAB, Cells, Oracle, Silent, digest
@@ -79,7 +80,9 @@ class Heard:
 class Stage:
     """A pump whose ranks are one runner in this thread, and whose waits are the test's turns."""
 
-    def __init__(self, *, policy: KvPolicy, luck: float | None, depth: int, blocks: int) -> None:
+    def __init__(
+        self, *, policy: KvPolicy, luck: float | None, depth: int, blocks: int, in_place: bool = False
+    ) -> None:
         limits = Limits(
             blocks=blocks, block_tokens=4, context=32, max_running=4, max_waiting=50, batch_tokens=16,
             width=1 if luck is None else 2,
@@ -96,7 +99,9 @@ class Stage:
         self.rounds = self.crossed = 0
         self.turn: Callable[[], list[tuple[Done, ...]]] = list
         ranks: Any = self
-        self.pump = Pump(self.scheduler, ranks, self.inbox, depth=depth, kv_policy="recompute")
+        self.pump = Pump(
+            self.scheduler, ranks, self.inbox, depth=depth, kv_policy="recompute", in_place=in_place
+        )
 
     # What a pump asks of its ranks.
 
@@ -129,6 +134,11 @@ class Stage:
         round_id = RoundId(boot="b", epoch=self.rounds, publisher="p")
         self.inbox.put(round_id, Decision(self.rounds, False, 1.0, self.policy))
 
+    def tear(self) -> list[tuple[Done, ...]]:
+        """Let an exchange, the oldest entry, leave a mixture."""
+        assert isinstance(self.entries.popleft(), Exchange)
+        return [(Exchanged("", "told to tear"),)]
+
     def carry_out(self, *, keep: bool) -> list[tuple[Done, ...]]:
         """Let the rank carry out the oldest entry; an exchange stays, or goes back."""
         if not self.entries:
@@ -160,6 +170,8 @@ def play(stage: Stage, actions: list[tuple[str, Any]]) -> None:
             stage.ask_on(*given)
         elif action == "decide":
             stage.decide()
+        elif action == "do":
+            return list(given() or ())
         else:
             return stage.carry_out(keep=given)
         return []
@@ -225,3 +237,23 @@ def test_under_reuse_the_next_step_waits_at_the_ranks_and_under_recompute_none_d
         crossed[policy] = stage.crossed
     assert crossed["reuse"] > 0
     assert crossed["recompute"] == 0
+
+
+def test_requests_that_come_while_a_round_heals_a_torn_engine_wait_for_its_outcome() -> None:
+    stage = Stage(policy="reuse", luck=None, depth=2, blocks=40, in_place=True)
+
+    def refused() -> None:
+        assert stage.pump.word == "torn"
+        with pytest.raises(Torn, match="told to tear"):
+            stage.pump.check_whole()
+
+    def taken() -> None:
+        stage.pump.check_whole()
+        stage.ask([1, 2, 3], 4)
+
+    healing = [("do", refused), ("decide", None), ("do", taken)]
+    play(stage, [("decide", None), ("do", stage.tear), *healing, ("do", stage.tear), *healing])
+    assert [heard.last and heard.last.finish for heard in stage.heard] == ["abort", "length"]
+    assert [len(heard.tokens) for heard in stage.heard] == [0, 4]
+    assert (stage.pump.word, stage.crossed) == ("stopped", 0)
+    assert_told(stage)

@@ -80,8 +80,9 @@ class Pump:
         return "torn" if self.torn is not None and self.state == "running" else self.state
 
     def check_whole(self) -> None:
-        """Raise Torn where there are no weights that may serve."""
-        if self.torn is not None:
+        """Raise Torn where there are no weights that may serve. While a round is about to bring some, requests wait for its outcome: its
+        publisher may hear of it before we do."""
+        if self.torn is not None and self._exchanging is None:
             raise Torn(str(self.torn))
 
     def still(self) -> bool:
