@@ -28,7 +28,7 @@ def test_a_fault_in_the_middle_of_an_overwriting(
     transformers_logits: Callable[[Path], Logits],
     fault: str,
 ) -> None:
-    short = {"timeout_s": 4.0, "lease_s": 2.0} if fault == "rank stopped" else {}
+    short = {"timeout_s": 6.0, "lease_s": 2.0, "step_s": 120.0} if fault == "rank stopped" else {}
     with scene(cluster, zygote, models, shadow="none", **short) as place:
         judge = Judge(transformers_logits, place)
         with place.clients() as asked, place.held_at("overwriting", 2) as held:

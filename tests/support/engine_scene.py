@@ -87,10 +87,11 @@ class Scene:
         *,
         apart: bool = False,
         shadow: Literal["device", "none"] = "device",
+        step_s: float = STEP_S,
         **trainer: Any,
     ) -> None:
-        """`apart`: the engine has a process of its own, which can be killed."""
-        self._shadow = shadow
+        """`apart`: the engine has a process of its own, which can be killed. A rank that is stopped longer than `step_s` is lost."""
+        self._shadow, self._step_s = shadow, step_s
         self.directories = [models.directory(seed=seed) for seed in range(LATEST)]
         self._cluster, self._stack = cluster, stack
         self._zygote, self._consoles = zygote, RankConsoles(cluster.directory, WORLD)
@@ -128,7 +129,7 @@ class Scene:
         )
         model = str(self.directories[0])
         return EngineConfig(
-            model=model, threads=1, tp=WORLD, updates=updates, step_timeout_s=STEP_S, hooks=(HOLD,)
+            model=model, threads=1, tp=WORLD, updates=updates, step_timeout_s=self._step_s, hooks=(HOLD,)
         )
 
     def start_trainer(self, **options: Any) -> Program:
