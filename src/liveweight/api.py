@@ -15,14 +15,14 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias
 
-from liveweight.control.client import is_url, wire_address
+from liveweight.control.reaching import reached
 from liveweight.devices.cuda import CudaDevice
 from liveweight.devices.device import CPU, CpuDevice, Device, open_device
 from liveweight.devices.kernels import choose_kernels
 from liveweight.integrations.stream import Streaming
 from liveweight.observe.bus import Bus
 from liveweight.observe.events import OfferKind
-from liveweight.observe.log import log
+from liveweight.observe.log import logging_bus
 from liveweight.spec.deadline import Deadline
 from liveweight.spec.layout import Piece
 from liveweight.spec.manifest import Version
@@ -32,8 +32,8 @@ from liveweight.trainer.meeting import check_terms, describe_to, meet_replicas, 
 from liveweight.trainer.offers import Offers
 from liveweight.trainer.ranks import Terms, join_ranks
 from liveweight.trainer.registry import Registry
-from liveweight.trainer.replica import Replica, WireReplica
-from liveweight.trainer.settings import PublisherSettings
+from liveweight.trainer.replica import Replica
+from liveweight.trainer.settings import Behind, PublisherSettings
 from liveweight.trainer.shares import threads_for
 from liveweight.trainer.shelf import Shelf
 from liveweight.trainer.spmd import SpmdPublisher
@@ -80,6 +80,10 @@ class Publisher(SpmdPublisher):
     each freezes its own shards, engine ranks read from those who hold what they need, and nothing is gathered. The group is used only
     here. Rank 0 alone speaks to the engines; its outcome is every rank's. `offer` returns once the local shards are frozen.
 
+    With a `quorum` a round goes on without replicas that fail, or take longer than `replica_timeout_s` to stage and verify: the report
+    says which are `behind`, and the next round brings them along, or `catch_up()` before it. `behind="stand_back"` lets them take no
+    requests until then. Without one, all commit or none. `fleet()` says at any time how each of them is.
+
     With `address`, engines that were started with `--weights-from` may ask there for the version that `offer` made last; `engines` may
     then be left out. Without any, nobody says which dtypes are expected: the weights are offered in their own, or in `dtype`.
     """
@@ -104,6 +108,8 @@ class Publisher(SpmdPublisher):
         lease_s: float = 10.0,
         release_s: float = 5.0,
         quorum: int | None = None,
+        replica_timeout_s: float | None = None,
+        behind: Behind = "serve",
         kv_policy: KvPolicy | None = None,
         threads: int | None = None,
         run: str | None = None,
@@ -123,9 +129,11 @@ class Publisher(SpmdPublisher):
             lease_s=lease_s,
             release_s=release_s,
             quorum=quorum,
+            replica_timeout_s=replica_timeout_s,
+            behind=behind,
             kv_policy=kv_policy,
         )
-        name, run = f"{os.uname().nodename}/{os.getpid()}", run or secrets.token_hex(8)
+        name, run = f"{os.uname().nodename}/{os.getpid()}/{secrets.token_hex(2)}", run or secrets.token_hex(8)
         if group is not None:
             home = CPU if device is None else _opened(device) or CPU
             terms = Terms(
@@ -141,7 +149,7 @@ class Publisher(SpmdPublisher):
                 name=name,
                 run=run,
                 engines=len(engines),
-                connect=lambda until: [_replica(engine, held, control_key, until) for engine in engines],
+                connect=lambda _: reached(engines, held, control_key),
             )
             self._ranked = join_ranks(model, group, terms)
             self.name, self.run, self.settings, self.address = name, self._ranked.run, settings, None
@@ -151,11 +159,11 @@ class Publisher(SpmdPublisher):
         check_device(chosen, offer, there)
         deadline = Deadline.after(timeout_s)
         with ExitStack() as stack:
-            replicas = [_replica(engine, held, control_key, deadline) for engine in engines]
+            replicas = reached(engines, held, control_key)
             for replica in replicas:
                 stack.callback(replica.close)
             if engines or address is None:
-                met = meet_replicas(replicas, deadline)
+                met = meet_replicas(replicas, deadline, quorum)
             else:
                 met = own_terms(source, None if dtype is None else str(dtype))
             outlet = chosen.outlet(place, held, there, own_host(host, chosen, replicas, address))
@@ -176,7 +184,13 @@ class Publisher(SpmdPublisher):
                 shelf = Shelf(address, held, structure=offers.structure, manifest=offers.manifest, bus=bus)
                 stack.callback(shelf.close)
             super().__init__(
-                name=name, run=run, replicas=replicas, offers=offers, shelf=shelf, settings=settings
+                name=name,
+                run=run,
+                replicas=replicas,
+                offers=offers,
+                shelf=shelf,
+                settings=settings,
+                boots=met.boots,
             )
             stack.pop_all()
         self._outlet, self._source = outlet, source
@@ -264,13 +278,6 @@ def share_module(module: torch.nn.Module, *, device: DeviceName | None = None) -
     return _share_module(module, partial(allocate, device=there), str(there.torch_device))
 
 
-def logging_bus() -> Bus:
-    """A bus whose events are log lines of the logger `liveweight`: what a program gets that hands none in."""
-    bus = Bus()
-    bus.subscribe(log)
-    return bus
-
-
 def default_directory() -> Path:
     """Where this user's sockets and secret lie when nobody says otherwise."""
     return Path(tempfile.gettempdir()) / f"liveweight-{os.getuid()}"
@@ -285,12 +292,6 @@ def _secret(given: Secret | Path | None) -> Secret:
     if isinstance(given, Secret):
         return given
     return load_or_create_secret(default_secret_file() if given is None else given)
-
-
-def _replica(engine: str | Replica, secret: Secret, key: str | None, deadline: Deadline) -> Replica:
-    if not isinstance(engine, str):
-        return engine
-    return WireReplica(wire_address(engine, key, deadline) if is_url(engine) else engine, secret)
 
 
 def _opened(device: DeviceName | None) -> Device | None:

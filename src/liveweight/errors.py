@@ -441,10 +441,10 @@ class RankLost(EngineError):
 
 
 class WeightsPending(EngineError):
-    """The engine's ranks were lost and are being started again; it takes requests once their version is back and verified."""
+    """The engine does not hold its version yet: its ranks are being started again, or it waits for a publisher."""
 
     code = "LW-707"
-    remedy = "send it again in a moment, or to another engine"
+    remedy = "send it again in a moment, or to another engine; publish to one that waits for a publisher"
     retryable = True
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import itertools
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -17,6 +17,7 @@ from liveweight.engine.desk import Standing
 from liveweight.engine.models.spec import ModelSpec
 from liveweight.engine.requested import Steps, Updated, Wish
 from liveweight.engine.requests import Delta, Finish, Sampling, Sink, Token
+from liveweight.engine.sleeping import TAGS, Napped, Tag
 from liveweight.engine.status import PauseMode, Pausing, State, Status
 from liveweight.engine.stream import weights_text
 from liveweight.engine.text import TextStream, Tokenizer
@@ -80,6 +81,7 @@ class EchoEngine:
         self.objection: LiveWeightError | None = None
         self.questions: list[Question] = []
         self.damaged = False
+        self.asleep: frozenset[Tag] = frozenset()
         self.offers: list[Version] = []
         self.wishes: list[Wish] = []
         self.total_blocks = 4096
@@ -166,6 +168,28 @@ class EchoEngine:
         with self._changed:
             self._held = None
             self._changed.notify_all()
+
+    def sleep(self, tags: Collection[Tag], timeout_s: float) -> Napped:
+        return self._nap(frozenset(tags) - self.asleep, self.asleep | frozenset(tags), timeout_s)
+
+    def wake(self, tags: Collection[Tag], timeout_s: float) -> Napped:
+        return self._nap(frozenset(tags) & self.asleep, self.asleep - frozenset(tags), timeout_s)
+
+    def drop_cache(self, timeout_s: float) -> int:
+        del timeout_s
+        return self.total_blocks * BLOCK
+
+    def _nap(self, changed: frozenset[Tag], asleep: frozenset[Tag], timeout_s: float) -> Napped:
+        if self.objection is not None:
+            raise self.objection
+        self.asleep = asleep
+        size_bytes = 1000 * len(changed)
+        return Napped(
+            asleep=tuple(tag for tag in TAGS if tag in asleep),
+            changed=tuple(tag for tag in TAGS if tag in changed),
+            size_bytes=size_bytes,
+            took_s=min(0.5, timeout_s),
+        )
 
     def abort_requests(self, requests: Sequence[int] | None = None) -> int:
         with self._changed:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 import httpx
 import openai
+from fastapi import APIRouter
 from prometheus_client import CollectorRegistry
 
 from liveweight.control.app import build_app
@@ -47,13 +48,15 @@ class Served(Generic[E]):
 
 
 @contextmanager
-def serving(engine: E, access: Access | None = None, times: Serving | None = None) -> Iterator[Served[E]]:
+def serving(
+    engine: E, access: Access | None = None, times: Serving | None = None, first: Sequence[APIRouter] = ()
+) -> Iterator[Served[E]]:
     """Serve the engine until the block ends; then server and engine are stopped."""
     ready, made = threading.Event(), list[Served[E]]()
     bound = bind("127.0.0.1", 0)
 
     async def main() -> None:
-        app = build_app(engine, registry=CollectorRegistry(), access=access or Access())
+        app = build_app(engine, registry=CollectorRegistry(), access=access or Access(), first=first)
         loop, ending = asyncio.get_running_loop(), Ending()
         made.append(Served(url_of(bound), engine, loop, ending, threading.current_thread()))
         settings = times or Serving(grace_s=0.0)

@@ -27,11 +27,14 @@ def all_of(ranks: list[Program], do: str, **arguments: Any) -> list[dict[str, An
     return [rank.end(call) for rank, call in zip(ranks, calls, strict=True)]
 
 
-def publish_when_free(trainer: Program, label: int, within_s: float = 60.0) -> dict[str, Any]:
+def publish_when_free(
+    trainer: Program, label: int, within_s: float = 60.0, name: str | None = None
+) -> dict[str, Any]:
     """Publish; while an old round still holds the replica, try again."""
     ends_s = time.monotonic() + within_s
+    called = {} if name is None else {"name": name}
     while True:
-        answer = trainer.ask("publish", label=label)
+        answer = trainer.ask("publish", label=label, **called)
         if answer.get("error", {}).get("code") != "LW-106" or time.monotonic() > ends_s:
             return answer
 

@@ -58,6 +58,8 @@ def main(config: dict[str, Any]) -> None:
             timeout_s=config["timeout_s"],
             lease_s=config["lease_s"],
             quorum=config["quorum"],
+            replica_timeout_s=config.get("replica_timeout_s"),
+            behind=config.get("behind", "serve"),
             run=config["run"],
             transfer_mode=config.get("transfer_mode", "ipc"),
             threads=2,
@@ -167,9 +169,24 @@ def act(
                 "unchanged": report.unchanged,
                 "verified": report.verified,
                 "behind": list(report.behind),
+                "restarted": [replica.name for replica in report.replicas if replica.restarted],
                 "offer": report.offer,
                 "digest": report.version.digest,
             }
+        case "fleet":
+            fleet = publisher.fleet()
+            return {
+                "version": None if fleet.version is None else fleet.version.label,
+                "behind": list(fleet.behind),
+                "restarted": [replica.name for replica in fleet.replicas if replica.restarted],
+                "serving": [None if one.serving is None else one.serving.label for one in fleet.replicas],
+            }
+        case "catch_up":
+            caught = publisher.catch_up()
+            if caught is None:
+                return {"caught_up": False}
+            restarted = [replica.name for replica in caught.replicas if replica.restarted]
+            return {"behind": list(caught.behind), "restarted": restarted}
         case "undo":
             return {"serving": [None if v is None else v.label for v in publisher.undo()]}
         case "verify":

@@ -42,6 +42,7 @@ class Engine:
     vote_takes: Deadline | None = None
     serving: Version = OLD
     done: list[str] = field(default_factory=list)
+    told: list[tuple[Version, str]] = field(default_factory=list)
     round_id: RoundId = field(default_factory=lambda: RoundId(boot="b", epoch=1, publisher="p"))
 
     def _do(self, step: str) -> None:
@@ -113,6 +114,11 @@ class Engine:
         self._do("abort")
         return ()
 
+    def stand_back(self, version: Version, reason: str, deadline: Deadline) -> None:
+        del deadline
+        self._do("stand back")
+        self.told.append((version, reason))
+
     def undo(self, publisher: str, deadline: Deadline) -> m.Committed:
         del publisher, deadline
         self._do("undo")
@@ -132,8 +138,11 @@ def drive(
     meanwhile: Callable[[], None] = lambda: None,
     look: Callable[[], None] = lambda: None,
     before_vote: Callable[[], None] = lambda: None,
+    patience: Deadline | None = None,
+    stand_back: bool = False,
+    boot: str | None = None,
 ) -> list[Part]:
-    parts = [Part(engine) for engine in engines]
+    parts = [Part(engine, boot=boot) for engine in engines]
     offer = Offer(mode="ipc", kind="frozen", source="s", layout="l", generation=1)
     with ThreadPoolExecutor(4) as pool:
         Drive(
@@ -157,6 +166,8 @@ def drive(
             meanwhile=meanwhile,
             look=look,
             before_vote=before_vote,
+            patience=patience,
+            stand_back=stand_back,
         ).run()
     return parts
 
@@ -290,3 +301,45 @@ def test_a_replica_whose_ranks_were_replaced_is_told_the_manifest_again() -> Non
     with pytest.raises(RoundFailed):
         drive(engine)
     assert engine.done[:3] == ["open", "describe", "open"]
+
+
+def test_a_replica_that_the_quorum_can_do_without_is_waited_for_only_so_long() -> None:
+    good, slow = Engine(), Engine(name="slow", slow=1 << 30)
+    parts = drive(good, slow, quorum=1, patience=Deadline.after(0.2))
+    assert [part.done for part in parts] == [True, False]
+    fault = parts[1].fault
+    assert fault is not None
+    assert (fault.code, fault.step) == ("LW-301", "stage")
+    assert "slow to be staged" in fault.message
+    assert fault.waited_s < 10.0  # the round itself had 20 s
+
+
+def test_a_replica_that_is_needed_has_all_of_the_rounds_time() -> None:
+    parts = drive(Engine(), Engine(name="slow", slow=3), patience=Deadline.after(0.0))
+    assert [part.done for part in parts] == [True, True]
+
+
+def test_those_that_were_left_behind_stand_back_if_that_is_wanted_and_no_others() -> None:
+    good, bad, lost = (
+        Engine(),
+        Engine(name="bad", fails={"vote": GONE}),
+        Engine(name="lost", fails={"open": GONE}),
+    )
+    drive(good, bad, lost, quorum=1, stand_back=True)
+    assert (good.told, [version for version, _ in bad.told], len(lost.told)) == ([], [NEW], 1)
+    unasked = Engine(name="bad", fails={"vote": GONE})
+    drive(Engine(), unasked, quorum=1)
+    assert unasked.told == []
+
+
+def test_nobody_stands_back_after_a_round_that_failed() -> None:
+    good, bad = Engine(), Engine(name="bad", fails={"vote": GONE})
+    with pytest.raises(RoundFailed):
+        drive(good, bad, stand_back=True)
+    assert (good.told, bad.told) == ([], [])
+
+
+@pytest.mark.parametrize(("known", "restarted"), [(None, False), ("b", False), ("another", True)])
+def test_a_replica_that_was_started_anew_is_told_by_its_boot_id(known: str | None, restarted: bool) -> None:
+    (part,) = drive(Engine(), boot=known)
+    assert (part.report().restarted, part.boot) == (restarted, "b")

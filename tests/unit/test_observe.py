@@ -61,6 +61,8 @@ def examples() -> Iterator[ev.AnyEvent]:
         yield ev.Recovered(
             replica="a", version="step_1", origin="snapshot", behind=behind, notes=("damaged",), took_s=2.0
         )
+    yield ev.Confirmed(replica="a", version="step_2")
+    yield ev.StoodBack(replica="a", version="step_2", reason="rank 1 did not stage in time")
     yield ev.PeerRefused(code="LW-202", reason="no proof of the secret")
     yield KERNELS
     yield ev.KernelsChosen(name="native")

@@ -1,20 +1,15 @@
-"""`liveweight status`, `undo`, `pause` and `resume`: what operators ask of running engines, by their URLs."""
+"""`liveweight undo`, `pause`, `resume`, `sleep` and `wakeup`: what operators tell running engines, by their URLs."""
 
 from __future__ import annotations
 
-import json
-import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeAlias
 
 import typer
 
-from liveweight.cli.exits import FAILED
-from liveweight.cli.failing import line_of
 from liveweight.cli.keys import ControlKey, ControlKeyFile, key_of
 from liveweight.control.client import EngineClient
-from liveweight.errors import LiveWeightError
 from liveweight.spec.deadline import Deadline
 
 Urls: TypeAlias = Annotated[
@@ -24,36 +19,14 @@ Url: TypeAlias = Annotated[
     str, typer.Argument(metavar="URL", help="An engine, such as http://127.0.0.1:8000.")
 ]
 Timeout: TypeAlias = Annotated[float, typer.Option(min=0.1, max=3600, help="Seconds that it may take.")]
-AsJson: TypeAlias = Annotated[bool, typer.Option("--json", help="Print JSON in place of a table.")]
+Tag: TypeAlias = Annotated[
+    Literal["weight", "kv_cache"] | None,
+    typer.Option(help="Only weights, or only the cache; by default both."),
+]
 Mode: TypeAlias = Annotated[
     Literal["keep", "wait", "abort"],
     typer.Option(help="Running requests stand still, finish first, or end with what they have."),
 ]
-_COLUMNS = ("engine", "model", "version", "digest", "state", "requests", "round", "last round")
-
-
-def status(
-    urls: Urls,
-    as_json: AsJson = False,
-    timeout: Timeout = 10.0,
-    control_key: ControlKey = None,
-    control_key_file: ControlKeyFile = None,
-) -> None:
-    """Tell what engines serve. The exit code is 1 if one of them does not answer.
-
-    For example: liveweight status http://127.0.0.1:8000 http://127.0.0.1:8001 --json
-    """
-    key, deadline = key_of(control_key, control_key_file, "control key"), Deadline.after(timeout)
-    errors: list[LiveWeightError] = []
-    said = [_asked(url, key, deadline, errors) for url in urls]
-    if as_json:
-        print(json.dumps(said, indent=2))
-    else:
-        _show([_COLUMNS, *(_row(answer) for answer in said)])
-    for error in errors:
-        print(line_of(error), file=sys.stderr)
-    if errors:
-        raise typer.Exit(FAILED) from errors[0]
 
 
 def undo(
@@ -93,6 +66,44 @@ def resume(
     print(f"{url} is {client.resume(deadline)['state']}")
 
 
+def sleep(
+    url: Url,
+    tag: Tag = None,
+    timeout: Timeout = 60.0,
+    control_key: ControlKey = None,
+    control_key_file: ControlKeyFile = None,
+) -> None:
+    """Let an engine give the memory of its weights and its cache back; its requests stand still.
+
+    For example: liveweight sleep http://127.0.0.1:8000 --tag kv_cache
+    """
+    _tell_nap(url, _client(url, control_key, control_key_file).sleep(_words(tag), timeout))
+
+
+def wakeup(
+    url: Url,
+    tag: Tag = None,
+    timeout: Timeout = 300.0,
+    control_key: ControlKey = None,
+    control_key_file: ControlKeyFile = None,
+) -> None:
+    """Let an engine take its memory again; its requests go on when nothing is asleep any more.
+
+    For example: liveweight wakeup http://127.0.0.1:8000
+    """
+    _tell_nap(url, _client(url, control_key, control_key_file).wakeup(_words(tag), timeout))
+
+
+def _words(tag: str | None) -> list[str] | None:
+    return None if tag is None else [tag]
+
+
+def _tell_nap(url: str, told: Mapping[str, Any]) -> None:
+    size_mb, asleep = told["size_bytes"] / 1e6, ", ".join(told["asleep"])
+    moved = f" · {size_mb:.1f} MB in {told['took_s']:.2f} s" if told["changed"] else ""
+    print(f"{url} is asleep: {asleep}{moved}" if asleep else f"{url} is awake{moved}")
+
+
 def label_of(version: Mapping[str, Any] | None) -> str:
     """A version's label; while an engine exchanges its weights it serves none."""
     return "nothing at this moment" if version is None else str(version["label"])
@@ -100,33 +111,3 @@ def label_of(version: Mapping[str, Any] | None) -> str:
 
 def _client(url: str, key: str | None, key_file: Path | None) -> EngineClient:
     return EngineClient(url, key_of(key, key_file, "control key"))
-
-
-def _asked(url: str, key: str | None, deadline: Deadline, errors: list[LiveWeightError]) -> dict[str, Any]:
-    """What an engine says, or why it says nothing, which is also added to the errors."""
-    try:
-        return {"url": url, **EngineClient(url, key).weights(deadline)}
-    except LiveWeightError as error:
-        errors.append(error)
-        return {"url": url, "error": f"{error.code} {error}"}
-
-
-def _row(answer: Mapping[str, Any]) -> Sequence[str]:
-    if "error" in answer:
-        return (answer["url"], *("-" for _ in _COLUMNS[1:]))
-    version, rounds = answer["version"] or {"label": "-", "digest": None}, answer["rounds"]
-    last = (
-        "-" if not rounds else f"{rounds[-1]['version']} {rounds[-1]['outcome']} {rounds[-1]['took_s']:.2f} s"
-    )
-    digest = (version["digest"] or "-")[:12]
-    round_id = "-" if answer["round"] is None else answer["round"]
-    behind = (answer.get("recovery") or {}).get("behind")
-    state = answer["state"] if behind is None else f"{answer['state']}, behind {behind['label']}"
-    told = (answer["model"], str(version["label"]), digest, state, answer["paused"], round_id, last)
-    return (answer["url"], *told)
-
-
-def _show(rows: Sequence[Sequence[str]]) -> None:
-    widths = [max(len(row[at]) for row in rows) for at in range(len(_COLUMNS))]
-    for row in rows:
-        print("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())

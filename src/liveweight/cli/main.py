@@ -17,6 +17,7 @@ from liveweight.cli import (
     push,
     serve,
     snapshot,
+    status,
     update,
     verify,
 )
@@ -41,10 +42,12 @@ COMMANDS: dict[str, Callable[..., None]] = {
     "offer": offer.offer,
     "update": update.update,
     "verify": verify.verify,
-    "status": control.status,
+    "status": status.status,
     "undo": control.undo,
     "pause": control.pause,
     "resume": control.resume,
+    "sleep": control.sleep,
+    "wakeup": control.wakeup,
 }
 for name, command in COMMANDS.items():
     app.command(name)(telling(command))

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from liveweight.spec.deadline import Deadline
-    from liveweight.spec.manifest import Manifest
+    from liveweight.spec.manifest import Manifest, Version
     from liveweight.trainer.replica import Replica
     from liveweight.wire import messages as m
     from liveweight.wire.values import RoundId
@@ -102,6 +102,10 @@ class ToldReplica:
     def abort(self, round_id: RoundId, reason: str, deadline: Deadline) -> tuple[int, ...]:
         """See Replica."""
         return self._replica.abort(round_id, reason, deadline)
+
+    def stand_back(self, version: Version, reason: str, deadline: Deadline) -> None:
+        """See Replica."""
+        self._replica.stand_back(version, reason, deadline)
 
     def undo(self, publisher: str, deadline: Deadline) -> m.Committed:
         """See Replica."""

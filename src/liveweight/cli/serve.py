@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import logging
 import signal
 import socket
@@ -21,6 +22,7 @@ from liveweight.cli.settings import Front, settings_of
 from liveweight.errors import LiveWeightError, MissingExtra
 
 if TYPE_CHECKING:
+    from fastapi import APIRouter
     from prometheus_client import CollectorRegistry
 
     from liveweight.control.port import Engine
@@ -60,6 +62,13 @@ Address = Annotated[
 From = Annotated[
     str | None,
     typer.Option(help="A source that offers weights, for updates that are asked for: see `update`, `offer`."),
+]
+AwaitWeights = Annotated[
+    bool,
+    typer.Option(
+        "--await-weights",
+        help="Take no requests before a publisher has brought a version: until then /health says pending_weights.",
+    ),
 ]
 Kv = Annotated[
     Literal["recompute", "reuse", "drop"], typer.Option(help="What a commit does to running requests.")
@@ -101,6 +110,27 @@ RestartRanks = Annotated[
     ),
 ]
 Resume = Annotated[bool, typer.Option("--resume", help="Start from the newest snapshot, if there is one.")]
+SleepDir = Annotated[
+    Path | None,
+    typer.Option(
+        metavar="DIR", help="Where weights are written while it sleeps; by default where temporary files are."
+    ),
+]
+FastDeploy = Annotated[
+    bool,
+    typer.Option(
+        "--fastdeploy",
+        "--dynamic-load-weight",
+        help="Speak FastDeploy's control interface; its two options below imply it.",
+    ),
+]
+LoadStrategy = Annotated[
+    str | None,
+    typer.Option("--load-strategy", "--load_strategy", help="FastDeploy's: ipc, ipc_snapshot or rsync."),
+]
+RsyncConfig = Annotated[
+    str | None, typer.Option("--rsync-config", "--rsync_config", metavar="JSON", help="FastDeploy's.")
+]
 AccessLog = Annotated[bool, typer.Option("--access-log", help="Log every request.")]
 
 
@@ -116,6 +146,7 @@ def serve(
     updates: UpdatesOn = True,
     weights_address: Address = None,
     weights_from: From = None,
+    await_weights: AwaitWeights = False,
     secret_file: SecretFile = None,
     kv_policy: Kv = "recompute",
     draft_weights: DraftWeights = "required",
@@ -129,6 +160,10 @@ def serve(
     keep_snapshots: Keep = None,
     restart_ranks: RestartRanks = False,
     resume: Resume = False,
+    sleep_dir: SleepDir = None,
+    fastdeploy: FastDeploy = False,
+    load_strategy: LoadStrategy = None,
+    rsync_config: RsyncConfig = None,
     served_name: Name = None,
     dtype: Dtype = "auto",
     context: Context = None,
@@ -157,10 +192,10 @@ def run(config: EngineConfig, front: Front, start: Start) -> None:
     try:
         from prometheus_client import CollectorRegistry
 
-        from liveweight.api import logging_bus
         from liveweight.control.server import bind
     except ModuleNotFoundError as error:
         raise _missing(error) from error
+    from liveweight.observe.log import logging_bus
     from liveweight.observe.metrics import MetricsReader
 
     bus, registry = logging_bus(), CollectorRegistry()
@@ -192,7 +227,15 @@ async def _serve(
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, ending.ask)
     access = Access(api_key=front.api_key, control_key=front.control_key, max_body_bytes=front.max_body_bytes)
-    app = build_app(engine, registry=registry, access=access)
+    first: list[APIRouter] = []
+    if front.fastdeploy is not None:
+        from liveweight.integrations import fastdeploy
+
+        first.append(fastdeploy.router_of(front.fastdeploy))
+        access = dataclasses.replace(access, control_paths=fastdeploy.PATHS)
+        for note in front.fastdeploy.notes:
+            print(note, file=sys.stderr)
+    app = build_app(engine, registry=registry, access=access, first=first)
     serving = Serving(grace_s=front.grace_s, access_log=front.access_log)
     updates = "no updates" if engine.address is None else f"updates at {engine.address}"
     line = f"serving {engine.name} on {url_of(bound)}, tp {engine.config.tp}, {updates}"

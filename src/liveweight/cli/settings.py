@@ -11,6 +11,8 @@ import msgspec
 
 from liveweight.cli.keys import key_of
 from liveweight.errors import EngineConfigInvalid
+from liveweight.integrations.fastdeploy_settings import FastDeploySettings
+from liveweight.integrations.fastdeploy_settings import settings_of as fastdeploy_settings
 
 if TYPE_CHECKING:
     from liveweight.engine.config import EngineConfig, Snapshots, Updates
@@ -32,6 +34,7 @@ class Front:
     max_body_bytes: int = 8 << 20
     grace_s: float = 30.0
     access_log: bool = False
+    fastdeploy: FastDeploySettings | None = None
 
 
 def settings_of(given: Mapping[str, Any]) -> tuple[EngineConfig, Front]:
@@ -46,14 +49,23 @@ def settings_of(given: Mapping[str, Any]) -> tuple[EngineConfig, Front]:
         max_body_bytes=given["max_body_mb"] << 20,
         grace_s=given["grace"],
         access_log=given["access_log"],
+        fastdeploy=_fastdeploy(given),
     )
     options = {name: given[name] for name in _AS_THEY_ARE}
     options |= {"model": str(given["directory"]), "kv_bytes": given["kv_mb"] << 20}
     options |= {"hooks": tuple(given["hook"] or ())}
+    options |= {"sleep_directory": None if given["sleep_dir"] is None else str(given["sleep_dir"].absolute())}
     config = msgspec.convert(options, EngineConfig)
     updates = _updates(given)
     kept = {"snapshots": _snapshots(given), "restarts": Restarts() if given["restart_ranks"] else None}
-    return msgspec.structs.replace(config, updates=updates, **kept), front
+    awaits = given["await_weights"]
+    return msgspec.structs.replace(config, updates=updates, await_weights=awaits, **kept), front
+
+
+def _fastdeploy(given: Mapping[str, Any]) -> FastDeploySettings | None:
+    strategy, rsync = given["load_strategy"], given["rsync_config"]
+    wanted = given["fastdeploy"] or strategy is not None or rsync is not None
+    return fastdeploy_settings(strategy, rsync, os.environ) if wanted else None
 
 
 def _snapshots(given: Mapping[str, Any]) -> Snapshots | None:

@@ -154,7 +154,7 @@ class ModelsAnswer(TypedDict):
 class HealthAnswer(TypedDict):
     """`/health`. `error` says why it is failed, torn, or waits for its weights; `weight_version` is then what it had."""
 
-    status: Literal["ok", "torn", "pending_weights", "stopping", "failed"]
+    status: Literal["ok", "asleep", "torn", "pending_weights", "stopping", "failed"]
     model: str
     tp: int
     running: int
@@ -212,7 +212,8 @@ class RecoveryAnswer(TypedDict):
 
 class WeightsAnswer(TypedDict):
     """`/v1/weights`. `undo` null: there is no version to go back to; `address` null: it takes no live updates; `snapshots` null: it
-    keeps none; `recovery` null: it has not lost a rank."""
+    keeps none; `recovery` null: it has not lost a rank. `serving_s` is for how long it has served the version; `pending` says why it
+    takes no requests before a publisher has come; `asleep` lists what it gave back."""
 
     model: str
     tp: int
@@ -229,6 +230,9 @@ class WeightsAnswer(TypedDict):
     draft_weights: Literal["required", "keep"] | None
     snapshots: SnapshotsAnswer | None
     recovery: RecoveryAnswer | None
+    serving_s: float
+    pending: str | None
+    asleep: list[str]
 
 
 class PausedAnswer(TypedDict):

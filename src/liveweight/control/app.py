@@ -4,18 +4,25 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 
-from fastapi import FastAPI
+from fastapi import APIRouter, FastAPI
 from fastapi.exceptions import RequestValidationError
 from prometheus_client import CollectorRegistry
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
 
-from liveweight.control import control_routes, health, openai_routes, update_routes, verify_routes
+from liveweight.control import (
+    control_routes,
+    health,
+    openai_routes,
+    sleep_routes,
+    update_routes,
+    verify_routes,
+)
 from liveweight.control.calls import Calls
 from liveweight.control.errors import ApiError, error_response, http_response
 from liveweight.control.exchange import Post
@@ -31,8 +38,10 @@ WAITERS = 64
 """Control calls that may wait at once."""
 
 
-def build_app(engine: Engine, *, registry: CollectorRegistry, access: Access) -> FastAPI:
-    """An app that serves the engine. Its lifespan must run; the engine is its caller's to stop."""
+def build_app(
+    engine: Engine, *, registry: CollectorRegistry, access: Access, first: Sequence[APIRouter] = ()
+) -> FastAPI:
+    """An app that serves the engine. Its lifespan must run; the engine is its caller's to stop. Routes of `first` go before ours."""
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
@@ -48,8 +57,11 @@ def build_app(engine: Engine, *, registry: CollectorRegistry, access: Access) ->
     app = FastAPI(
         title="liveweight", docs_url=None, redoc_url=None, redirect_slashes=False, lifespan=lifespan
     )
+    for router in first:
+        app.include_router(router)
     app.include_router(openai_routes.router)
     app.include_router(control_routes.router)
+    app.include_router(sleep_routes.router)
     app.include_router(update_routes.router)
     app.include_router(verify_routes.router)
     app.include_router(health.router)

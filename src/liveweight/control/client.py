@@ -6,7 +6,7 @@ Owns URLs, the key and the telling of what came back. Rounds themselves go over 
 from __future__ import annotations
 
 import http.client
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 from urllib.parse import SplitResult, urlsplit
@@ -28,6 +28,9 @@ ANSWER_BYTES_MAX = 64 << 20
 GRACE_S = 2.0
 """How much longer than the engine its client waits: the engine's own word on a deadline is better."""
 
+FIND_S = 10.0
+"""An engine that does not say by then where its leader listens is out of reach."""
+
 LAST_STEPS_S = 30.0
 """How much longer than its own time an update may take: votes and a commit that were begun in time are ended."""
 
@@ -39,7 +42,7 @@ def is_url(text: str) -> bool:
 
 def wire_address(url: str, key: str | None, deadline: Deadline) -> str:
     """Where the leader of the engine at that URL listens. A WireError, DeadlineExceeded or WrongState if it cannot be had."""
-    return leader_of(url, EngineClient(url, key).weights(deadline))
+    return leader_of(url, EngineClient(url, key).weights(deadline.within(FIND_S)))
 
 
 def leader_of(url: str, weights: Mapping[str, Any]) -> str:
@@ -101,6 +104,18 @@ class EngineClient:
     def resume(self, deadline: Deadline) -> dict[str, Any]:
         """Let it go on."""
         return self._ask("POST", "/v1/resume", None, deadline)
+
+    def sleep(self, tags: Sequence[str] | None, timeout_s: float) -> dict[str, Any]:
+        """Let it give memory back; what is asleep then."""
+        return self._ask(
+            "POST", "/v1/sleep", {"tags": tags, "timeout_s": timeout_s}, Deadline.after(timeout_s)
+        )
+
+    def wakeup(self, tags: Sequence[str] | None, timeout_s: float) -> dict[str, Any]:
+        """Let it take its memory again; what is still asleep then."""
+        return self._ask(
+            "POST", "/v1/wakeup", {"tags": tags, "timeout_s": timeout_s}, Deadline.after(timeout_s)
+        )
 
     def _ask(self, method: str, path: str, body: object, deadline: Deadline) -> dict[str, Any]:
         try:

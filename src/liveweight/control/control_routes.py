@@ -138,6 +138,9 @@ async def _weights(service: Service) -> WeightsAnswer:
         "draft_weights": None if updates is None else updates.draft_weights,
         "snapshots": None if standing.snapshots is None else _snapshots(standing.snapshots),
         "recovery": None if standing.recovery is None else _recovery(standing.recovery),
+        "serving_s": standing.serving_s,
+        "pending": standing.pending,
+        "asleep": list(engine.status().asleep),
     }
 
 

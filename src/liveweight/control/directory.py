@@ -23,6 +23,10 @@ class Directory:
         finally:
             del self._open[id_]
 
+    def tokens(self) -> dict[str, int]:
+        """Every open request, with the tokens that it has so far."""
+        return {id_: exchange.tokens for id_, exchange in self._open.items()}
+
     def find(self, ids: Sequence[str]) -> tuple[list[int], list[str]]:
         """The engine's numbers of these, each once, and the ids that no open request has."""
         known = {id_: self._open[id_] for id_ in ids if id_ in self._open}

@@ -53,6 +53,8 @@ class Exchange:
         self._engine, self._post, self._asks = engine, post, asks
         self._open: dict[int, int] = {}
         self._came: asyncio.Queue[tuple[int, Delta]] = asyncio.Queue()
+        self.tokens = 0
+        """How many have come so far, of all answers together."""
 
     def __enter__(self) -> Self:
         try:
@@ -92,6 +94,7 @@ class Exchange:
                 raise fault.with_traceback(None)  # one error, told to many requests
 
     def _take(self, index: int, delta: Delta) -> None:
+        self.tokens += len(delta.tokens)
         self._came.put_nowait((index, delta))
 
     def _cancel(self) -> None:

@@ -26,6 +26,8 @@ CONTROL_PATHS = frozenset(
         "/v1/resume",
         "/v1/is_paused",
         "/v1/abort_requests",
+        "/v1/sleep",
+        "/v1/wakeup",
     }
 )
 

@@ -24,7 +24,7 @@ router = APIRouter(tags=["operations"])
         200: {"model": HealthAnswer, "description": "It takes requests."},
         503: {
             "model": HealthAnswer,
-            "description": "It is stopping, has lost a rank, is torn, or waits for its weights.",
+            "description": "It is stopping, has lost a rank, is torn or asleep, or waits for its weights.",
         },
     },
 )
@@ -32,8 +32,9 @@ async def health(request: Request) -> Response:
     """Whether requests are taken, and how many there are."""
     engine = service_of(request).engine
     status = engine.status()
-    words: dict[str, Literal["ok", "torn", "pending_weights", "failed"]] = {
+    words: dict[str, Literal["ok", "asleep", "torn", "pending_weights", "failed"]] = {
         "running": "ok",
+        "asleep": "asleep",
         "torn": "torn",
         "pending_weights": "pending_weights",
         "failed": "failed",

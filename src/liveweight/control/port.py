@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Protocol
 
 from liveweight.engine.config import EngineConfig
@@ -10,6 +10,7 @@ from liveweight.engine.desk import Standing
 from liveweight.engine.models.spec import ModelSpec
 from liveweight.engine.requested import Updated, Wish
 from liveweight.engine.requests import Sampling, Sink
+from liveweight.engine.sleeping import Napped, Tag
 from liveweight.engine.status import PauseMode, Pausing, Status
 from liveweight.engine.text import Tokenizer
 from liveweight.engine.verifying import Answer, Question
@@ -46,6 +47,15 @@ class Controls(Protocol):
 
     def resume(self) -> None:
         """Let requests run again."""
+
+    def sleep(self, tags: Collection[Tag], timeout_s: float) -> Napped:
+        """Give the memory of these back; requests stand still. RoundOpen while a round is open, WrongState while another such call runs."""
+
+    def wake(self, tags: Collection[Tag], timeout_s: float) -> Napped:
+        """Take it again; requests go on when nothing is asleep any more. Errors leave it asleep."""
+
+    def drop_cache(self, timeout_s: float) -> int:
+        """Give the cache's memory back for a moment; requests that run are filled again. So many bytes. WrongState while it sleeps."""
 
     def abort_requests(self, requests: Sequence[int] | None = None) -> int:
         """End these requests (None: all, waiting ones too) with what they have; how many of them there were."""

@@ -143,11 +143,12 @@ def _answer(call: str, updated: Updated) -> UpdateAnswer:
         "tensors": updated.tensors,
         "draft": "kept" if DRAFT in updated.kept else None,
         "steps": cast(StepsAnswer, asdict(updated.steps)),
-        "results": [_rank(times, updated.version.label) for times in updated.ranks],
+        "results": [rank_answer(times, updated.version.label) for times in updated.ranks],
     }
 
 
-def _rank(times: RankTimes, label: str | int) -> RankAnswer:
+def rank_answer(times: RankTimes, label: str | int) -> RankAnswer:
+    """What one rank did, as answers have it."""
     return {
         "rank": times.rank,
         "version": label,

@@ -129,6 +129,18 @@ def populate(address: int, size_bytes: int, *, writable: bool) -> None:
         _touch(start, size, writable=writable)
 
 
+def give_back(memory: Memory) -> int:
+    """Let the kernel have the whole pages inside a private memory; so many bytes. What lay there is zeros from now on."""
+    start = -(-memory.address // PAGE_BYTES) * PAGE_BYTES
+    size = (memory.address + memory.size_bytes) // PAGE_BYTES * PAGE_BYTES - start
+    if size <= 0:
+        return 0
+    if _madvise(start, size, mmap.MADV_DONTNEED):
+        number = ctypes.get_errno()
+        raise OSError(number, os.strerror(number))
+    return size
+
+
 def _touch(address: int, size_bytes: int, *, writable: bool) -> None:
     """Fault pages in by hand, for kernels that do not know how to populate. New pages are zero and stay so."""
     whole = memoryview((ctypes.c_uint8 * size_bytes).from_address(address))

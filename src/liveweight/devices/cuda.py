@@ -224,6 +224,10 @@ class CudaDevice:
 
         return TorchKernels("cpu", aside=lambda: self._driver.aside(self._index))
 
+    def give_back(self, memories: Sequence[Memory]) -> int:
+        """See Device: torch's allocator does not part with pages and keep their addresses."""
+        raise Unavailable(f"{self.name} gives no memory back that tensors point at ({len(memories)})")
+
     def synchronise(self) -> None:
         """Wait for all streams of the device."""
         self._driver.synchronise(self._index)
@@ -288,8 +292,7 @@ def available() -> str | None:
 
 def device_index(device: str | torch.device) -> int:
     """Which CUDA device is named. ValueError where none is, or one without an index."""
-    name = str(device)
-    found = _DEVICE.fullmatch(name)
+    name, found = str(device), _DEVICE.fullmatch(str(device))
     if name == "cuda":
         raise ValueError("device cuda has no index: name one, as in cuda:0")
     if found is None:

@@ -58,6 +58,10 @@ class Device(Protocol):
     def to_host(self) -> Kernels:
         """Kernels that write the host's memory with what lies on the device. A run is over when it returns."""
 
+    def give_back(self, memories: Sequence[Memory]) -> int:
+        """Let the system have the pages of these memories; so many bytes. Addresses stay; what lay there is lost. Unavailable where the
+        device cannot."""
+
     def synchronise(self) -> None:
         """Wait until all that this process has queued on the device is done: before its weights are exchanged, or offered."""
 
@@ -90,6 +94,10 @@ class CpuDevice:
     def to_host(self) -> Kernels:
         """Those of `choose`: the device is the host."""
         return self.choose().kernels
+
+    def give_back(self, memories: Sequence[Memory]) -> int:
+        """Whole pages; they are zeros when they are touched again."""
+        return sum(cpu.give_back(memory) for memory in memories)
 
     def synchronise(self) -> None:
         """Nothing is ever queued here."""

@@ -13,6 +13,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from liveweight.devices.memory import Memory
+
 Tensor: TypeAlias = torch.Tensor
 Array: TypeAlias = npt.NDArray[Any]
 Numbers: TypeAlias = Sequence[int] | Sequence[Sequence[int]] | Array | Tensor
@@ -176,6 +178,11 @@ class PagedAttention:
     def size_bytes(self) -> int:
         """What all pages take once each has been used."""
         return sum(layer.keys.nbytes + layer.values.nbytes for layer in self.layers)
+
+    def memories(self) -> list[Memory]:
+        """Where all pages lie."""
+        parts = [part for layer in self.layers for part in (layer.keys, layer.values)]
+        return [Memory.from_tensor(part) for part in parts]
 
     def attend(self, plan: AttentionPlan, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         """Store key and value [tokens, kv_heads, dim], then let query [tokens, heads, dim] see them: [tokens, heads * dim].

@@ -83,7 +83,9 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     multiple. `kv_bytes` is shared by all ranks; `batch_tokens` bounds one step and so the chunk of a prompt that is filled at once;
     `draft` turns speculative decoding by the checkpoint's MTP layer on, where it has one. `hooks`, each a
     `module:function` that ranks import and call with their model, follow every change of weights, also the load at the start. Without
-    `updates` the weights stay as they were loaded. Without `restarts` the engine ends with the first rank that is lost.
+    `updates` the weights stay as they were loaded; with `await_weights` no request is taken before a publisher has brought a version.
+    Without `restarts` the engine ends with the first rank that is lost. Weights of an engine that sleeps lie below `sleep_directory`; None:
+    where the system has temporary files.
     """
 
     model: str
@@ -103,8 +105,10 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     draft: bool = True
     hooks: tuple[str, ...] = ()
     updates: Updates | None = None
+    await_weights: bool = False
     snapshots: Snapshots | None = None
     restarts: Restarts | None = None
+    sleep_directory: str | None = None
     start_timeout_s: float = 300.0
     step_timeout_s: float = 300.0
 
@@ -114,6 +118,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
                 raise EngineConfigInvalid(f"{name} must be at least 1")
         for hook in self.hooks:
             check_name(hook)
+        if self.await_weights and self.updates is None:
+            raise EngineConfigInvalid("weights are awaited from a publisher, and live updates are off")
         if self.snapshots is not None and self.updates is None:
             raise EngineConfigInvalid(
                 "snapshots are of versions that were published, and live updates are off"

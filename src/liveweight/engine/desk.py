@@ -16,6 +16,7 @@ from liveweight.observe.bus import Bus
 from liveweight.spec.deadline import Deadline
 from liveweight.spec.manifest import Version
 from liveweight.trainer.replica import ReplicaRefused, WireReplica
+from liveweight.wire import messages as m
 from liveweight.wire.credentials import Secret
 
 OPERATOR = "operator"
@@ -42,7 +43,8 @@ class RoundSummary:
 class Standing:
     """A replica's standing. `serving` None: an exchange is under way; `round` is the id of the one that is open.
 
-    `snapshots` and `recovery` are None where it keeps none, and where it never lost a rank.
+    `serving_s` is for how long it has served that. `snapshots` and `recovery` are None where it keeps none, and where it never lost a
+    rank; `pending` says why it takes no requests before a publisher has come, or is None.
     """
 
     state: str
@@ -53,6 +55,8 @@ class Standing:
     kept: tuple[str, ...] = ()
     snapshots: SavingStatus | None = None
     recovery: RecoveryStatus | None = None
+    serving_s: float = 0.0
+    pending: str | None = None
 
 
 class Desk:
@@ -82,6 +86,7 @@ class Desk:
             round=open_round,
             rounds=tuple(self._rounds),
             kept=said.kept,
+            serving_s=said.serving_s,
         )
 
     def undo(self, timeout_s: float) -> Version | None:
@@ -89,6 +94,15 @@ class Desk:
         with self._deciding:  # apart from questions: those are answered while it waits
             try:
                 return self._decider.undo(OPERATOR, Deadline.after(timeout_s)).serving
+            except ReplicaRefused as refused:
+                raise refused.to_error() from refused
+
+    def rest(self, *, asleep: bool, weights: bool, kv_cache: bool, timeout_s: float) -> None:
+        """Tell the leader that memory is given back, before it is, or that it is back. RoundOpen or WrongState where it cannot be."""
+        body = m.Sleep if asleep else m.Wake
+        with self._deciding:
+            try:
+                self._decider.rest(body(weights=weights, kv_cache=kv_cache), Deadline.after(timeout_s))
             except ReplicaRefused as refused:
                 raise refused.to_error() from refused
 

@@ -4,36 +4,36 @@ from __future__ import annotations
 
 import itertools
 import threading
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import Self
 
 from liveweight.engine.account import Limits
+from liveweight.engine.awaiting import Awaiting
 from liveweight.engine.config import EngineConfig
 from liveweight.engine.desk import Desk, Standing
 from liveweight.engine.models.spec import ModelSpec
+from liveweight.engine.offices import Offices
 from liveweight.engine.pauses import Pauses
 from liveweight.engine.pump import OnFailure, Pump
 from liveweight.engine.ranks import Launch, Ranks, launch
-from liveweight.engine.requested import Requested, Updated, Wish
+from liveweight.engine.requested import Updated, Wish
 from liveweight.engine.requests import Sampling, Sink
-from liveweight.engine.saving import Saving
 from liveweight.engine.scheduler import Scheduler
 from liveweight.engine.sequence import Sequence as Running
 from liveweight.engine.sizes import cache_blocks, context_of
+from liveweight.engine.sleeping import Napped, Sleeping, Tag
 from liveweight.engine.status import PauseMode, Pausing, Status
 from liveweight.engine.stream import weights_text
 from liveweight.engine.text.stream import TextStream
 from liveweight.engine.text.tokenizer import Tokenizer
-from liveweight.engine.updates import Inbox, lead
-from liveweight.engine.verifying import Answer, Question, Verifying
+from liveweight.engine.updates import Inbox
+from liveweight.engine.verifying import Answer, Question
 from liveweight.errors import EngineStopping, RankLost, RequestInvalid, RoundAborted, WireError, WrongState
 from liveweight.observe.bus import Bus
 from liveweight.spec.manifest import Version
-from liveweight.wire.credentials import load_or_create_secret
-from liveweight.worker.leader import Leader
 
 
 class Engine:
@@ -50,8 +50,10 @@ class Engine:
         with ExitStack() as stack:
             inbox = Inbox()
             bus = bus or Bus()
-            self._desk = self._lead(inbox, bus, stack)
-            self._saving = self._save(bus, stack)
+            self._awaiting = Awaiting(bus, begins=config.await_weights)
+            stack.callback(self._awaiting.close)
+            self._offices = offices = Offices(config, self.name, inbox, bus, stack)
+            self._desk, self._saving = offices.desk, offices.saving
             told = config if self._saving is None else self._saving.told(config)
             ranks = Ranks(told, blocks=blocks, context=self.context, launch=launch)
             self._resources = stack.pop_all()
@@ -68,7 +70,9 @@ class Engine:
             outlives_torn=config.restarts is None,
         )
         self._pauses = Pauses(self._pump, self._check_open)
-        self._requested, self._verifying = self._follow_source(), self._verify_here()
+        self._sleeping = self._sleeper()
+        self._requested = offices.requested(self._pauses, self._resources)
+        self._verifying = offices.verifying(self._resources)
         self._thread = threading.Thread(
             target=self._pump.run, args=(self._resources.close,), name="engine", daemon=True
         )
@@ -82,7 +86,8 @@ class Engine:
     @property
     def served(self) -> Version | None:
         """What it served at last, by the word of its leader, once it has stopped."""
-        return self.start if self._leader is None else self._leader.served
+        leader = self._offices.leader
+        return self.start if leader is None else leader.served
 
     @property
     def pids(self) -> tuple[int, ...]:
@@ -92,7 +97,7 @@ class Engine:
     def submit(self, prompt: Sequence[int], sampling: Sampling, sink: Sink) -> int:
         """Take a request; its answer goes to `sink`, piece by piece. Returns the number to cancel it by.
 
-        RequestInvalid, QueueFull, EngineStopping, RankLost or Torn, when it is not taken.
+        RequestInvalid, QueueFull, EngineStopping, RankLost, Torn or WeightsPending, when it is not taken.
         """
         if not prompt:
             raise RequestInvalid("the prompt is empty")
@@ -105,6 +110,7 @@ class Engine:
         with self._pump.lock:
             self._check_open()
             self._pump.check_whole()
+            self._awaiting.check()
             self._pump.scheduler.add(sequence)
         self._pump.ranks.wake()
         return number
@@ -119,15 +125,22 @@ class Engine:
         """How the engine is now."""
         with self._pump.lock:
             scheduler = self._pump.scheduler
+            word, waits = self._pump.word, None
+            if word == "running":
+                waits = self._awaiting.fault
+                word = (
+                    "asleep" if self._sleeping.asleep else "running" if waits is None else "pending_weights"
+                )
             return Status(
-                state=self._pump.word,
+                state=word,
                 running=scheduler.running,
                 waiting=scheduler.waiting,
                 blocks_total=scheduler.pool.count,
                 blocks_free=scheduler.pool.free,
-                fault=self._pump.fault or self._pump.torn,
+                fault=self._pump.fault or self._pump.torn or waits,
                 weights=scheduler.weights,
                 paused=scheduler.pausing,
+                asleep=self._sleeping.asleep,
                 counts=scheduler.counts.copy(),
             )
 
@@ -152,6 +165,25 @@ class Engine:
         """Let requests run again."""
         self._pauses.resume()
 
+    def sleep(self, tags: Collection[Tag], timeout_s: float) -> Napped:
+        """Give the memory of these back: requests stand still until it is taken again. RoundOpen while a round is open."""
+        with self._pump.lock:
+            self._check_open()
+            self._pump.check_whole()
+        return self._sleeping.sleep(tags, timeout_s)
+
+    def wake(self, tags: Collection[Tag], timeout_s: float) -> Napped:
+        """Take the memory of these again; requests go on when nothing is asleep any more. Errors leave it asleep."""
+        with self._pump.lock:
+            self._check_open()
+        return self._sleeping.wake(tags, timeout_s)
+
+    def drop_cache(self, timeout_s: float) -> int:
+        """Give the cache's memory back for a moment; requests that run are filled again. So many bytes. WrongState while it sleeps."""
+        with self._pump.lock:
+            self._check_open()
+        return self._sleeping.drop_cache(timeout_s)
+
     def abort_requests(self, requests: Sequence[int] | None = None) -> int:
         """End these requests (None: all of them, waiting ones too) with what they have; how many of them there were."""
         with self._pump.lock:
@@ -164,7 +196,12 @@ class Engine:
     def standing(self) -> Standing:
         """What the engine's leader says of its rounds and versions. WrongState without live updates."""
         standing = self._with_desk("a question about live updates").standing()
-        return replace(standing, snapshots=None if self._saving is None else self._saving.status())
+        saving = None if self._saving is None else self._saving.status()
+        return replace(standing, snapshots=saving, pending=self._awaiting.reason)
+
+    def await_weights(self, reason: str) -> None:
+        """Take no requests from now on, until a publisher has brought a version, or finds its own installed."""
+        self._awaiting.begin(reason)
 
     def undo(self, timeout_s: float) -> Version | None:
         """Go back to the version before; what serves then. WrongState where there is none, as after an undo."""
@@ -232,58 +269,13 @@ class Engine:
         )
         return Scheduler(limits, weights=weights, ends=frozenset(self.spec.eos_ids))
 
-    def _lead(self, inbox: Inbox, bus: Bus, stack: ExitStack) -> Desk | None:
-        updates = self.config.updates
-        self._leader: Leader | None = None
-        if updates is None:
-            return None
-        secret = load_or_create_secret(Path(updates.secret_file))
-        leader = lead(updates, secret=secret, world=self.config.tp, replica=self.name, bus=bus, inbox=inbox)
-        stack.callback(leader.close)
-        desk = Desk(leader.address, secret, bus)
-        stack.callback(desk.close)
-        self._leader = leader
-        return desk
-
-    def _save(self, bus: Bus, stack: ExitStack) -> Saving | None:
-        updates, snapshots = self.config.updates, self.config.snapshots
-        if self._desk is None or updates is None or snapshots is None:
-            return None
-        secret = load_or_create_secret(Path(updates.secret_file))
-        saving = Saving(
-            snapshots,
-            leader=self._desk.address,
-            secret=secret,
-            replica=self.name,
-            world=self.config.tp,
-            bus=bus,
+    def _sleeper(self) -> Sleeping:
+        desk, config = self._desk, self.config
+        sleeping = Sleeping(
+            self._pump, self._pauses, desk, world=config.tp, start=self.start, place=config.sleep_directory
         )
-        stack.callback(saving.close)
-        return saving
-
-    def _follow_source(self) -> Requested | None:
-        updates = self.config.updates
-        if self._desk is None or updates is None or updates.source is None:
-            return None
-        requested = Requested(
-            updates.source,
-            leader=self._desk.address,
-            secret=load_or_create_secret(Path(updates.secret_file)),
-            replica=self.name,
-            world=self.config.tp,
-            pauses=self._pauses,
-        )
-        self._resources.callback(requested.close)  # before those whom it drives
-        return requested
-
-    def _verify_here(self) -> Verifying | None:
-        updates = self.config.updates
-        if self._desk is None or updates is None:
-            return None
-        secret = load_or_create_secret(Path(updates.secret_file))
-        verifying = Verifying(self._desk.address, secret, source=updates.source, replica=self.name)
-        self._resources.callback(verifying.close)
-        return verifying
+        self._resources.callback(sleeping.close)
+        return sleeping
 
     def _with_desk(self, wanted: str) -> Desk:
         if self._desk is None:

@@ -9,6 +9,7 @@ from collections.abc import Callable
 
 from liveweight.engine.pump import Pump
 from liveweight.engine.status import PauseMode
+from liveweight.errors import WrongState
 from liveweight.spec.deadline import Deadline
 
 LOOK_S = 0.5
@@ -23,6 +24,7 @@ class Pauses:
         self._pump, self._check_open = pump, check_open
         self._operator = False
         self._round: str | None = None
+        self._asleep = False
 
     @property
     def by_operator(self) -> bool:
@@ -39,17 +41,37 @@ class Pauses:
         self._await(mode, deadline)
 
     def resume(self) -> None:
-        """An operator's word: requests run again, whoever paused."""
+        """An operator's word: requests run again, whoever paused. WrongState while the engine sleeps: it is to be woken up."""
         with self._pump.lock:
+            if self._asleep:
+                raise WrongState("asleep", "resume")
             self._operator, self._round = False, None
             self._pump.scheduler.resume()
+        self._pump.ranks.wake()
+
+    def fall_asleep(self, deadline: Deadline) -> None:
+        """Let requests stand still until the engine wakes up. DeadlineExceeded if they do not in time; `wake_up` ends it then, too."""
+        with self._pump.lock:
+            self._check_open()
+            self._asleep = True
+            self._pump.scheduler.pause(drain=False)
+        self._await("keep", deadline)
+        with self._pump.lock:
+            self._check_open()
+
+    def wake_up(self) -> None:
+        """The engine is awake: requests go on, unless somebody has paused them."""
+        with self._pump.lock:
+            self._asleep = False
+            if not self._operator and self._round is None:
+                self._pump.scheduler.resume()
         self._pump.ranks.wake()
 
     def pause_for(self, call: str, mode: PauseMode, deadline: Deadline, go_on: Callable[[], None]) -> None:
         """A round's pause. An engine that is paused already is left as it is. `go_on` raises where the wait is to end before."""
         with self._pump.lock:
             self._check_open()
-            if self._operator:
+            if self._operator or self._asleep:
                 return
             self._round = call
             self._begin(mode)
@@ -67,12 +89,12 @@ class Pauses:
             if self._round != call:
                 return
             self._round = None
-            if not self._operator:
+            if not self._operator and not self._asleep:
                 self._pump.scheduler.resume()
         self._pump.ranks.wake()
 
     def _begin(self, mode: PauseMode) -> None:
-        self._pump.scheduler.pause(drain=mode == "wait")
+        self._pump.scheduler.pause(drain=mode == "wait" and not self._asleep)
         if mode == "abort":
             self._pump.cancelled += self._pump.scheduler.numbers(running=True)
 

@@ -8,19 +8,23 @@ from __future__ import annotations
 
 import logging
 import threading
+from collections import deque
 from collections.abc import Callable
+from concurrent.futures import Future
 from typing import TypeAlias
 
 from liveweight.engine.ranks import Done, Ranks
 from liveweight.engine.scheduler import Said, Scheduler
 from liveweight.engine.status import State
-from liveweight.engine.stream import Exchange, Exchanged, StepDone, content_of
+from liveweight.engine.stream import Exchange, Exchanged, Nap, Rested, StepDone, content_of
 from liveweight.engine.updates import Inbox
 from liveweight.errors import LiveWeightError, RankLost, Torn
 from liveweight.wire.values import KvPolicy
 from liveweight.worker.boundary import Decision
 
 OnFailure: TypeAlias = Callable[[LiveWeightError], None]
+Errand: TypeAlias = tuple[Nap, "Future[tuple[Rested, ...]]"]
+"""An entry that somebody wants on the stream between two steps, and the ranks' answers."""
 
 
 class Pump:
@@ -52,6 +56,8 @@ class Pump:
         self.cancelled: list[int] = []
         self.on_failure: list[OnFailure] = []
         self._exchanging: Decision | None = None
+        self._errands: deque[Errand] = deque()
+        self._errand: Errand | None = None
 
     def run(self, finished: Callable[[], None]) -> None:
         """Until `closing`, or until a rank is lost. `finished` lets go of what the engine holds beside the ranks."""
@@ -65,6 +71,7 @@ class Pump:
             self._fail(LiveWeightError(f"{type(error).__name__}: {error}"))
         finally:
             self.ranks.close(at_once=self.fault is not None)
+            self._leave_errands()
             finished()
             with self.lock:
                 self.state = "stopped" if self.fault is None else "failed"
@@ -85,6 +92,25 @@ class Pump:
         if self.torn is not None and self._exchanging is None:
             raise Torn(str(self.torn))
 
+    def send_between(self, entry: Nap) -> Future[tuple[Rested, ...]]:
+        """Put an entry on the stream as soon as no step is in flight, and no step after it before all ranks have answered. Any thread."""
+        answers: Future[tuple[Rested, ...]] = Future()
+        with self.lock:
+            if self.state in ("failed", "stopped"):
+                raise RankLost(str(self.fault or "the engine has ended"))
+            self._errands.append((entry, answers))
+        self.ranks.wake()
+        return answers
+
+    def _leave_errands(self) -> None:
+        """Nobody will answer any more."""
+        with self.lock:
+            left = [*([] if self._errand is None else [self._errand]), *self._errands]
+            self._errands.clear()
+            self._errand = None
+        for _, answers in left:
+            answers.set_exception(RankLost(str(self.fault or "the engine was stopped")))
+
     def still(self) -> bool:
         """Whether a pause has come into effect, or never will."""
         there = self.scheduler.pausing == "paused" and not self.scheduler.in_flight and not self.cancelled
@@ -104,6 +130,16 @@ class Pump:
     def _send(self) -> None:
         """What can be sent now. A decision goes before the next step; until its outcome is known, only steps follow it that are the same
         whatever it is."""
+        if (
+            self._errands
+            and self._errand is None
+            and self._exchanging is None
+            and not self.scheduler.in_flight
+        ):
+            self._errand = self._errands.popleft()
+            self.ranks.send(self._errand[0])
+        if self._errands or self._errand is not None:
+            return
         if self._exchanging is None:
             self._exchanging = self._inbox.take()
             if self._exchanging is not None:
@@ -142,8 +178,12 @@ class Pump:
                 case Exchanged(torn=cause):
                     said, self.torn, self._exchanging = self.scheduler.end_all(), Torn(cause), None
                     self.scheduler.pool.forget()
+                case Rested():
+                    said, errand, self._errand = [], self._errand, None
             self.quiet.notify_all()
         _deliver(said)
+        if isinstance(spoken, Rested) and errand is not None:
+            errand[1].set_result(tuple(answer for answer in answers if isinstance(answer, Rested)))
         if self.torn is not None and not self._outlives_torn:
             raise self.torn
 

@@ -12,14 +12,17 @@ import select
 import signal
 import socket
 import threading
-from contextlib import ExitStack
+from collections.abc import Sequence
+from contextlib import ExitStack, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from liveweight.devices.device import open_device
 from liveweight.engine.attention import PagedAttention
 from liveweight.engine.group import meet
 from liveweight.engine.hooks import hooks_of
 from liveweight.engine.pipe import Pipe
+from liveweight.engine.rank_sleep import RankSleep
 from liveweight.engine.runner import Runner
 from liveweight.engine.slots import Slots
 from liveweight.engine.start import Start, loaded
@@ -27,15 +30,19 @@ from liveweight.engine.stream import (
     Begin,
     Entry,
     Exchange,
+    GiveBack,
     RankFailed,
     Ready,
+    SaveImage,
     Setup,
     Step,
+    TakeBack,
     weights_text,
 )
 from liveweight.engine.updates import RankUpdates
 from liveweight.errors import ChannelClosed, LiveWeightError, MessageInvalid, Torn
 from liveweight.observe.bus import Bus
+from liveweight.wire.credentials import Secret, load_or_create_secret
 from liveweight.wire.values import fault_of
 from liveweight.worker.joining import Content
 
@@ -60,16 +67,16 @@ def main(descriptor: int, *, parent: int | None, bus: Bus | None = None) -> None
                 raise MessageInvalid(f"a stream begins with Setup, not with {type(setup).__name__}")  # noqa: TRY301
             rank = setup.rank
             with ExitStack() as stack:
-                runner, updates = _prepare(setup, pipe, stack, bus or Bus())
+                runner, updates, sleep = _prepare(setup, pipe, stack, bus or Bus())
                 step = "step"
-                _follow(pipe, runner, updates)
+                _follow(pipe, runner, updates, sleep)
         except Exception as error:  # whatever it is, the scheduler must hear it
             _last_word(pipe, error, rank=rank, step=step)
 
 
 def _prepare(
     setup: Setup, pipe: Pipe[Entry], stack: ExitStack, bus: Bus
-) -> tuple[Runner, RankUpdates | None]:
+) -> tuple[Runner, RankUpdates | None, RankSleep]:
     """Everything before the first step: threads, the other ranks, weights and their name, cache, the rounds' leader."""
     import torch
 
@@ -106,7 +113,30 @@ def _prepare(
             pace_bytes_per_s = config.updates.pace_bytes_per_s
             updates.save_to(config.snapshots, config.start_timeout_s, pace_bytes_per_s=pace_bytes_per_s)
     pipe.send(Ready(setup.rank, runner.weights, attention.name))
-    return runner, updates
+    return runner, updates, _sleep(setup, model, attention, hooks, updates)
+
+
+def _sleep(
+    setup: Setup,
+    model: Model,
+    attention: PagedAttention,
+    hooks: Sequence[Hook],
+    updates: RankUpdates | None,
+) -> RankSleep:
+    from liveweight.worker.torch_target import module_target
+
+    config, device = setup.config, open_device(setup.config.device)
+    given = config.updates
+    return RankSleep(
+        rank=setup.rank,
+        target=module_target(model, model.pieces(), device=device) if updates is None else updates.target,
+        device=device,
+        threads=config.threads,
+        secret=Secret.generate() if given is None else load_or_create_secret(Path(given.secret_file)),
+        hooks=hooks,
+        cache=attention.memories,
+        fence=(lambda _: nullcontext()) if updates is None else updates.changing,
+    )
 
 
 def _named(setup: Setup, model: Model, pipe: Pipe[Entry]) -> Start:
@@ -145,7 +175,7 @@ def _model(setup: Setup) -> tuple[Model, tuple[Hook, ...]]:
     return model, hooks
 
 
-def _follow(pipe: Pipe[Entry], runner: Runner, updates: RankUpdates | None) -> None:
+def _follow(pipe: Pipe[Entry], runner: Runner, updates: RankUpdates | None, sleep: RankSleep) -> None:
     """Carry out entries until the stream ends."""
     while True:
         try:
@@ -161,6 +191,8 @@ def _follow(pipe: Pipe[Entry], runner: Runner, updates: RankUpdates | None) -> N
                 exchanged = updates.carry_out(entry)
                 runner.weights = exchanged.weights
                 pipe.send(exchanged)
+            case SaveImage() | GiveBack() | TakeBack():
+                pipe.send(sleep.carry_out(entry, runner.weights))
             case _:
                 raise MessageInvalid(f"{type(entry).__name__} is not for this rank now")
 

@@ -25,8 +25,10 @@ from liveweight.engine.stream import (
     Exchange,
     Exchanged,
     Loaded,
+    Nap,
     RankFailed,
     Ready,
+    Rested,
     Setup,
     Step,
     StepDone,
@@ -57,7 +59,7 @@ class Process(Protocol):
         """Its exit code, when it has ended; subprocess.TimeoutExpired."""
 
 
-Done: TypeAlias = StepDone | Exchanged
+Done: TypeAlias = StepDone | Exchanged | Rested
 """The answer to an entry."""
 
 Starting = TypeVar("Starting", Loaded, Ready)
@@ -104,7 +106,7 @@ class Ranks:
         """The process ids, by rank."""
         return tuple(process.pid for process in self._processes)
 
-    def send(self, entry: Step | Exchange) -> None:
+    def send(self, entry: Step | Exchange | Nap) -> None:
         """Put an entry on every rank's stream."""
         for rank, pipe in enumerate(self._pipes):
             try:
@@ -116,6 +118,8 @@ class Ranks:
                 what, allowed_s = f"step {number}", 0.0
             case Exchange(epoch=epoch, timeout_s=allowed_s):
                 what = f"the exchange of round {epoch}"
+            case _:
+                what, allowed_s = f"{type(entry).__name__}", entry.timeout_s
         self._sent.append((what, allowed_s + self._config.step_timeout_s))
         if len(self._sent) == 1:
             self._begin_waiting()
@@ -202,7 +206,7 @@ class Ranks:
 
     def _note(self, rank: int, answer: Answer) -> None:
         match answer:
-            case StepDone() | Exchanged():
+            case StepDone() | Exchanged() | Rested():
                 self._answers[rank].append(answer)
             case RankFailed(fault=fault):
                 raise RankLost(f"rank {rank} failed: {fault.message}")

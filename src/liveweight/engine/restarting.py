@@ -11,7 +11,7 @@ import logging
 import queue
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 from typing import Self
 
@@ -25,6 +25,7 @@ from liveweight.engine.requested import Updated, Wish
 from liveweight.engine.requests import Sampling, Sink
 from liveweight.engine.restarts import Budget
 from liveweight.engine.restoring import Restored
+from liveweight.engine.sleeping import Napped, Tag
 from liveweight.engine.status import PauseMode, Pausing, RecoveryStatus, State, Status
 from liveweight.engine.successors import Successors, behind_of, missed
 from liveweight.engine.verifying import Answer, Question
@@ -113,14 +114,8 @@ class RestartingEngine:
         if pending is None and (status.state != "failed" or self._budget is None):
             return status
         state: State = "stopping" if self._successors.ending else "pending_weights"
-        return replace(
-            status,
-            state=state,
-            fault=pending or status.fault,
-            running=0,
-            waiting=0,
-            blocks_free=status.blocks_total,
-        )
+        free, fault = status.blocks_total, pending or status.fault
+        return replace(status, state=state, fault=fault, running=0, waiting=0, blocks_free=free)
 
     def standing(self) -> Standing:
         """See Engine; while ranks are replaced, what is known without them."""
@@ -159,6 +154,18 @@ class RestartingEngine:
     def resume(self) -> None:
         """See Engine."""
         self._served().resume()
+
+    def sleep(self, tags: Collection[Tag], timeout_s: float) -> Napped:
+        """See Engine. Ranks that take the place of others are awake."""
+        return self._served().sleep(tags, timeout_s)
+
+    def wake(self, tags: Collection[Tag], timeout_s: float) -> Napped:
+        """See Engine."""
+        return self._served().wake(tags, timeout_s)
+
+    def drop_cache(self, timeout_s: float) -> int:
+        """See Engine."""
+        return self._served().drop_cache(timeout_s)
 
     def on_failure(self, callback: OnFailure) -> None:
         """Call back, on another thread, when it gives up; at once if it has."""
@@ -238,8 +245,7 @@ class RestartingEngine:
         """Put another engine in the place of the one that failed; raises the reason to give up."""
         if self._budget is None:
             raise fault
-        began_s, old = time.monotonic(), self._engine
-        paused = old.paused_by_operator
+        began_s, old, paused = time.monotonic(), self._engine, self._engine.paused_by_operator
         old.stop()
         while True:
             self._budget.spend(time.monotonic(), fault)

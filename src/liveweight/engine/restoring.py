@@ -8,7 +8,6 @@ at the end stands the checkpoint. A publisher that is quicker is let through.
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
@@ -31,6 +30,7 @@ from liveweight.errors import (
     SnapshotNotFound,
 )
 from liveweight.plan.tally import lanes_to_bytes
+from liveweight.spec.age import older
 from liveweight.spec.deadline import Deadline
 from liveweight.spec.digest import from_hex
 from liveweight.spec.manifest import Manifest, Version
@@ -232,21 +232,6 @@ class Restoring:
             deadline.check(f"all of {snapshot.path} to be looked at")
 
         verify(snapshot, go_on)
-
-
-def older(one: Version, other: Version) -> bool:
-    """Whether a version is known to be older than another: of the same run, with a smaller number at the end of its label."""
-    numbers = [_number(version) for version in (one, other)]
-    if one.run != other.run or None in numbers:
-        return False
-    return (numbers[0] or 0) < (numbers[1] or 0)
-
-
-def _number(version: Version) -> int | None:
-    if isinstance(version.label, int):
-        return version.label
-    found = re.search(r"\d+$", version.label)
-    return None if found is None else int(found[0])
 
 
 def as_published(manifest: Manifest, version: Version, names: Sequence[str]) -> Manifest:

@@ -17,6 +17,7 @@ from liveweight.devices.device import open_device
 from liveweight.engine.stream import Begin, Loaded
 from liveweight.errors import DigestMismatch
 from liveweight.plan.tally import Tally, lanes_from_bytes, lanes_to_bytes
+from liveweight.spec.age import START_RUN
 from liveweight.spec.deadline import Deadline
 from liveweight.spec.digest import Lanes, to_hex
 from liveweight.spec.manifest import Manifest, TensorSpec, Version
@@ -26,7 +27,7 @@ from liveweight.worker.shadow_digest import ShadowDigest
 if TYPE_CHECKING:
     from liveweight.engine.models.model import Model
 
-RUN, LABEL = "start", "initial"
+RUN, LABEL = START_RUN, "initial"
 """The run and the label of what an engine was started on."""
 
 

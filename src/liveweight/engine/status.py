@@ -9,9 +9,9 @@ from liveweight.engine.account import Counts
 from liveweight.errors import LiveWeightError
 from liveweight.spec.manifest import Version
 
-State: TypeAlias = Literal["running", "torn", "pending_weights", "stopping", "failed", "stopped"]
-"""`torn`: an update in place failed, and no weights may serve; `pending_weights`: a rank was lost, and its successors do not hold the
-version yet."""
+State: TypeAlias = Literal["running", "asleep", "torn", "pending_weights", "stopping", "failed", "stopped"]
+"""`asleep`: memory was given back; `torn`: an update in place failed, and no weights may serve; `pending_weights`: a rank was lost, and its
+successors do not hold the version yet, or a publisher is waited for."""
 Pausing: TypeAlias = Literal["running", "draining", "paused"]
 PauseMode: TypeAlias = Literal["keep", "wait", "abort"]
 """What a pause does to requests that run: they stand still and go on later; they finish first; they end with what they have."""
@@ -29,6 +29,7 @@ class Status:
     fault: LiveWeightError | None
     weights: str
     paused: Pausing = "running"
+    asleep: tuple[str, ...] = ()
     counts: Counts = field(default_factory=Counts)
 
 

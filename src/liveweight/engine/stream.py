@@ -14,7 +14,7 @@ import msgspec
 from liveweight.engine.config import EngineConfig
 from liveweight.spec.layout import Layout
 from liveweight.spec.manifest import Manifest, Version
-from liveweight.wire.values import Fault
+from liveweight.wire.values import Fault, Offer
 
 
 class _Message(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, tag=True):
@@ -96,7 +96,33 @@ class Exchange(_Message, frozen=True):
     timeout_s: float
 
 
-Entry: TypeAlias = Setup | Begin | Step | Exchange
+class SaveImage(_Message, frozen=True):
+    """Write all live weights into this directory, as a part of the snapshot with that id: they are going to be given back."""
+
+    directory: str
+    snapshot: str
+    timeout_s: float
+
+
+class GiveBack(_Message, frozen=True):
+    """Let go of the memory of the weights, live and shadow, or of the cache, or of both. No step comes before it is taken back."""
+
+    weights: bool
+    kv_cache: bool
+    timeout_s: float
+
+
+class TakeBack(_Message, frozen=True):
+    """Read the weights that were given back from this offer, and compare them with what they were."""
+
+    offer: Offer
+    timeout_s: float
+
+
+Nap: TypeAlias = SaveImage | GiveBack | TakeBack
+"""What puts a rank to sleep, and wakes it up."""
+
+Entry: TypeAlias = Setup | Begin | Step | Exchange | Nap
 """What a scheduler sends. The end of the stream ends the rank."""
 
 
@@ -143,11 +169,19 @@ class Exchanged(_Message, frozen=True):
     torn: str | None = None
 
 
+class Rested(_Message, frozen=True):
+    """A rank has carried out what it was told about its sleep; or could not, and why. Then it is as it was before, or still asleep."""
+
+    weights: str
+    size_bytes: int = 0
+    fault: Fault | None = None
+
+
 class RankFailed(_Message, frozen=True):
     """A rank's last word."""
 
     fault: Fault
 
 
-Answer: TypeAlias = Loaded | Ready | StepDone | Exchanged | RankFailed
+Answer: TypeAlias = Loaded | Ready | StepDone | Exchanged | Rested | RankFailed
 """What a rank sends."""

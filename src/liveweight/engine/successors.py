@@ -13,10 +13,11 @@ import msgspec
 from liveweight.engine.config import EngineConfig
 from liveweight.engine.engine import Engine
 from liveweight.engine.ranks import Launch, Process
-from liveweight.engine.restoring import Restored, Restoring, older
+from liveweight.engine.restoring import Restored, Restoring
 from liveweight.engine.status import RecoveryStatus
 from liveweight.errors import EngineStopping, RankLost
 from liveweight.observe.bus import Bus
+from liveweight.spec.age import older
 from liveweight.spec.manifest import Version
 from liveweight.wire.waker import Waker
 
@@ -58,8 +59,14 @@ class Successors:
         return engine, restored
 
     def restored(self, engine: Engine, wanted: Version | None) -> Restored:
-        """Bring an engine that was just started to a version; None: the newest that is there."""
-        return Restoring(engine=engine, wanted=wanted, pause=self.wait, cancel=self._cancel).restore()
+        """Bring an engine that was just started to a version; None: the newest that is there.
+
+        Where requests are to wait for a publisher, they do unless it is the version that the engine had.
+        """
+        restored = Restoring(engine=engine, wanted=wanted, pause=self.wait, cancel=self._cancel).restore()
+        if self.config.await_weights and (wanted is None or behind_of(restored, wanted) is not None):
+            engine.await_weights(f"it came back with {restored.version}, and a publisher may be further")
+        return restored
 
     def wait(self, seconds: float) -> None:
         """Wait for so long; EngineStopping where it is to end."""

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import secrets
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -32,6 +33,7 @@ from liveweight.worker.overwriting import InPlace
 
 if TYPE_CHECKING:
     from liveweight.engine.models.model import Model
+    from liveweight.worker.torch_target import TensorTarget
 
 
 class Inbox:
@@ -140,6 +142,18 @@ class RankUpdates:
             pace_bytes_per_s=pace_bytes_per_s,
             deadline=Deadline.after(timeout_s),
         )
+
+    @property
+    def target(self) -> TensorTarget:
+        """The rank's weights."""
+        return self._target
+
+    @contextmanager
+    def changing(self, deadline: Deadline) -> Iterator[None]:
+        """Change what is live outside a round; at its end the rank is said to hold what it held."""
+        with self._member.changing(deadline):
+            yield
+            self._held = Held(self._held.weights, self._member.exchanges)
 
     def carry_out(self, entry: Exchange) -> Exchanged:
         """Exchange, all ranks or none; what the weights are called that the rank holds then, or why it is torn."""

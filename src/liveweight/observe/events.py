@@ -262,6 +262,26 @@ class Recovered(Event):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class FleetEvent(Event):
+    """A publisher has said something of a version outside a round."""
+
+    replica: str
+    version: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Confirmed(FleetEvent):
+    """A publisher found its version installed already."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoodBack(FleetEvent):
+    """Other replicas serve this version and this one does not: it is to take no requests until a round has brought it one."""
+
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class PeerRefused(Event):
     """A channel turned a peer away before any message of it was read. `code` is the error's."""
 
@@ -306,6 +326,8 @@ AnyEvent: TypeAlias = (
     | SnapshotFailed
     | RecoveryBegan
     | Recovered
+    | Confirmed
+    | StoodBack
     | PeerRefused
     | KernelsChosen
 )

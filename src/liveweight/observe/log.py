@@ -10,6 +10,7 @@ from logging import DEBUG, ERROR, INFO, WARNING
 from typing import assert_never
 
 from liveweight.observe import events as ev
+from liveweight.observe.bus import Bus
 
 _LOGGER = logging.getLogger("liveweight")
 
@@ -28,6 +29,13 @@ def log(event: ev.AnyEvent) -> None:
     """The reader: writes the event's line."""
     level, text = line_of(event)
     _LOGGER.log(level, "%s", text)
+
+
+def logging_bus() -> Bus:
+    """A bus whose events are log lines: what a program gets that hands none in."""
+    bus = Bus()
+    bus.subscribe(log)
+    return bus
 
 
 def line_of(event: ev.AnyEvent) -> tuple[int, str]:
@@ -56,6 +64,8 @@ def line_of(event: ev.AnyEvent) -> tuple[int, str]:
         ):
             level, text = _kept(event)
             return level, f"{event.replica}: {text}"
+        case ev.Confirmed() | ev.StoodBack():
+            return _found(event)
         case ev.PeerRefused():
             return WARNING, f"{event.code} refused a peer: {event.reason}"
         case ev.KernelsChosen(reason=None):
@@ -64,6 +74,17 @@ def line_of(event: ev.AnyEvent) -> tuple[int, str]:
             return WARNING, f"{event.name} kernels, slower than native ones: {event.reason}"
         case _:
             assert_never(event)
+
+
+def _found(event: ev.Confirmed | ev.StoodBack) -> tuple[int, str]:
+    match event:
+        case ev.Confirmed():
+            return DEBUG, f"{event.replica}: {event.version} was installed already"
+        case ev.StoodBack():
+            return (
+                WARNING,
+                f"{event.replica}: takes no requests before a round, behind {event.version}: {event.reason}",
+            )
 
 
 def _step(event: ev.AnyStep) -> tuple[int, str]:

@@ -180,8 +180,8 @@ class MetricsReader:
                 self._add(SNAPSHOTS, 1, _SNAPSHOT_OUTCOMES[type(event)])
             case ev.PeerRefused() | ev.Recovered():
                 self._add(*_counted(event))
-            case ev.StagingBegan() | ev.OverwritingBegan() | ev.AuditBegan():
-                pass  # what comes of them is counted
+            case ev.StagingBegan() | ev.OverwritingBegan() | ev.AuditBegan() | ev.FleetEvent():
+                pass  # what comes of them is counted, or told by the state
             case (
                 ev.RoundOpened()
                 | ev.Voted()

@@ -23,7 +23,7 @@ from liveweight.errors import (
     WireError,
 )
 from liveweight.spec.deadline import Deadline
-from liveweight.spec.manifest import Manifest
+from liveweight.spec.manifest import Manifest, Version
 from liveweight.trainer.part import Part
 from liveweight.trainer.replica import ReplicaRefused
 from liveweight.wire import messages as m
@@ -44,6 +44,8 @@ class Drive:
 
     `meanwhile` is called once the round is open, while ranks stage; `look`, now and then until they have; `on_staged`, once they have (it
     may give digests that the round opened without); `before_vote`, once they have verified. What these raise ends the round before a vote.
+    `patience` is how long one replica may take to stage and verify where the quorum can do without it: the others vote then.
+    `stand_back`: a replica that the others went on without is told to take no requests before it has caught up.
     `on_read` is called when no rank reads the source any more: once they have staged, or, where one is in place, after the commit.
     """
 
@@ -60,6 +62,8 @@ class Drive:
     look: Callable[[], None] = lambda: None
     before_vote: Callable[[], None] = lambda: None
     on_read: Callable[[], object] = lambda: None
+    patience: Deadline | None = None
+    stand_back: bool = False
     step: str = "open"
     vote_s: float = 0.0
     commit_s: float = 0.0
@@ -105,29 +109,28 @@ class Drive:
 
     def _open(self, part: Part) -> None:
         try:
-            opened = part.replica.open(self.order, self.deadline)
+            opened = part.replica.open(self.order, self._patience)
         except ReplicaRefused as refused:
             if refused.fault.code != ManifestInvalid.code:
                 raise
-            # Its ranks were replaced.
-            part.replica.describe(self.order.structure, self.manifest, self.deadline)
-            opened = part.replica.open(self.order, self.deadline)
-        part.serving, part.round_id, part.unchanged = opened.serving, opened.round, opened.round is None
-        part.kept, part.in_place = opened.kept, opened.in_place
+            # Its ranks were replaced, or it was not there when the others were told.
+            part.replica.describe(self.order.structure, self.manifest, self._patience)
+            opened = part.replica.open(self.order, self._patience)
+        part.opened(opened)
 
     def _verified(self, part: Part, digests: bytes | None) -> None:
         if digests is not None and part.round_id is not None:
-            part.replica.compare(part.round_id, digests, self.deadline)
+            part.replica.compare(part.round_id, digests, self._patience)
         self._until(part, "verified")
 
     def _until(self, part: Part, phase: m.Phase) -> None:
         """Wait until a replica has come that far; its failure, or the deadline, puts it out of the round."""
         while part.round_id is not None:
             try:
-                part.progress = part.replica.status(part.round_id, phase, self.deadline.within(LOOK_S))
+                part.progress = part.replica.status(part.round_id, phase, self._patience.within(LOOK_S))
             except DeadlineExceeded:
-                if self.deadline.over:
-                    raise
+                if self._patience.over:
+                    raise self._silent(part, phase) from None
                 continue  # no news: its process stood still for a moment
             if part.progress.fault is not None:
                 raise ReplicaRefused(part.progress.fault, part.serving)
@@ -137,13 +140,23 @@ class Drive:
                 raise RoundAborted("the publisher was closed")
             if phase == "staged":
                 self.look()
-            if self.deadline.over:
+            if self._patience.over:
                 raise self._late(part, part.progress, phase)
+
+    @property
+    def _patience(self) -> Deadline:
+        """Until when replicas are waited for: all of the round's time, where each of them is needed."""
+        spare = len(self.parts) > self.quorum
+        return self.patience if spare and self.patience is not None else self.deadline
+
+    def _silent(self, part: Part, phase: m.Phase) -> DeadlineExceeded:
+        """The whole time that it was waited for, not that of the last question."""
+        return self._patience.exceeded(f"{part.replica.name} to be {phase}")
 
     def _late(self, part: Part, progress: m.Progress, phase: m.Phase) -> ReplicaRefused:
         missing = progress.missing
         who = f"rank {', '.join(map(str, missing))} of {part.replica.name}"
-        late = self.deadline.exceeded(f"{who} to be {phase}")
+        late = self._patience.exceeded(f"{who} to be {phase}")
         part.readers = bool(progress.readers)
         step = "stage" if phase == "staged" else "verify"
         rank = missing[0] if len(missing) == 1 else None
@@ -244,6 +257,9 @@ class Drive:
     def _abort_the_left(self) -> None:
         """The quorum has committed: give the round up where it fell out, without waiting for readers. The next freeze does."""
         self._abort_all("the others went on without it", Deadline.after(0.0))
+        for part in self.parts if self.stand_back else ():
+            if not part.done:
+                _stand_back(part, self.order.version)
 
     def _abort_all(self, reason: str, deadline: Deadline) -> None:
         """All at once: one that does not answer takes no time from the others. What was told to commit ends by itself."""
@@ -263,3 +279,12 @@ def _abort_one(part: Part, reason: str, deadline: Deadline) -> None:
         return  # it ended there by itself
     except LiveWeightError:
         part.readers = True  # out of reach: its lease ends the round, its readers are revoked
+
+
+def _stand_back(part: Part, version: Version) -> None:
+    """It hears of it when it listens again; one that is gone begins anew, as it was told to."""
+    reason = "the others went on without it" if part.fault is None else part.fault.message
+    try:
+        part.replica.stand_back(version, reason, Deadline.after(ABORT_S))
+    except (LiveWeightError, ReplicaRefused):
+        return

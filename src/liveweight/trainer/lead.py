@@ -17,10 +17,11 @@ from liveweight.errors import LiveWeightError, OutcomeUnknown, RoundFailed, Wron
 from liveweight.spec.deadline import Deadline
 from liveweight.spec.manifest import Version
 from liveweight.trainer.errands import Verification
+from liveweight.trainer.fleet import Fleet
+from liveweight.trainer.fleet_publisher import FleetPublisher
 from liveweight.trainer.gathered import GatheredOffers
 from liveweight.trainer.gathering import owed
 from liveweight.trainer.outcomes import told
-from liveweight.trainer.publisher import Publisher
 from liveweight.trainer.report import Report
 from liveweight.trainer.roster import RankRefused, Roster
 from liveweight.trainer.settings import PublisherSettings, last_steps_s
@@ -53,7 +54,7 @@ class Lead:
         roster: Roster,
         surveyor: Surveyor,
         offers: GatheredOffers,
-        publisher: Publisher,
+        publisher: FleetPublisher,
         serving: str | None,
     ) -> None:
         """`publisher` drives the engines, in the background; all of this is ours to close. `serving`: what the engines serve now."""
@@ -106,6 +107,16 @@ class Lead:
         """See Publisher."""
         self._settle()
         return self._publisher.verify()
+
+    def fleet(self) -> Fleet:
+        """See FleetPublisher."""
+        self._settle()
+        return self._publisher.fleet()
+
+    def catch_up(self) -> Report | None:
+        """See FleetPublisher."""
+        self._settle()
+        return self._publisher.catch_up()
 
     def close(self) -> None:
         """Abort a round that is not committed yet, tell the other ranks, and let go of everything. Twice is fine."""

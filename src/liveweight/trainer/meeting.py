@@ -7,21 +7,25 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TypeVar
 
 from msgspec.structs import replace
 
-from liveweight.errors import ManifestMismatch, Refused, WrongState
+from liveweight.errors import LiveWeightError, ManifestMismatch, Refused, WrongState
 from liveweight.observe.events import OfferKind
 from liveweight.spec.deadline import Deadline
-from liveweight.spec.manifest import Manifest, OptionalGroup, compare
+from liveweight.spec.manifest import Manifest, OptionalGroup, Version, compare
 from liveweight.trainer.experts import checkpoint_manifest
+from liveweight.trainer.fleet import ask
 from liveweight.trainer.freeze import CASTABLE
 from liveweight.trainer.offering import Offering
 from liveweight.trainer.replica import Replica, ReplicaRefused
+from liveweight.trainer.settings import PATIENCE
 from liveweight.trainer.source import Source
 from liveweight.transports.registry import Mode
+from liveweight.wire.messages import Standing
 from liveweight.wire.sockets import host_towards
 
 Answer = TypeVar("Answer")
@@ -29,26 +33,47 @@ Answer = TypeVar("Answer")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Met:
-    """What all replicas expect, and the groups of it that every one of them can do without."""
+    """What all replicas expect, and the groups of it that every one of them can do without. `boots` are their incarnations, in order;
+    None for one that was not met, which the quorum can do without. `serving` is what the first
+    of them serves."""
 
     expected: Manifest
     optional: tuple[OptionalGroup, ...]
+    boots: tuple[str | None, ...] = ()
+    serving: Version | None = None
 
 
-def meet_replicas(replicas: Sequence[Replica], deadline: Deadline) -> Met:
-    """What all replicas expect, once their ranks have joined; they must expect the same."""
-    expected: Manifest | None = None
-    optional: tuple[OptionalGroup, ...] = ()
-    for replica in replicas:
-        standing = _asked(functools.partial(replica.standing, deadline))
-        if expected is None:
-            expected, optional = standing.expected, standing.optional
-        elif expected.names_digest() != standing.expected.names_digest():
-            raise ManifestMismatch([f"{replicas[0].name} and {replica.name} expect different tensors"])
-        optional = tuple(group for group in optional if group in standing.optional)
-    if expected is None:
+def meet_replicas(replicas: Sequence[Replica], deadline: Deadline, quorum: int | None = None) -> Met:
+    """What all replicas expect, once their ranks have joined; they must expect the same.
+
+    Asked all at once. Where fewer than the quorum (None: all) can be asked in time, the first one's error is raised.
+    """
+    if not replicas:
         raise WrongState("without engines", "publish")
-    return Met(expected=expected, optional=optional)
+    patience = deadline if quorum is None else deadline.within(PATIENCE * deadline.remaining_s())
+    with ThreadPoolExecutor(len(replicas)) as pool:
+        said = list(pool.map(lambda replica: ask(replica, patience), replicas))
+    standings = [one for one in said if isinstance(one, Standing)]
+    if len(standings) < (len(replicas) if quorum is None else quorum):
+        raise next(one for one in said if not isinstance(one, Standing))
+    return Met(
+        expected=_agreed(replicas, said),
+        optional=tuple(
+            group for group in standings[0].optional if all(group in one.optional for one in standings)
+        ),
+        boots=tuple(one.boot if isinstance(one, Standing) else None for one in said),
+        serving=standings[0].serving,
+    )
+
+
+def _agreed(replicas: Sequence[Replica], said: Sequence[Standing | LiveWeightError]) -> Manifest:
+    """What those that were met expect."""
+    met = [(r.name, one.expected) for r, one in zip(replicas, said, strict=True) if isinstance(one, Standing)]
+    first, expected = met[0]
+    for name, other in met[1:]:
+        if other.names_digest() != expected.names_digest():
+            raise ManifestMismatch([f"{first} and {name} expect different tensors"])
+    return expected
 
 
 def check_terms(
@@ -82,14 +107,20 @@ def own_host(given: str | None, chosen: Mode, replicas: Sequence[Replica], addre
     """The address of this host that ranks are told: the one on the way to the first engine on another, or where engines ask."""
     if given is not None or chosen.reach != "any host":
         return given
-    names = [replica.name for replica in replicas] + ([] if address is None else [address])
-    return next((host_towards(name) for name in names if name.startswith("tcp://")), None)
+    towards = far_address([*replicas, *([] if address is None else [address])])
+    return None if towards is None else host_towards(towards)
+
+
+def far_address(reached: Sequence[Replica | str]) -> str | None:
+    """The first of these addresses that may be another host's; a replica's is where its leader listens, or else its name."""
+    found = [one if isinstance(one, str) else getattr(one, "address", one.name) for one in reached]
+    return next((address for address in found if address.startswith("tcp://")), None)
 
 
 def describe_to(replicas: Sequence[Replica], offers: Offering, met: Met, deadline: Deadline) -> None:
-    """Compare manifests before training starts: here for the names, and at every replica so that rounds can refer to it."""
+    """Compare manifests before training starts: here for the names, and at every replica that was met so that rounds can refer to it."""
     compare(met.expected, offers.manifest, met.optional)
-    for replica in replicas:
+    for replica in (one for one, boot in zip(replicas, met.boots, strict=True) if boot is not None):
         _asked(functools.partial(replica.describe, offers.structure, offers.manifest, deadline))
 
 

@@ -20,6 +20,7 @@ from liveweight.errors import (
 from liveweight.spec.deadline import Deadline
 from liveweight.spec.manifest import Version
 from liveweight.trainer.errands import Verification
+from liveweight.trainer.fleet import Fleet
 from liveweight.trainer.gathering import owed
 from liveweight.trainer.lead import TRAINER
 from liveweight.trainer.outcomes import heard
@@ -113,6 +114,14 @@ class Member:
     def verify(self) -> Verification:
         """Rank 0's alone."""
         raise WrongState(f"rank {self.rank} of a trainer, whose rank 0 speaks to the engines", "verify")
+
+    def fleet(self) -> Fleet:
+        """Rank 0's alone."""
+        raise WrongState(f"rank {self.rank} of a trainer, whose rank 0 speaks to the engines", "fleet")
+
+    def catch_up(self) -> Report | None:
+        """Rank 0's alone."""
+        raise WrongState(f"rank {self.rank} of a trainer, whose rank 0 speaks to the engines", "catch_up")
 
     def close(self) -> None:
         """Let go of everything: a round that is not staged yet fails, and names this rank. Twice is fine."""

@@ -16,7 +16,10 @@ from liveweight.wire.values import Fault, RoundId
 
 @dataclass(slots=True)
 class Part:
-    """One replica's part of the round so far. `serving`: what it served when last heard of; `fault`: why it is out, since `failed_s`."""
+    """One replica's part of the round so far. `serving`: what it served when last heard of; `fault`: why it is out, since `failed_s`.
+
+    `boot` is the replica's incarnation as far as it is known; `restarted`: in this round it was another one than before.
+    """
 
     replica: Replica
     serving: Version | None = None
@@ -30,6 +33,8 @@ class Part:
     progress: m.Progress | None = None
     committed: m.Committed | None = None
     readers: bool = False
+    boot: str | None = None
+    restarted: bool = False
 
     @property
     def done(self) -> bool:
@@ -40,6 +45,14 @@ class Part:
     def serves(self) -> Version | None:
         """What it serves, as far as is known."""
         return self.serving if self.committed is None else self.committed.serving
+
+    def opened(self, said: m.Opened) -> None:
+        """It answered the open."""
+        self.serving, self.round_id, self.unchanged = said.serving, said.round, said.round is None
+        self.kept, self.in_place = said.kept, said.in_place
+        if said.round is not None:
+            self.restarted = self.boot not in (None, said.round.boot)
+            self.boot = said.round.boot
 
     def fail(self, fault: Fault) -> None:
         """It is out of the round."""
@@ -70,4 +83,5 @@ class Part:
             staged_bytes=0 if progress is None else progress.staged_bytes,
             reason=None if self.fault is None else self.fault.message,
             kept=self.kept,
+            restarted=self.restarted,
         )

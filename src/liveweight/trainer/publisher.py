@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent import futures
 from concurrent.futures import ThreadPoolExecutor
 from concurrent.futures import TimeoutError as FutureTimeout
@@ -20,15 +20,15 @@ from liveweight.errors import OutcomeUnknown, Refused, RoundAborted, WrongState
 from liveweight.spec.deadline import Deadline
 from liveweight.spec.manifest import Version
 from liveweight.trainer.drive import MARGIN_S, Drive
-from liveweight.trainer.errands import Verification, go_back, look, still_read
+from liveweight.trainer.errands import still_read
 from liveweight.trainer.labels import Labels
 from liveweight.trainer.offering import Offering
 from liveweight.trainer.offers import Made
 from liveweight.trainer.part import Part
 from liveweight.trainer.replica import Replica
 from liveweight.trainer.report import Report
-from liveweight.trainer.rounds import Round
-from liveweight.trainer.settings import GRACE_S, PublisherSettings, last_steps_s
+from liveweight.trainer.rounds import Round, report_of
+from liveweight.trainer.settings import GRACE_S, PublisherSettings, last_steps_s, patience_of
 from liveweight.trainer.shelf import OnOffer, Shelf
 from liveweight.wire import messages as m
 from liveweight.wire.host import this_host
@@ -38,7 +38,8 @@ LAST_COMMIT_S = 5.0
 
 
 class Publisher:
-    """Publishes one source's versions to replicas. Every method is for the training loop's thread."""
+    """Publishes one source's versions to replicas. Every method is for the training loop's thread. What else it may ask of them is
+    FleetPublisher's."""
 
     def __init__(
         self,
@@ -49,14 +50,17 @@ class Publisher:
         offers: Offering,
         settings: PublisherSettings,
         shelf: Shelf | None = None,
+        boots: Sequence[str | None] = (),
     ) -> None:
-        """`shelf`: where engines may ask for what is offered; then there may be no replica to drive."""
+        """`shelf`: where engines may ask for what is offered; then there may be no replica to drive. `boots`: the replicas' incarnations
+        when they were met; None for those that were not."""
         self.name, self.run, self.settings = name, run, settings
         self._replicas, self._offers, self._shelf = list(replicas), offers, shelf
         self.engines = len(self._replicas)
         if settings.quorum is not None and not 1 <= settings.quorum <= len(self._replicas):
             raise Refused(f"a quorum of {settings.quorum} of {len(self._replicas)} replicas")
         self._labels = Labels()
+        self._boots = list(boots) or [None] * len(self._replicas)
         self._last: Round | None = None
         self._published: Round | None = None
         self._round: Round | None = None
@@ -132,10 +136,13 @@ class Publisher:
 
     def _begin(self, version: Version, made: Made, began_s: float) -> Round:
         served = [None] * len(self._replicas) if self._last is None else [p.serves for p in self._last.parts]
-        parts = [Part(*known) for known in zip(self._replicas, served, strict=True)]
+        parts = [
+            Part(replica, serving, boot=boot)
+            for replica, serving, boot in zip(self._replicas, served, self._boots, strict=True)
+        ]
         # The round's time; the freeze before it waits for nobody but slow readers, and for them `release_s`.
         current = Round(version, made, parts, Deadline.after(self.settings.timeout_s), began_s)
-        current.drive = drive = self._drive(current)
+        current.drive = drive = self._drive(current, quorum=self.settings.quorum)
         current.outcome = self._driver.submit(self._run, current, drive)
         current.outcome.add_done_callback(lambda _: current.staged.set())
         self._round = self._last = current
@@ -162,33 +169,12 @@ class Publisher:
         """How long votes, commits and aborts may take at the most, after the round's own deadline."""
         return last_steps_s(self.settings, len(self._replicas))
 
-    def undo(self) -> tuple[Version | None, ...]:
-        """Take every engine back to the version before, and say what each serves now.
-
-        Raises RoundFailed where an engine refuses, OutcomeUnknown where one does not answer; those asked before it have gone back.
-        """
-        if self._round is not None:
-            self.wait()
-        deadline = Deadline.after(self.settings.timeout_s)
-        return tuple(go_back(replica, self.name, deadline) for replica in self._replicas)
-
-    def verify(self) -> Verification:
-        """Compare what every engine's ranks hold now, digested anew, with the version that was published last.
-
-        Engines that differ, and those of which it cannot be learned in time, are in the answer. WrongState where nothing was published,
-        or what was has no digests: a live or ring offer that was not verified.
-        """
-        if self._round is not None:
-            self.wait()
-        published = self._published
-        if published is None:
-            raise WrongState("without a version that was published", "verify")
-        manifest = self._offers.manifest_of(published.made)
-        if manifest is None:
-            raise WrongState(f"{published.version} was published without digests of it", "verify")
-        deadline = Deadline.after(self.settings.timeout_s)
-        asked = [self._pool.submit(look, replica, manifest, deadline) for replica in self._replicas]
-        return Verification(version=published.version, replicas=tuple(one.result() for one in asked))
+    def _note(self, parts: Mapping[int, Part]) -> None:
+        """What became of these replicas, for what is asked of the round that was published last."""
+        for number, part in parts.items():
+            self._boots[number] = part.boot
+            if part.done and self._published is not None:
+                self._published.parts[number] = part
 
     def close(self) -> None:
         """Abort a round that is not committed yet, and let go of everything. Waits for no engine that does not answer."""
@@ -214,7 +200,7 @@ class Publisher:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _drive(self, current: Round) -> Drive:
+    def _drive(self, current: Round, *, quorum: int | None) -> Drive:
         made, settings = current.made, self.settings
         order = m.Open(
             publisher=self.name,
@@ -232,7 +218,9 @@ class Publisher:
             parts=current.parts,
             order=order,
             manifest=self._offers.manifest,
-            quorum=len(self._replicas) if settings.quorum is None else settings.quorum,
+            quorum=len(current.parts) if quorum is None else quorum,
+            patience=patience_of(settings, current.deadline),
+            stand_back=settings.behind == "stand_back",
             lease_s=settings.lease_s,
             deadline=current.deadline,
             pool=self._pool,
@@ -265,27 +253,13 @@ class Publisher:
             if any(part.done for part in current.parts):
                 self._labels.bind(current.version)
                 self._published = current
+            self._note(dict(enumerate(current.parts)))
         self._missed = 0
-        return self._report(current, drive, missed)
+        return self._reported(current, drive, missed)
 
-    def _report(self, current: Round, drive: Drive, missed: int) -> Report:
-        replicas = tuple(part.report() for part in current.parts)
-        unchanged = all(part.unchanged for part in current.parts)
-        return Report(
-            version=current.version,
-            mode=current.made.offer.mode,
-            offer=current.made.offer.kind,
-            verified=self.settings.verify and not unchanged,
-            unchanged=unchanged,
-            size_bytes=self._offers.size_bytes,
-            total_s=time.monotonic() - current.began_s,
-            freeze_s=current.made.freeze_s,
-            digest_s=current.made.digest_s,
-            vote_s=drive.vote_s,
-            commit_s=drive.commit_s,
-            replicas=replicas,
-            staleness=missed,
-        )
+    def _reported(self, current: Round, drive: Drive, missed: int) -> Report:
+        verify, size_bytes = self.settings.verify, self._offers.size_bytes
+        return report_of(current, drive, verify=verify, size_bytes=size_bytes, missed=missed)
 
     def _release(self) -> None:
         """Wait a while for ranks that still read the offer before; after that they are revoked."""

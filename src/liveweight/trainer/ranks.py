@@ -20,13 +20,13 @@ from liveweight.errors import LiveWeightError, MessageInvalid, Refused, Unavaila
 from liveweight.observe.bus import Bus
 from liveweight.spec.deadline import Deadline
 from liveweight.spec.manifest import Manifest
+from liveweight.trainer.fleet_publisher import FleetPublisher
 from liveweight.trainer.gathered import GatheredOffers
 from liveweight.trainer.group import Group
 from liveweight.trainer.lead import Lead
 from liveweight.trainer.live import SharedModule
-from liveweight.trainer.meeting import describe_to, meet_replicas
+from liveweight.trainer.meeting import describe_to, far_address, meet_replicas
 from liveweight.trainer.member import Member
-from liveweight.trainer.publisher import Publisher
 from liveweight.trainer.replica import Replica
 from liveweight.trainer.roster import RankRefused, Roster
 from liveweight.trainer.settings import PublisherSettings
@@ -120,8 +120,8 @@ def _muster(model: object, roster: Roster, terms: Terms, deadline: Deadline, sta
     replicas = terms.connect(deadline)
     for replica in replicas:
         stack.callback(replica.close)
-    met = meet_replicas(replicas, deadline)
-    towards = next((replica.name for replica in replicas if replica.name.startswith("tcp://")), "")
+    met = meet_replicas(replicas, deadline, terms.settings.quorum)
+    towards = far_address(replicas) or ""
     roster.answer(Enlisted(expected=met.expected, run=terms.run, towards=towards))
     arena = _arena(holding, met.expected, 0, _host(terms, towards), terms)
     stack.callback(arena.close)
@@ -132,10 +132,14 @@ def _muster(model: object, roster: Roster, terms: Terms, deadline: Deadline, sta
     surveyor = Surveyor(_beside(arena.source, terms), terms.secret, offers.layouts)
     stack.callback(surveyor.close)
     offers.survey = surveyor.address
-    publisher = Publisher(
-        name=terms.name, run=terms.run, replicas=replicas, offers=offers, settings=terms.settings
+    publisher = FleetPublisher(
+        name=terms.name,
+        run=terms.run,
+        replicas=replicas,
+        offers=offers,
+        settings=terms.settings,
+        boots=met.boots,
     )
-    serving = replicas[0].standing(deadline).serving
     roster.answer(Stationed(size_bytes=offers.size_bytes))
     return Lead(
         holding.model,
@@ -144,7 +148,7 @@ def _muster(model: object, roster: Roster, terms: Terms, deadline: Deadline, sta
         surveyor=surveyor,
         offers=offers,
         publisher=publisher,
-        serving=None if serving is None else str(serving),
+        serving=None if met.serving is None else str(met.serving),
     )
 
 

@@ -5,6 +5,7 @@ Each method takes the round's deadline, says in its error whom it waited for, an
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Protocol, TypeVar
 
 from liveweight.errors import ChannelClosed, LiveWeightError, MessageInvalid, RoundAborted
@@ -64,6 +65,9 @@ class Replica(Protocol):
     def abort(self, round_id: RoundId, reason: str, deadline: Deadline) -> tuple[int, ...]:
         """Give the round up; the ranks that may still be reading the source."""
 
+    def stand_back(self, version: Version, reason: str, deadline: Deadline) -> None:
+        """Tell it to take no requests before a round has brought it a version: the others serve this one. It does not answer."""
+
     def undo(self, publisher: str, deadline: Deadline) -> m.Committed:
         """Go back to the version before."""
 
@@ -78,16 +82,33 @@ class Replica(Protocol):
 
 
 class WireReplica:
-    """A replica whose leader listens on our wire (a Receiver's rank 0). Reconnects after the leader was replaced."""
+    """A replica whose leader listens on our wire (a Receiver's rank 0). Reconnects after the leader was replaced.
 
-    def __init__(self, address: str, secret: Secret) -> None:
+    `found` says anew where the leader listens whenever a connection is made, for one whose address changes when it is started again; then
+    `name` is what it is called whatever its address.
+    """
+
+    def __init__(
+        self,
+        address: str,
+        secret: Secret,
+        *,
+        name: str | None = None,
+        found: Callable[[Deadline], str] | None = None,
+    ) -> None:
         self._address, self._secret = address, secret
+        self._name, self._found = name, found
         self._interrupt = Waker()
         self._channel: Channel[m.Message] | None = None
 
     @property
     def name(self) -> str:
-        """Its address."""
+        """Its name, or its address."""
+        return self._address if self._name is None else self._name
+
+    @property
+    def address(self) -> str:
+        """Where its leader listened when it was last reached; empty before, if it was never found."""
         return self._address
 
     def standing(self, deadline: Deadline) -> m.Standing:
@@ -129,9 +150,14 @@ class WireReplica:
     def abort(self, round_id: RoundId, reason: str, deadline: Deadline) -> tuple[int, ...]:
         """See Replica. A leader whose connection is gone knows nothing of the round any more, and its successor never did."""
         if self._channel is None:
-            raise ChannelClosed(f"{self._address}, where the round was open, is gone")
+            raise ChannelClosed(f"{self.name}, where the round was open, is gone")
         body = m.Abort(round=round_id, reason=reason, wait_s=deadline.remaining_s())
         return self._ask(body, m.Aborted, _with_grace(deadline), "abort", interruptible=False).readers
+
+    def stand_back(self, version: Version, reason: str, deadline: Deadline) -> None:
+        """See Replica. A connection that is gone is not made anew for it."""
+        if self._channel is not None:
+            self._channel.send(m.StandBack(version=version, reason=reason), deadline)
 
     def undo(self, publisher: str, deadline: Deadline) -> m.Committed:
         """See Replica."""
@@ -142,6 +168,10 @@ class WireReplica:
         """See Replica."""
         self._leave_the_dead()
         return self._ask(body, m.Verdict, _with_grace(deadline), "say what it holds")
+
+    def rest(self, body: m.Sleep | m.Wake, deadline: Deadline) -> None:
+        """Tell the leader that its engine gives memory back, or has it again. For the engine's own process."""
+        self._ask(body, m.Slept, deadline, "note that it sleeps or wakes up")
 
     def interrupt(self) -> None:
         """See Replica."""
@@ -163,7 +193,7 @@ class WireReplica:
     ) -> Answer:
         try:
             answer = self._connected(deadline).request(
-                body, deadline, f"{self._address} to {step}", cancellable=interruptible
+                body, deadline, f"{self.name} to {step}", cancellable=interruptible
             )
         except ChannelClosed as error:
             if interruptible and self._interrupt.woken:
@@ -173,9 +203,7 @@ class WireReplica:
         if isinstance(answer, m.Refusal):
             raise ReplicaRefused(answer.fault, answer.serving)
         if not isinstance(answer, kind):
-            raise MessageInvalid(
-                f"{self._address} answered {type(body).__name__} with {type(answer).__name__}"
-            )
+            raise MessageInvalid(f"{self.name} answered {type(body).__name__} with {type(answer).__name__}")
         return answer
 
     def _leave_the_dead(self) -> None:
@@ -189,6 +217,8 @@ class WireReplica:
 
     def _connected(self, deadline: Deadline) -> Channel[m.Message]:
         if self._channel is None:
+            if self._found is not None:
+                self._address = self._found(deadline)
             self._channel = Channel(
                 self._address, self._secret, Codec(m.Message), deadline=deadline, cancel=self._interrupt
             )

@@ -12,7 +12,8 @@ from liveweight.spec.manifest import Version
 class ReplicaReport:
     """One replica's part: what it serves now, whether it committed, how long it took. `reason` says why it did not.
 
-    `kept` names the optional groups, such as `draft`, that the offer left out: of them the replica keeps what it had.
+    `kept` names the optional groups, such as `draft`, that the offer left out: of them the replica keeps what it had. `restarted`: it was
+    started anew since the publisher last heard of it.
     """
 
     name: str
@@ -24,6 +25,7 @@ class ReplicaReport:
     staged_bytes: int
     reason: str | None = None
     kept: tuple[str, ...] = ()
+    restarted: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 
@@ -27,3 +28,23 @@ class Round:
     outcome: Future[Report] = field(default_factory=Future)
     staged: threading.Event = field(default_factory=threading.Event)
     strayed: str | None = None
+
+
+def report_of(current: Round, drive: Drive, *, verify: bool, size_bytes: int, missed: int) -> Report:
+    """What is said of a round that reached its quorum; `missed` failed before it."""
+    unchanged = all(part.unchanged for part in current.parts)
+    return Report(
+        version=current.version,
+        mode=current.made.offer.mode,
+        offer=current.made.offer.kind,
+        verified=verify and not unchanged,
+        unchanged=unchanged,
+        size_bytes=size_bytes,
+        total_s=time.monotonic() - current.began_s,
+        freeze_s=current.made.freeze_s,
+        digest_s=current.made.digest_s,
+        vote_s=drive.vote_s,
+        commit_s=drive.commit_s,
+        replicas=tuple(part.report() for part in current.parts),
+        staleness=missed,
+    )

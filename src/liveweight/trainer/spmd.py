@@ -6,8 +6,9 @@ Owns the choice between them, made when it is built. Alone it is the publisher; 
 from __future__ import annotations
 
 from liveweight.spec.manifest import Version
-from liveweight.trainer import publisher as publishing
 from liveweight.trainer.errands import Verification
+from liveweight.trainer.fleet import Fleet
+from liveweight.trainer.fleet_publisher import FleetPublisher
 from liveweight.trainer.gathering import owed
 from liveweight.trainer.lead import Lead
 from liveweight.trainer.member import Member
@@ -15,7 +16,7 @@ from liveweight.trainer.report import Report
 from liveweight.transports.port import Outlet
 
 
-class SpmdPublisher(publishing.Publisher):
+class SpmdPublisher(FleetPublisher):
     """Every method is for the training loop's thread; with a group, all ranks call them in the same order."""
 
     _ranked: Lead | Member | None = None
@@ -55,6 +56,15 @@ class SpmdPublisher(publishing.Publisher):
     def verify(self) -> Verification:
         """Compare what every engine's ranks hold now with the version that was published last. With a group: on rank 0 alone."""
         return super().verify() if self._ranked is None else self._ranked.verify()
+
+    def fleet(self) -> Fleet:
+        """Ask every engine how it is now, and whether it is behind. With a group: on rank 0 alone."""
+        return super().fleet() if self._ranked is None else self._ranked.fleet()
+
+    def catch_up(self) -> Report | None:
+        """Bring engines that are behind to what was published last. None: there are none. With a group: on rank 0 alone, before the
+        others offer again."""
+        return super().catch_up() if self._ranked is None else self._ranked.catch_up()
 
     def close(self) -> None:
         """Abort a round that is not committed yet, and let go of everything."""

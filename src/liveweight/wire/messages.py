@@ -27,11 +27,15 @@ from liveweight.wire.publisher_messages import (
     Opened,
     Phase,
     Progress,
+    Sleep,
+    Slept,
+    StandBack,
     Standing,
     Undo,
     Verdict,
     Verify,
     Voted,
+    Wake,
 )
 from liveweight.wire.rank_messages import (
     Digest,
@@ -117,8 +121,11 @@ __all__ = [
     "Release",
     "Released",
     "Settled",
+    "Sleep",
+    "Slept",
     "Stage",
     "Staged",
+    "StandBack",
     "Standing",
     "Station",
     "Stationed",
@@ -132,6 +139,7 @@ __all__ = [
     "Verified",
     "Verify",
     "Voted",
+    "Wake",
     "Wanted",
 ]
 
@@ -153,6 +161,10 @@ Message: TypeAlias = (
     | Committed
     | Abort
     | Aborted
+    | StandBack
+    | Sleep
+    | Wake
+    | Slept
     | Undo
     | Verify
     | Verdict

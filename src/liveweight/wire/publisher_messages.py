@@ -30,7 +30,8 @@ class Inquire(Body, frozen=True):
 class Standing(Body, frozen=True):
     """A replica's standing: what it expects, what it serves, in which state, and the round that holds it.
 
-    `optional` are the groups of tensors that an offer may leave out; `kept`, by name, those that the version which serves left out.
+    `serving_s` is for how long it has served that. `optional` are the groups of tensors that an offer may leave out; `kept`, by name,
+    those that the version which serves left out.
     `torn` says why nothing may serve, if an update in place failed.
     """
 
@@ -44,6 +45,7 @@ class Standing(Body, frozen=True):
     optional: tuple[OptionalGroup, ...] = ()
     kept: tuple[str, ...] = ()
     torn: str | None = None
+    serving_s: float = 0.0
 
 
 class Describe(Body, frozen=True):
@@ -164,6 +166,31 @@ class Aborted(Body, frozen=True):
     """The round is over; these ranks may still be reading the source's memory."""
 
     readers: tuple[int, ...]
+
+
+class StandBack(Body, frozen=True):
+    """The others serve this version and the replica does not: let it take no requests until a round has brought it one. A notification."""
+
+    version: Version
+    reason: str
+
+
+class Sleep(Body, frozen=True):
+    """The engine gives memory back: refuse rounds from now on. Refused while one is open. From the engine's own process. -> Slept."""
+
+    weights: bool
+    kv_cache: bool
+
+
+class Wake(Body, frozen=True):
+    """The engine holds again what it gave back. From the engine's own process. -> Slept."""
+
+    weights: bool
+    kv_cache: bool
+
+
+class Slept(Body, frozen=True):
+    """Noted."""
 
 
 class Undo(Body, frozen=True):

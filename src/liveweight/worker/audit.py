@@ -113,6 +113,10 @@ class Audits:
         """Ranks hold a mixture, which is no version: there is nothing to compare it with, and who waits is told."""
         self._exchanging = False
         self._now, self._before = Installed(), Installed()
+        return self.end(error)
+
+    def end(self, error: LiveWeightError) -> list[Action]:
+        """There is nothing to digest: who waits is told so."""
         ended, self._open = self._open, []
         return [Reply(audit.peer, audit.call, self._refusal(error)) for audit in ended]
 

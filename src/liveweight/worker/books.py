@@ -16,14 +16,14 @@ from liveweight.wire.values import Fault, RoundId
 from liveweight.worker import states
 from liveweight.worker.audit import Audits
 from liveweight.worker.membership import Ledger, Membership
-from liveweight.worker.rounds import Round
+from liveweight.worker.rounds import NEVER, Round
 
 REMEMBERED = 64
 
 
 @dataclass(slots=True, kw_only=True)
 class Books:
-    """Of one replica of `world` ranks. Used by the scheduler's thread."""
+    """Of one replica of `world` ranks. Used by the scheduler's thread. `since_s`: when what serves came to."""
 
     replica: str
     boot: str
@@ -32,6 +32,7 @@ class Books:
     audits: Audits
     ledger: Ledger = field(default_factory=Ledger)
     state: states.State = field(default_factory=lambda: states.Serving(None))
+    since_s: float = NEVER
     epoch: int = 0
     round: Round | None = None
     ended: OrderedDict[RoundId, Round] = field(default_factory=OrderedDict)

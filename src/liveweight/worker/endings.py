@@ -27,6 +27,7 @@ class Endings:
         )
         serving = books.serving
         books.membership.serve(serving)
+        books.since_s = now_s
         books.ledger.published(serving)
         self._note_installed(current, serving)
         stall_s = max(ack.seconds for ack in current.acks.values())

@@ -21,7 +21,7 @@ from liveweight.wire.messages import Join, Message, Open
 from liveweight.worker.boundary import Decision, Decisions
 from liveweight.worker.rounds import Action, Decide, Reply, Say, Tell, Withdraw
 from liveweight.worker.scheduler import Scheduler
-from liveweight.worker.states import Overwriting, Swapping, serving_version, torn_by
+from liveweight.worker.states import Overwriting, Released, Swapping, serving_version, torn_by
 from liveweight.worker.watch import Watch
 
 IDLE_S = 60.0
@@ -67,6 +67,8 @@ class Leader:
         match state:
             case Swapping(base=base) | Overwriting(base=base):
                 return base
+            case Released(version=version):
+                return version
             case _:
                 return serving_version(state)
 

@@ -6,8 +6,8 @@ decisions to one step is the program's: a boundary in SPMD programs, the step st
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from typing import TypedDict
 
 from liveweight.devices.kernels import Kernels
@@ -132,6 +132,14 @@ class Member:
         If it raises, the rank must not serve; see `resolve`.
         """
         return self._committer.carry_out(decision)
+
+    @contextmanager
+    def changing(self, deadline: Deadline) -> Iterator[None]:
+        """Change what is live outside a round: nobody stages meanwhile, and whoever reads what is live notices."""
+        with self._turnstile.held(deadline):
+            self._turnstile.staged = None
+            self._turnstile.exchanges += 1
+            yield
 
     def resolve(self, timeout_s: float) -> Settled | None:
         """Take up an exchange that did not come to its end. None: there was none."""

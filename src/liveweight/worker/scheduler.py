@@ -16,6 +16,7 @@ from liveweight.spec.manifest import Version
 from liveweight.wire import messages as m
 from liveweight.wire.values import RoundId, fault_of
 from liveweight.worker import states
+from liveweight.worker.aside import Aside
 from liveweight.worker.audit import Audits
 from liveweight.worker.books import Books
 from liveweight.worker.deciding import Deciding
@@ -53,6 +54,7 @@ class Scheduler:
         endings = Endings(self._books)
         self._endings = endings
         self._gathering, self._deciding = Gathering(self._books, endings), Deciding(self._books, endings)
+        self._aside = Aside(self._books, endings)
         self._inquirers: list[Waiter] = []
 
     @property
@@ -105,9 +107,12 @@ class Scheduler:
             case m.Verify():
                 if books.torn is not None:
                     raise Torn(books.torn.cause)
+                self._aside.check_awake("a verification")
                 return books.audits.begin(now_s, peer, call, body)
             case m.Digested():
                 return books.audits.digested(now_s, peer, body)
+            case m.Sleep() | m.Wake() | m.StandBack():
+                return self._aside.told(peer, call, body)
             case _:
                 raise WrongState("leading a replica", type(body).__name__)
 
@@ -187,14 +192,14 @@ class Scheduler:
         if self.membership.tally is not None:
             books.ledger.forget_manifests()
             if books.torn is None:
-                books.state = states.Serving(self.membership.common_version())
+                books.state, books.since_s = states.Serving(self.membership.common_version()), now_s
         books.audits.joined(body, books.serving)
         seat = self.membership.members[body.rank].seat
         return [*actions, Reply(peer, call, m.Joined(replica=books.replica, boot=books.boot, seat=seat))]
 
     # Before a round.
 
-    def _standing(self, tally: Tally) -> m.Standing:
+    def _standing(self, tally: Tally, now_s: float) -> m.Standing:
         books = self._books
         return m.Standing(
             replica=books.replica,
@@ -207,16 +212,18 @@ class Scheduler:
             optional=self.membership.optional,
             kept=books.ledger.kept(books.serving),
             torn=None if books.torn is None else books.torn.cause,
+            serving_s=max(0.0, now_s - books.since_s),
         )
 
     def _open(self, now_s: float, peer: bytes, call: int, body: m.Open) -> list[Action]:
-        books = self._books
+        books, before = self._books, self._aside.give_up(now_s, body)
         books.check_free()
         books.ledger.check(body)
         serving = books.serving
         if serving is not None and serving.digest is not None and serving == body.version:
-            kept = books.ledger.kept(serving)
-            return [Reply(peer, call, m.Opened(round=None, serving=serving, kept=kept))]
+            there = m.Opened(round=None, serving=serving, kept=books.ledger.kept(serving))
+            confirmed = events.Confirmed(replica=books.replica, version=str(serving))
+            return [*before, Say(confirmed), Reply(peer, call, there)]
         kept = books.ledger.fit(body).kept
         self._check_heals(kept)
         opened, version = self._begun(now_s, body)
@@ -233,7 +240,8 @@ class Scheduler:
             **books.who(opened), serving=None if serving is None else str(serving), kept=kept
         )
         answer = m.Opened(round=opened.id, serving=serving, kept=kept, in_place=opened.in_place)
-        return [Say(said), Reply(peer, call, answer), *(Tell(rank, order) for rank in sorted(opened.ranks))]
+        orders = [Tell(rank, order) for rank in sorted(opened.ranks)]
+        return [*before, Say(said), Reply(peer, call, answer), *orders]
 
     def _check_heals(self, kept: tuple[str, ...]) -> None:
         """Refuse an offer that would keep what may be a mixture."""
@@ -278,7 +286,7 @@ class Scheduler:
         waiting, self._inquirers = self._inquirers, []
         for waiter in waiting:
             if self.membership.tally is not None:
-                actions.append(Reply(waiter.peer, waiter.call, self._standing(self.membership.tally)))
+                actions.append(Reply(waiter.peer, waiter.call, self._standing(self.membership.tally, now_s)))
             elif now_s >= waiter.ends_s:
                 fault = fault_of(self.membership.incomplete(), step="inquire")
                 actions.append(Reply(waiter.peer, waiter.call, m.Refusal(fault=fault)))

@@ -167,6 +167,10 @@ class TensorTarget:
             self._sides = before
             raise
 
+    def idle(self) -> Sequence[Memory]:
+        """The memory that is not live, if there is any by now: nothing is allocated for it."""
+        return () if self._sides[1] is None else self._sides[1].memories
+
     def release_shadow(self) -> None:
         """Let go of the memory that is not live, and of what it holds: there is nothing to exchange back to.
 

@@ -1,0 +1,263 @@
+"""FastDeploy's control interface over our engine, so that scripts written for it work: its routes, its fields, its numbers.
+
+Owns the words only. What they lead to is what our own routes lead to, so all that these promise holds here: updates are whole or not at
+all, nothing resumes on cleared weights, and every wait ends. Its settings are fastdeploy_settings'.
+"""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import Callable, Coroutine
+from enum import IntEnum
+from typing import Any
+
+from fastapi import APIRouter, Request
+from fastapi.routing import APIRoute
+from starlette.responses import JSONResponse, Response
+
+from liveweight.control.calls import call_of
+from liveweight.control.control_route import TIMEOUT_S
+from liveweight.control.errors import kind_of
+from liveweight.control.guard import CONTROL_PATHS
+from liveweight.control.service import Service, service_of
+from liveweight.control.update_routes import rank_answer
+from liveweight.engine.requested import Updated, Wish
+from liveweight.engine.sleeping import TAGS, Tag
+from liveweight.errors import LiveWeightError
+from liveweight.integrations.fastdeploy_settings import FastDeploySettings
+from liveweight.transports.registry import TRANSPORTS
+
+PATHS = CONTROL_PATHS | {"/clear_load_weight", "/update_model_weight", "/v1/weight_status"}
+WAKEUP_S = 300.0
+
+
+class WeightStatus(IntEnum):
+    """Its numbers for the state of the weights."""
+
+    NORMAL = 0
+    UPDATING = 1
+    CLEARING = -1
+    CLEARED = -2
+
+
+class Wrong(Exception):
+    """A request that is not what its routes take: told with 400."""
+
+
+class _Route(APIRoute):
+    """A route that tells everything in its shape: `request_id`, `status`, `error_message`, `result`; the status code is the error's."""
+
+    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+        """The handler that FastAPI makes, with errors told so."""
+        handle = super().get_route_handler()
+
+        async def handler(request: Request) -> Response:
+            try:
+                return await handle(request)
+            except Wrong as error:
+                return _told(error=str(error), status=400)
+            except LiveWeightError as error:
+                return _told(error=f"{error}; {error.remedy}", status=kind_of(error).status)
+
+        return handler
+
+
+def router_of(settings: FastDeploySettings) -> APIRouter:
+    """Its routes, to go before ours."""
+    router, routes = APIRouter(route_class=_Route), _Routes(settings)
+    for method, path, handle in (
+        ("POST", "/v1/pause", routes.pause),
+        ("POST", "/v1/resume", routes.resume),
+        ("GET", "/v1/is_paused", routes.is_paused),
+        ("POST", "/v1/sleep", routes.sleep),
+        ("POST", "/v1/wakeup", routes.wakeup),
+        ("POST", "/v1/update_weights", routes.update_weights),
+        ("POST", "/v1/abort_requests", routes.abort_requests),
+        ("GET", "/v1/weight_status", routes.weight_status),
+        ("GET", "/clear_load_weight", routes.clear),
+        ("GET", "/update_model_weight", routes.update_model),
+    ):
+        router.add_api_route(path, handle, methods=[method], response_model=None, include_in_schema=False)
+    return router
+
+
+class _Routes:
+    """Parse, call, render."""
+
+    def __init__(self, settings: FastDeploySettings) -> None:
+        self._settings = settings
+
+    async def pause(self, request: Request) -> Response:
+        """End what runs with the tokens it has; new requests wait."""
+        service = service_of(request)
+        await service.elsewhere(lambda: service.engine.pause("abort", TIMEOUT_S))
+        return _told()
+
+    async def resume(self, request: Request) -> Response:
+        """Let requests run again."""
+        service = service_of(request)
+        await service.elsewhere(service.engine.resume)
+        return _told()
+
+    async def is_paused(self, request: Request) -> Response:
+        """Whether requests stand still."""
+        return _told({"is_paused": service_of(request).engine.paused == "paused"})
+
+    async def sleep(self, request: Request) -> Response:
+        """Give memory back, by tag."""
+        return _told(await _nap(request, await _tags(request), asleep=True))
+
+    async def wakeup(self, request: Request) -> Response:
+        """Take it again; when nothing is asleep any more, requests run, also after a pause."""
+        return _told(await _nap(request, await _tags(request), asleep=False))
+
+    async def clear(self, request: Request) -> Response:
+        """The old word for sleep."""
+        await _nap(request, frozenset(TAGS), asleep=True)
+        return JSONResponse({"msg": "clear_load_weight succeeded", **await _status(service_of(request))})
+
+    async def update_model(self, request: Request) -> Response:
+        """The old word for wakeup."""
+        await _nap(request, frozenset(TAGS), asleep=False)
+        return JSONResponse({"msg": "update_model_weight succeeded", **await _status(service_of(request))})
+
+    async def weight_status(self, request: Request) -> Response:
+        """The state of the weights, with its number."""
+        return _told(await _status(service_of(request)))
+
+    async def update_weights(self, request: Request) -> Response:
+        """Take the engine to a version of its source. No pause is needed; one that there is stays."""
+        service, wish = service_of(request), self._wish(call_of(request), await _body(request))
+        release = self._settings.release_cache
+        return _told(await service.elsewhere(lambda: _update(service, wish, release=release)))
+
+    async def abort_requests(self, request: Request) -> Response:
+        """End requests with what they have, all or these; an id is also tried with `_0` behind it, and without."""
+        service, body = service_of(request), await _body(request)
+        ids, everything = body.get("req_ids"), body.get("abort_all") is True
+        if not everything and not (
+            isinstance(ids, list) and ids and all(isinstance(one, str) for one in ids)
+        ):
+            raise Wrong("must provide abort_all=true or req_ids")
+        open_now = service.directory.tokens()
+        wanted = list(open_now) if everything else [_known(one, open_now) for one in ids or ()]
+        numbers, unknown = service.directory.find(wanted)
+        await service.elsewhere(lambda: service.engine.abort_requests(None if everything else numbers))
+        ended = [
+            {"request_id": one, "output_token_count": open_now[one]} for one in wanted if one in open_now
+        ]
+        return _told({"aborted": ended, "not_found": unknown})
+
+    def _wish(self, call: str, body: dict[str, Any]) -> Wish:
+        version, verify, mode = (body.get(name) for name in ("version", "verify_checksum", "transfer_mode"))
+        if version is not None and not isinstance(version, str):
+            raise Wrong("version must be a string")
+        if verify is not None and not isinstance(verify, bool):
+            raise Wrong("verify_checksum must be a boolean")
+        if mode is not None and mode not in TRANSPORTS:
+            raise Wrong(f"transfer_mode must be one of {', '.join(sorted(TRANSPORTS))}")
+        unknown = sorted(set(body) - {"version", "verify_checksum", "transfer_mode"})
+        if unknown:
+            raise Wrong(f"unknown fields: {', '.join(unknown)}")
+        return Wish(
+            call=call,
+            version=version,
+            transfer_mode=self._settings.transfer_mode if mode is None else mode,
+            verify=verify is not False,
+        )
+
+
+def _update(service: Service, wish: Wish, *, release: bool) -> list[dict[str, Any]]:
+    """The round; with `release`, the cache's memory is given back before it, and requests stand still until it is over."""
+    engine, clear_s, rebuild_s = service.engine, 0.0, 0.0
+    pauses = release and engine.paused == "running"
+    if release:
+        began_s = time.monotonic()
+        if pauses:
+            engine.pause("keep", TIMEOUT_S)
+        engine.drop_cache(TIMEOUT_S)
+        clear_s = time.monotonic() - began_s
+    try:
+        updated = engine.update_weights(wish)
+    finally:
+        if pauses:
+            began_s = time.monotonic()
+            engine.resume()
+            rebuild_s = time.monotonic() - began_s
+    costs = {"release_cache": release, "cache_clear_cost": clear_s, "cache_rebuild_cost": rebuild_s}
+    return [{**one, **costs} for one in _results(updated)]
+
+
+def _results(updated: Updated) -> list[dict[str, Any]]:
+    return [
+        {**rank_answer(times, updated.version.label), "update_count": updated.tensors}
+        for times in updated.ranks
+    ]
+
+
+async def _nap(request: Request, tags: frozenset[Tag], *, asleep: bool) -> list[dict[str, Any]]:
+    service = service_of(request)
+    engine = service.engine
+    if asleep:
+        napped = await service.elsewhere(lambda: engine.sleep(tags, TIMEOUT_S))
+    else:
+        napped = await service.elsewhere(lambda: engine.wake(tags, WAKEUP_S))
+        if not napped.asleep:
+            await service.elsewhere(engine.resume)
+    facts = {"asleep": list(napped.asleep), "changed": list(napped.changed), "total_cost": napped.took_s}
+    return [{"rank": rank, **facts} for rank in range(engine.config.tp)]
+
+
+async def _status(service: Service) -> dict[str, Any]:
+    engine = service.engine
+    status = WeightStatus.NORMAL
+    if "weight" in engine.status().asleep:
+        status = WeightStatus.CLEARED
+    elif engine.config.updates is not None:
+        standing = await service.elsewhere(engine.standing)
+        if standing.state.startswith("asleep"):
+            status = WeightStatus.CLEARING
+        elif standing.round is not None:
+            status = WeightStatus.UPDATING
+    return {"weight_status": int(status), "weight_status_name": status.name}
+
+
+async def _tags(request: Request) -> frozenset[Tag]:
+    """From the body or the query: a list, or words with commas between them; all, if there are none."""
+    given: Any = (await _body(request)).get("tags", request.query_params.get("tags"))
+    if given is None:
+        return frozenset(TAGS)
+    words = [word.strip() for word in given.split(",")] if isinstance(given, str) else given
+    if not isinstance(words, list) or not all(isinstance(word, str) for word in words):
+        raise Wrong("Invalid parameter type")
+    unknown = sorted(set(words) - set(TAGS))
+    if unknown:
+        raise Wrong(f"Unsupported tag {unknown}")
+    return frozenset(tag for tag in TAGS if tag in words)
+
+
+async def _body(request: Request) -> dict[str, Any]:
+    if not await request.body():
+        return {}
+    try:
+        body = await request.json()
+    except ValueError:
+        body = None
+    if not isinstance(body, dict):
+        raise Wrong("the body is no JSON object")
+    return body
+
+
+def _known(id_: str, open_now: dict[str, int]) -> str:
+    return next((one for one in (id_, f"{id_}_0", id_.removesuffix("_0")) if one in open_now), id_)
+
+
+def _told(result: object = None, *, error: str | None = None, status: int = 200) -> Response:
+    body = {
+        "request_id": f"control-{uuid.uuid4()}",
+        "status": "success" if error is None else "error",
+        "error_message": error,
+        "result": result,
+    }
+    return JSONResponse(body, status)

@@ -1,0 +1,95 @@
+"""A fleet: how each of a publisher's replicas is, and which of them are behind. Asked of the replicas themselves, outside a round."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from liveweight.errors import LiveWeightError
+from liveweight.spec.age import newest
+from liveweight.spec.deadline import Deadline
+from liveweight.spec.manifest import Version
+from liveweight.trainer.replica import Replica, ReplicaRefused
+from liveweight.wire.messages import Standing
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReplicaStanding:
+    """How one replica is. `boot` names its incarnation; `restarted`: the publisher knew another one. `behind`: it does not serve the
+    fleet's version, or cannot say so, and then `fault` says why."""
+
+    name: str
+    serving: Version | None
+    state: str
+    boot: str | None
+    restarted: bool
+    behind: bool
+    fault: LiveWeightError | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fleet:
+    """All replicas of a publisher. `version` is what was published last, or, by a publisher that has published nothing, the newest that
+    one of them serves; None: all serve what they were started on."""
+
+    version: Version | None
+    replicas: tuple[ReplicaStanding, ...]
+
+    @property
+    def behind(self) -> tuple[str, ...]:
+        """The replicas that do not serve the fleet's version."""
+        return tuple(replica.name for replica in self.replicas if replica.behind)
+
+
+def ask(replica: Replica, deadline: Deadline) -> Standing | LiveWeightError:
+    """How it is now, or why that cannot be learned."""
+    try:
+        return replica.standing(deadline)
+    except ReplicaRefused as refused:
+        return refused.to_error()
+    except LiveWeightError as error:
+        return error
+
+
+def fleet_of(
+    replicas: Sequence[Replica],
+    said: Iterable[Standing | LiveWeightError],
+    *,
+    published: Version | None,
+    boots: Sequence[str | None],
+) -> Fleet:
+    """What the replicas said, put together. `boots` are the incarnations that were known before."""
+    answers = list(said)
+    served = [(one.serving, one.serving_s) for one in answers if isinstance(one, Standing)]
+    known = [(version, age_s) for version, age_s in served if version is not None]
+    version = newest(known) if published is None else published
+    return Fleet(
+        version=version,
+        replicas=tuple(
+            _standing(replica.name, one, version, boot)
+            for replica, one, boot in zip(replicas, answers, boots, strict=True)
+        ),
+    )
+
+
+def _standing(
+    name: str, said: Standing | LiveWeightError, version: Version | None, boot: str | None
+) -> ReplicaStanding:
+    if not isinstance(said, Standing):
+        return ReplicaStanding(
+            name=name,
+            serving=None,
+            state="out of reach",
+            boot=None,
+            restarted=False,
+            behind=version is not None,
+            fault=said,
+        )
+    return ReplicaStanding(
+        name=name,
+        serving=said.serving,
+        state=said.state,
+        boot=said.boot,
+        restarted=boot not in (None, said.boot),
+        behind=version is not None and said.serving != version,
+    )

@@ -1,0 +1,85 @@
+"""What a training loop may ask of its engines between rounds: how they are, to go back, to catch up, to say what they hold.
+
+Every one of these waits for the round that is under way, and raises its failure. Rounds themselves are publisher's.
+"""
+
+from __future__ import annotations
+
+import time
+
+from liveweight.errors import WrongState
+from liveweight.spec.deadline import Deadline
+from liveweight.spec.manifest import Version
+from liveweight.trainer.errands import Verification, go_back, look
+from liveweight.trainer.fleet import Fleet, ask, fleet_of
+from liveweight.trainer.part import Part
+from liveweight.trainer.publisher import Publisher
+from liveweight.trainer.report import Report
+from liveweight.trainer.rounds import Round
+
+
+class FleetPublisher(Publisher):
+    """A publisher that looks after its engines, too."""
+
+    def undo(self) -> tuple[Version | None, ...]:
+        """Take every engine that serves what was published last back to the version before, and say what each serves now.
+
+        Those that are behind stay where they are: theirs is the version before. Raises RoundFailed where an engine refuses,
+        OutcomeUnknown where one does not answer; those asked before it have gone back.
+        """
+        if self._round is not None:
+            self.wait()
+        deadline = Deadline.after(self.settings.timeout_s)
+        if self._published is None:
+            return tuple(go_back(replica, self.name, deadline) for replica in self._replicas)
+        parts = self._published.parts
+        return tuple(go_back(p.replica, self.name, deadline) if p.done else p.serves for p in parts)
+
+    def fleet(self) -> Fleet:
+        """Ask every engine how it is now: what it serves, whether it is behind, whether it was started anew. Raises nothing of theirs."""
+        if self._round is not None:
+            self.wait()
+        deadline = Deadline.after(self.settings.timeout_s)
+        said = list(self._pool.map(lambda replica: ask(replica, deadline), self._replicas))
+        published = None if self._published is None else self._published.version
+        return fleet_of(self._replicas, said, published=published, boots=self._boots)
+
+    def catch_up(self) -> Report | None:
+        """Bring the engines that do not serve what was published last to it, without a new freeze: those that were left behind, and
+        those that were started anew. None: there are none. RoundFailed where not one of them could be brought there.
+
+        WrongState where it cannot be read any more: its offer was not frozen, or another one was made since.
+        """
+        found, published = self.fleet(), self._published
+        if published is None or published is not self._last or published.made.offer.kind != "frozen":
+            raise WrongState("without a frozen offer of what was published last", "catching up")
+        late = [number for number, replica in enumerate(found.replicas) if replica.behind]
+        if not late:
+            return None
+        parts = [Part(self._replicas[n], found.replicas[n].serving, boot=self._boots[n]) for n in late]
+        deadline = Deadline.after(self.settings.timeout_s)
+        current = Round(published.version, published.made, parts, deadline, time.monotonic())
+        drive = self._drive(current, quorum=1)
+        try:
+            drive.run()
+        finally:
+            self._note(dict(zip(late, parts, strict=True)))
+        return self._reported(current, drive, 0)
+
+    def verify(self) -> Verification:
+        """Compare what every engine's ranks hold now, digested anew, with the version that was published last.
+
+        Engines that differ, and those of which it cannot be learned in time, are in the answer. WrongState where nothing was published,
+        or what was has no digests: a live or ring offer that was not verified.
+        """
+        if self._round is not None:
+            self.wait()
+        published = self._published
+        if published is None:
+            raise WrongState("without a version that was published", "verify")
+        manifest = self._offers.manifest_of(published.made)
+        if manifest is None:
+            raise WrongState(f"{published.version} was published without digests of it", "verify")
+        deadline = Deadline.after(self.settings.timeout_s)
+        asked = [self._pool.submit(look, replica, manifest, deadline) for replica in self._replicas]
+        return Verification(version=published.version, replicas=tuple(one.result() for one in asked))

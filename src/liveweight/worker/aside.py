@@ -1,0 +1,58 @@
+"""What a replica is told beside its rounds: that it is behind, that it sleeps or is awake, that a round of before was given up.
+
+Decided on the scheduler's thread, in its books.
+"""
+
+from __future__ import annotations
+
+from liveweight.errors import RoundAborted, RoundOpen, WrongState
+from liveweight.observe import events
+from liveweight.wire import messages as m
+from liveweight.wire.values import fault_of
+from liveweight.worker import states
+from liveweight.worker.books import Books
+from liveweight.worker.endings import Endings
+from liveweight.worker.rounds import Action, Reply, Say
+
+
+class Aside:
+    """One replica's. Used by the scheduler's thread."""
+
+    def __init__(self, books: Books, endings: Endings) -> None:
+        self._books, self._endings = books, endings
+
+    def told(self, peer: bytes, call: int, body: m.Sleep | m.Wake | m.StandBack) -> list[Action]:
+        """A message that is no round's."""
+        match body:
+            case m.StandBack(version=version, reason=reason):
+                if self._books.serving == version:
+                    return []  # heard late
+                said = events.StoodBack(replica=self._books.replica, version=str(version), reason=reason)
+                return [Say(said)]
+            case m.Sleep() | m.Wake():
+                return self._rest(peer, call, body)
+
+    def _rest(self, peer: bytes, call: int, body: m.Sleep | m.Wake) -> list[Action]:
+        """The engine gives memory back, or has it again. Its ranks do so between two steps, after this and before that."""
+        books = self._books
+        if books.round is not None:
+            raise RoundOpen(books.replica, books.round.id.publisher)
+        moved = states.sleep if isinstance(body, m.Sleep) else states.wake
+        books.state = moved(books.state, weights=body.weights, kv_cache=body.kv_cache)
+        error = WrongState(states.describe(books.state), "a verification")
+        ended = books.audits.end(error) if body.weights else []
+        return [*ended, Reply(peer, call, m.Slept())]
+
+    def check_awake(self, command: str) -> None:
+        """Refuse what needs weights while they are given back."""
+        if isinstance(self._books.state, states.Released) and self._books.state.weights:
+            raise WrongState(states.describe(self._books.state), command)
+
+    def give_up(self, now_s: float, body: m.Open) -> list[Action]:
+        """Make room for a round. One that the same publisher opens again it has given up: it runs one at a time, and was not heard."""
+        current = self._books.round
+        ours = current is not None and current.asked is not None and current.id.publisher == body.publisher
+        if current is None or not ours or current.phase == "committing":
+            return []
+        error = RoundAborted("its publisher has begun another one")
+        return self._endings.fail(now_s, current, fault_of(error, step=current.phase))

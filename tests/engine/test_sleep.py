@@ -1,0 +1,280 @@
+"""Engines that sleep and wake up: memory is given back and taken again, answers stay right, and nothing runs on what is not there."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, rule, run_state_machine_as_test
+
+import liveweight as lw
+from liveweight.engine.engine import Engine
+from liveweight.engine.init_model.checkpoint import init_model
+from liveweight.engine.init_model.sizes import SIZES
+from liveweight.engine.sleeping import TAGS, Tag
+from liveweight.engine.verifying import Question
+from liveweight.errors import LiveWeightError, OutOfSpace, RoundFailed, RoundOpen, SnapshotDamaged, WrongState
+from tests.support.engines import WITHIN_S, Answer, Models, ask, greedy
+from tests.support.real_servers import until
+
+PROMPT = [5, 6, 7, 8]
+Start = Callable[..., Engine]
+Publishers = Callable[..., lw.Publisher]
+BOTH: tuple[Tag, ...] = TAGS
+SOME = st.sampled_from([("weight",), ("kv_cache",), BOTH])
+
+
+def said(engine: Engine) -> list[int]:
+    """A greedy answer."""
+    return ask(engine, PROMPT, greedy(8)).wait().ids
+
+
+def resident(engine: Engine) -> int:
+    """Private bytes of all ranks that are in memory."""
+    found = 0
+    for pid in engine.pids:
+        lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+        found += next(int(line.split()[1]) for line in lines if line.startswith("RssAnon:")) * 1024
+    return found
+
+
+@pytest.fixture(scope="module")
+def large(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model whose weights show in the memory of its ranks: 30 M parameters."""
+    path = tmp_path_factory.mktemp("large") / "model"
+    init_model(path, SIZES["qwen3"]["small"], mtp=False, tied=True, seed=0, dtype="float32")
+    return path
+
+
+@pytest.mark.timeout(300)
+def test_memory_is_given_back_and_comes_again(start: Start, large: Path) -> None:
+    engine = start(large, tp=2, kv_bytes=256 << 20)
+    before = said(engine)
+    size_bytes = sum(file.stat().st_size for file in large.glob("*.safetensors"))
+    awake = resident(engine)
+    slept = engine.sleep(["weight"], WITHIN_S)
+    asleep = resident(engine)
+    assert slept.size_bytes > 0.9 * size_bytes
+    assert awake - asleep > 0.8 * size_bytes
+    woken = engine.wake(["weight"], WITHIN_S)
+    assert (woken.asleep, woken.changed) == ((), ("weight",))
+    assert resident(engine) - asleep > 0.8 * size_bytes
+    assert said(engine) == before
+
+
+@pytest.mark.timeout(300)
+def test_the_cache_is_given_back_and_requests_that_ran_go_on_to_the_same_answer(
+    start: Start, large: Path
+) -> None:
+    engine = start(large, tp=1, kv_bytes=256 << 20)
+    whole = ask(engine, PROMPT, greedy(60)).wait().ids
+    answer = ask(engine, PROMPT, greedy(60))
+    answer.piece()
+    filled = [ask(engine, [token] * 400, greedy(1)) for token in range(9, 13)]
+    for one in filled:
+        one.wait()
+    awake = resident(engine)
+    slept = engine.sleep(["kv_cache"], WITHIN_S)
+    assert slept.size_bytes > 200 << 20
+    assert awake - resident(engine) > 4 << 20  # the pages that were used
+    assert engine.status().state == "asleep"
+    engine.wake(["kv_cache"], WITHIN_S)
+    assert answer.wait().ids == whole
+
+
+def test_nothing_runs_while_it_sleeps_and_wrong_orders_are_refused(
+    start: Start, publisher: Publishers, models: Models
+) -> None:
+    engine = start(models.directory(), tp=2, kv_bytes=4 << 20)
+    before, made = said(engine), publisher(engine, models.directory(seed=1))
+    engine.sleep(BOTH, WITHIN_S)
+    waiting = ask(engine, PROMPT, greedy(8))
+    with pytest.raises(WrongState, match="asleep"):
+        engine.resume()
+    with pytest.raises(WrongState, match="asleep at initial"):
+        engine.undo(WITHIN_S)
+    with pytest.raises(WrongState, match="asleep at initial"):
+        engine.verify(Question(timeout_s=WITHIN_S))
+    with pytest.raises(RoundFailed, match="asleep at initial") as refused:
+        made.publish("step_1")
+    assert isinstance(refused.value.cause, WrongState)
+    assert engine.wake(["kv_cache"], WITHIN_S).asleep == ("weight",)
+    assert waiting.pieces.empty()  # weights are not there: nothing went on by itself
+    assert engine.sleep(["weight"], WITHIN_S).changed == ()
+    assert engine.wake(BOTH, WITHIN_S).asleep == ()
+    assert engine.wake(BOTH, WITHIN_S).changed == ()
+    assert waiting.wait().ids == before
+    assert made.publish("step_1").behind == ()
+    assert said(engine) != before
+    assert made.verify().match
+
+
+def test_an_operators_pause_outlasts_a_sleep(start: Start, models: Models) -> None:
+    engine = start(models.directory(), kv_bytes=4 << 20)
+    engine.pause("keep", WITHIN_S)
+    engine.sleep(["kv_cache"], WITHIN_S)
+    engine.wake(["kv_cache"], WITHIN_S)
+    assert engine.paused == "paused"
+    engine.resume()
+    assert len(said(engine)) == 8
+
+
+def test_a_round_that_is_open_keeps_an_engine_awake(
+    start: Start, publisher: Publishers, models: Models
+) -> None:
+    engine = start(models.directory(), tp=2, kv_bytes=4 << 20)
+    at_vote, go_on = threading.Event(), threading.Event()
+    made = publisher(engine, models.directory(seed=1), lease_s=60.0)
+    replica = made._replicas[0]
+    vote = replica.vote
+
+    def hold(*given: object) -> None:
+        at_vote.set()
+        assert go_on.wait(WITHIN_S)
+        vote(*given)  # type: ignore[arg-type]
+
+    replica.vote = hold  # type: ignore[method-assign]
+    made.offer("step_1")
+    assert at_vote.wait(WITHIN_S)
+    with pytest.raises(RoundOpen):
+        engine.sleep(BOTH, WITHIN_S)
+    go_on.set()
+    made.wait()
+    assert engine.status().state == "running"
+
+
+def test_weights_that_cannot_be_written_leave_it_awake(start: Start, models: Models, tmp_path: Path) -> None:
+    full = tmp_path / "full"
+    full.mkdir()
+    engine = start(models.directory(), tp=2, kv_bytes=4 << 20, sleep_directory=str(full))
+    before = said(engine)
+    full.rmdir()
+    with pytest.raises((OutOfSpace, FileNotFoundError, LiveWeightError)):
+        engine.sleep(["weight"], WITHIN_S)
+    assert (engine.status().state, engine.status().asleep) == ("running", ())
+    assert said(engine) == before
+
+
+def test_weights_that_were_damaged_on_disk_are_named_and_leave_it_asleep(
+    start: Start, models: Models, tmp_path: Path
+) -> None:
+    engine = start(models.directory(), tp=2, kv_bytes=4 << 20, sleep_directory=str(tmp_path))
+    before = said(engine)
+    engine.sleep(["weight"], WITHIN_S)
+    part = max((path for path in tmp_path.rglob("*") if path.is_file()), key=lambda path: path.stat().st_size)
+    data = bytearray(part.read_bytes())
+    data[-9] ^= 1
+    part.write_bytes(bytes(data))
+    for _ in range(2):
+        with pytest.raises((SnapshotDamaged, LiveWeightError)):
+            engine.wake(["weight"], WITHIN_S)
+        assert engine.status().state == "asleep"
+        with pytest.raises(WrongState):
+            engine.resume()
+    data[-9] ^= 1
+    part.write_bytes(bytes(data))
+    engine.wake(["weight"], WITHIN_S)
+    assert said(engine) == before
+    assert list(tmp_path.iterdir()) == []
+
+
+class Nights(RuleBasedStateMachine):
+    """Sleeps, wake-ups, pauses, rounds and requests in any order, beside a model of what is asleep."""
+
+    engine: Engine
+    publishers: list[lw.Publisher]
+    expected: list[list[int]]
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.asleep: set[str] = set()
+        self.paused = False
+        self.waiting: list[tuple[Answer, int]] = []
+        self.serving = getattr(type(self), "left_at", 0)
+
+    @rule(tags=SOME)
+    def sleep(self, tags: tuple[Tag, ...]) -> None:
+        told = self.engine.sleep(tags, WITHIN_S)
+        assert set(told.changed) == set(tags) - self.asleep
+        self.asleep |= set(tags)
+
+    @rule(tags=SOME)
+    def wake(self, tags: tuple[Tag, ...]) -> None:
+        told = self.engine.wake(tags, WITHIN_S)
+        assert set(told.changed) == set(tags) & self.asleep
+        self.asleep -= set(tags)
+
+    @rule()
+    def ask(self) -> None:
+        self.waiting.append((ask(self.engine, PROMPT, greedy(4)), self.serving))
+        self._settle()
+
+    @rule()
+    def pause(self) -> None:
+        self.engine.pause("keep", WITHIN_S)
+        self.paused = True
+
+    @rule()
+    def resume(self) -> None:
+        if self.asleep:
+            with pytest.raises(WrongState):
+                self.engine.resume()
+            return
+        self.engine.resume()
+        self.paused = False
+        self._settle()
+
+    @rule(which=st.integers(0, 1))
+    def publish(self, which: int) -> None:
+        type(self).count = getattr(type(self), "count", 0) + 1
+        if self.asleep:
+            with pytest.raises(RoundFailed, match="asleep"):
+                self.publishers[which].publish(f"step_{self.count}")
+            return
+        self.publishers[which].publish(f"step_{self.count}")
+        self.serving = type(self).left_at = which
+        self.waiting = [(answer, -1) for answer, _ in self.waiting]
+
+    def _settle(self) -> None:
+        if self.asleep or self.paused:
+            return
+        for answer, which in self.waiting:
+            found = answer.wait().ids
+            assert found in self.expected if which < 0 else found == self.expected[which]
+        self.waiting.clear()
+
+    @invariant()
+    def tells_what_is_asleep(self) -> None:
+        status = self.engine.status()
+        assert set(status.asleep) == self.asleep
+        assert status.state == ("asleep" if self.asleep else "running")
+
+    def teardown(self) -> None:
+        self.engine.wake(BOTH, WITHIN_S)
+        self.engine.resume()
+        self.asleep, self.paused = set(), False
+        self._settle()
+
+
+@pytest.mark.timeout(600)
+def test_two_hundred_nights_in_any_order(start: Start, publisher: Publishers, models: Models) -> None:
+    engine = start(models.directory(), tp=2, kv_bytes=4 << 20)
+    Nights.engine = engine
+    Nights.publishers = [publisher(engine, models.directory(seed=seed), run=f"run{seed}") for seed in (1, 2)]
+    Nights.expected = []
+    for made in Nights.publishers:
+        made.publish("first")
+        Nights.expected.append(said(engine)[:4])
+    Nights.publishers[0].publish("again")
+    assert Nights.expected[0] != Nights.expected[1]
+    run_state_machine_as_test(
+        Nights,
+        settings=settings(
+            max_examples=20, stateful_step_count=10, deadline=None, suppress_health_check=list(HealthCheck)
+        ),
+    )
+    until(lambda: engine.status().running == 0, "an engine without requests")

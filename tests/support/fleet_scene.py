@@ -1,0 +1,120 @@
+"""Three engines of two ranks that serve clients, and the trainer that publishes to all of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+from liveweight.engine.config import EngineConfig, Updates
+from liveweight.engine.engine import Engine
+from liveweight.observe.bus import Bus
+from tests.support.cluster import Cluster, Program
+from tests.support.engine_rank_program import HOLD
+from tests.support.engines import WITHIN_S, Logits, Models
+from tests.support.rank_consoles import RankConsoles
+from tests.support.versions import Clients, mixtures
+from tests.support.zygote import Zygote
+
+NAMES, WORLD, SEEDS = "abc", 2, 4
+
+
+class Member:
+    """One engine of the fleet, its ranks' consoles, and the clients that ask it."""
+
+    def __init__(self, fleet: FleetScene, name: str) -> None:
+        self.name, self._fleet = name, fleet
+        self.address = fleet.cluster.address(name)
+        place = fleet.cluster.directory / f"ranks-{name}"
+        place.mkdir()
+        self.consoles = RankConsoles(place, WORLD)
+        self.asked: list[Clients] = []
+        self.engine: Engine
+
+    def start(self, **settings: Any) -> None:
+        """Start the engine, or the one that takes its place."""
+        updates = Updates(address=self.address, secret_file=str(self._fleet.cluster.secret))
+        config = EngineConfig(
+            model=str(self._fleet.directories[0]),
+            threads=1,
+            tp=WORLD,
+            updates=updates,
+            kv_bytes=8 << 20,
+            step_timeout_s=WITHIN_S,
+            hooks=(HOLD,),
+            **settings,
+        )
+        launch = self.consoles.forking(self._fleet.zygote)
+        self.engine = self._fleet.stack.enter_context(Engine(config, launch=launch, bus=Bus()))
+
+    @property
+    def label(self) -> object:
+        """What it serves, by the word of its leader."""
+        serving = self.engine.standing().serving
+        return None if serving is None else serving.label
+
+    def clients(self) -> Clients:
+        """Requests that go on all the time; what they get is judged at the end."""
+        asking = Clients(self.engine, 1, 40)
+        self.asked.append(asking)
+        return asking
+
+
+class FleetScene:
+    """The engines start on the checkpoint with seed 0. `publish` gives every version a name of its own; its content is a seed's."""
+
+    def __init__(
+        self, cluster: Cluster, zygote: Zygote, models: Models, stack: ExitStack, **trainer: Any
+    ) -> None:
+        self.cluster, self.zygote, self.stack = cluster, zygote, stack
+        self.directories = [models.directory(seed=seed) for seed in range(SEEDS)]
+        self.seeds: dict[str, int] = {"initial": 0}
+        self.members = [Member(self, name) for name in NAMES]
+        for member in self.members:
+            stack.callback(member.consoles.close)
+        for member in self.members:
+            member.start()
+        self.trainer = self.start_trainer(**trainer)
+
+    def start_trainer(self, **options: Any) -> Program:
+        """Start a trainer, or the one that takes its place."""
+        checkpoints = [str(path) for path in self.directories]
+        return self.cluster.trainer(NAMES, checkpoints=checkpoints, **options)
+
+    def begin(self, name: str, seed: int) -> int:
+        """Begin to publish."""
+        self.seeds[name] = seed
+        return self.trainer.begin("publish", label=seed, name=name)
+
+    def publish(self, name: str, seed: int) -> dict[str, Any]:
+        """Publish, and what came of it."""
+        return self.trainer.end(self.begin(name, seed))
+
+    @property
+    def labels(self) -> list[object]:
+        """What the engines serve."""
+        return [member.label for member in self.members]
+
+    @contextmanager
+    def load(self, *members: Member) -> Iterator[None]:
+        """Requests to all engines, or these, meanwhile."""
+        with ExitStack() as stack:
+            for member in members or self.members:
+                stack.enter_context(member.clients())
+            yield
+
+    def wrong(self, logits: Callable[[Path], Logits]) -> Sequence[str]:
+        """Tokens that clients got and that their own version would not have drawn."""
+        asked = [pair for member in self.members for clients in member.asked for pair in clients.answers]
+        assert asked
+        return mixtures(
+            asked, lambda weights: logits(self.directories[self.seeds[weights.partition("@")[0]]])
+        )
+
+
+@contextmanager
+def fleet_scene(cluster: Cluster, zygote: Zygote, models: Models, **options: Any) -> Iterator[FleetScene]:
+    """A scene that ends with the test."""
+    with ExitStack() as stack:
+        yield FleetScene(cluster, zygote, models, stack, **options)

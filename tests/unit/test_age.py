@@ -1,0 +1,86 @@
+"""Which version of a fleet is the newest, and who is behind it."""
+
+from __future__ import annotations
+
+import pytest
+
+from liveweight.errors import ChannelClosed, LiveWeightError
+from liveweight.spec.age import START_RUN, newest, older
+from liveweight.spec.dtype import DType
+from liveweight.spec.manifest import Manifest, TensorSpec, Version
+from liveweight.trainer.fleet import fleet_of
+from liveweight.trainer.replica import WireReplica
+from liveweight.wire.credentials import Secret
+from liveweight.wire.messages import Standing
+
+EXPECTED = Manifest(tensors=(TensorSpec(name="w", dtype=DType.FLOAT32, shape=(1,)),))
+
+
+def version(label: str | int, run: str = "r") -> Version:
+    return Version(run=run, label=label, digest=f"{run}{label}")
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "is_older"),
+    [
+        (version(1), version(2), True),
+        (version(2), version(1), False),
+        (version("step_9"), version("step_10"), True),
+        (version("step_9"), version(10), True),
+        (version("a"), version("b"), False),
+        (version(1), version(2, "another"), False),
+    ],
+)
+def test_age_is_told_by_the_number_of_a_label_within_a_run(
+    one: Version, other: Version, is_older: bool
+) -> None:
+    assert older(one, other) is is_older
+
+
+@pytest.mark.parametrize(
+    ("served", "expected"),
+    [
+        ([], None),
+        ([(version("initial", START_RUN), 1.0)], None),
+        ([(version("initial", START_RUN), 1.0), (version(3), 900.0)], version(3)),
+        ([(version(3), 1.0), (version(4), 900.0)], version(4)),
+        ([(version("a"), 5.0), (version("b"), 2.0)], version("b")),
+        ([(version(9), 50.0), (version(1, "successor"), 2.0)], version(1, "successor")),
+    ],
+)
+def test_the_newest_is_told_by_labels_and_else_by_which_came_last(
+    served: list[tuple[Version, float]], expected: Version | None
+) -> None:
+    assert newest(served) == newest(reversed(served)) == expected
+
+
+def standing(serving: Version | None, boot: str = "b") -> Standing:
+    return Standing(
+        replica="r",
+        boot=boot,
+        state="s",
+        expected=EXPECTED,
+        serving=serving,
+        undo=None,
+        round=None,
+    )
+
+
+def test_a_fleet_says_who_is_behind_restarted_or_out_of_reach() -> None:
+    replicas = [WireReplica(f"ipc:///nowhere/{name}", Secret(b"s" * 32)) for name in "abcd"]
+    gone = ChannelClosed("gone")
+    said: list[Standing | LiveWeightError] = [
+        standing(version(2)),
+        standing(version(1)),
+        standing(version("initial", START_RUN), "anew"),
+        gone,
+    ]
+    found = fleet_of(replicas, said, published=None, boots=["b", "b", "b", "b"])
+    assert found.version == version(2)
+    assert found.behind == tuple(replica.name for replica in replicas[1:])
+    assert [one.restarted for one in found.replicas] == [False, False, True, False]
+    assert found.replicas[3].fault is gone
+    published = fleet_of(replicas, said, published=version(1), boots=[None] * 4)
+    assert published.behind == tuple(replicas[number].name for number in (0, 2, 3))
+    for replica in replicas:
+        replica.close()
