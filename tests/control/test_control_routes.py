@@ -117,6 +117,9 @@ def test_the_weights_are_told_with_their_rounds_and_the_leaders_address(live: Se
         "draft_weights": "required",
         "snapshots": None,
         "recovery": None,
+        "serving_s": 0.0,
+        "pending": None,
+        "asleep": [],
     }
 
 

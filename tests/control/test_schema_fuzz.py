@@ -59,6 +59,8 @@ CONTROL = [
     ("POST", "/v1/resume"),
     ("GET", "/v1/is_paused"),
     ("POST", "/v1/abort_requests"),
+    ("POST", "/v1/sleep"),
+    ("POST", "/v1/wakeup"),
 ]
 WITHOUT_INPUT = {"/v1/resume"}
 

@@ -139,6 +139,7 @@ class EchoEngine:
                 fault=self._fault,
                 weights=weights_text(self.start),
                 paused=self.paused,
+                asleep=tuple(tag for tag in TAGS if tag in self.asleep),
                 counts=self._counts.copy(),
             )
 

@@ -12,7 +12,7 @@ NAMED = re.compile(r"`(test_[a-z0-9_]+)`")
 FINDINGS = 51
 
 
-def tests_that_exist() -> set[str]:
+def known_tests() -> set[str]:
     """Every function of the suites that is a test."""
     found = set()
     for path in (ROOT / "tests").rglob("test_*.py"):
@@ -31,7 +31,7 @@ def rows() -> list[list[str]]:
 def test_every_test_that_is_named_exists() -> None:
     named = set(NAMED.findall(PAGE.read_text(encoding="utf-8")))
     assert len(named) > FINDINGS
-    assert sorted(named - tests_that_exist()) == []
+    assert sorted(named - known_tests()) == []
 
 
 def test_every_finding_and_every_seed_has_its_row() -> None:
