@@ -17,7 +17,7 @@ from liveweight.engine.init_model.checkpoint import init_model
 from liveweight.engine.init_model.sizes import SIZES
 from liveweight.engine.sleeping import TAGS, Tag
 from liveweight.engine.verifying import Question
-from liveweight.errors import LiveWeightError, OutOfSpace, RoundFailed, RoundOpen, SnapshotDamaged, WrongState
+from liveweight.errors import Damage, OutOfSpace, RoundFailed, RoundOpen, WrongState
 from tests.support.engines import WITHIN_S, Answer, Models, ask, greedy
 from tests.support.real_servers import until
 
@@ -153,7 +153,7 @@ def test_weights_that_cannot_be_written_leave_it_awake(start: Start, models: Mod
     engine = start(models.directory(), tp=2, kv_bytes=4 << 20, sleep_directory=str(full))
     before = said(engine)
     full.rmdir()
-    with pytest.raises((OutOfSpace, FileNotFoundError, LiveWeightError)):
+    with pytest.raises(OutOfSpace, match="full"):
         engine.sleep(["weight"], WITHIN_S)
     assert (engine.status().state, engine.status().asleep) == ("running", ())
     assert said(engine) == before
@@ -166,17 +166,16 @@ def test_weights_that_were_damaged_on_disk_are_named_and_leave_it_asleep(
     before = said(engine)
     engine.sleep(["weight"], WITHIN_S)
     part = max((path for path in tmp_path.rglob("*") if path.is_file()), key=lambda path: path.stat().st_size)
-    data = bytearray(part.read_bytes())
-    data[-9] ^= 1
-    part.write_bytes(bytes(data))
+    whole = part.read_bytes()
+    middle = len(whole) // 2  # what lies at the end may be a copy that nobody reads
+    part.write_bytes(whole[:middle] + bytes([whole[middle] ^ 1]) + whole[middle + 1 :])
     for _ in range(2):
-        with pytest.raises((SnapshotDamaged, LiveWeightError)):
+        with pytest.raises(Damage):
             engine.wake(["weight"], WITHIN_S)
         assert engine.status().state == "asleep"
         with pytest.raises(WrongState):
             engine.resume()
-    data[-9] ^= 1
-    part.write_bytes(bytes(data))
+    part.write_bytes(whole)
     engine.wake(["weight"], WITHIN_S)
     assert said(engine) == before
     assert list(tmp_path.iterdir()) == []

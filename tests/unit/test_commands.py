@@ -125,6 +125,8 @@ ERRORS: dict[str, tuple[Sequence[str], str]] = {
     "undo": (("nobody",), "LW-203"),
     "pause": ((NOBODY,), "LW-205"),
     "resume": ((NOBODY,), "LW-205"),
+    "sleep": ((NOBODY,), "LW-205"),
+    "wakeup": ((NOBODY,), "LW-205"),
     "snapshot save": (("NOWHERE", "STORE", "--version", "1"), "LW-102"),
     "snapshot list": (("NOWHERE",), "LW-110"),
     "snapshot inspect": (("NOWHERE",), "LW-110"),

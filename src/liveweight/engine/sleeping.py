@@ -25,6 +25,7 @@ from liveweight.engine.stream import GiveBack, Nap, SaveImage, TakeBack
 from liveweight.errors import LiveWeightError, WrongState
 from liveweight.spec.deadline import Deadline
 from liveweight.spec.manifest import Version
+from liveweight.transports.snapshot.files import out_of_space
 from liveweight.transports.snapshot.offers import offer_of
 from liveweight.transports.snapshot.opened import Snapshot
 from liveweight.transports.snapshot.store import Store
@@ -133,7 +134,10 @@ class Sleeping:
 
     def _save(self, version: Version, deadline: Deadline) -> None:
         """Every rank's weights, in one snapshot that exists only if all have written theirs."""
-        root = Path(tempfile.mkdtemp(prefix="liveweight-asleep-", dir=self._place))
+        try:
+            root = Path(tempfile.mkdtemp(prefix="liveweight-asleep-", dir=self._place))
+        except OSError as error:
+            raise out_of_space(Path(self._place or tempfile.gettempdir()), error) from error
         try:
             with Store(root).begin(str(version.label)) as begun:
                 self._ask(SaveImage(str(begun.path), begun.snapshot, deadline.remaining_s()))
