@@ -54,7 +54,8 @@ def meet_replicas(replicas: Sequence[Replica], deadline: Deadline, quorum: int |
     with ThreadPoolExecutor(len(replicas)) as pool:
         said = list(pool.map(lambda replica: ask(replica, patience), replicas))
     standings = [one for one in said if isinstance(one, Standing)]
-    if len(standings) < (len(replicas) if quorum is None else quorum):
+    needed = len(replicas) if quorum is None else max(1, min(quorum, len(replicas)))
+    if len(standings) < needed:
         raise next(one for one in said if not isinstance(one, Standing))
     return Met(
         expected=_agreed(replicas, said),
