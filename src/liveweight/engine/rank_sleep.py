@@ -50,14 +50,14 @@ class RankSleep:
     _lanes: Lanes | None = None
 
     def carry_out(self, entry: Nap, weights: str) -> Rested:
-        """Do it; what cannot be done is told, and has changed nothing that serves. Giving back cannot fail half-way but with the rank."""
+        """Do it; what cannot be done is told. Whether others could is the engine's to judge."""
         deadline = Deadline.after(entry.timeout_s)
         try:
             match entry:
                 case SaveImage():
                     size_bytes = self._save(entry, deadline)
                 case GiveBack():
-                    return Rested(weights, self._give_back(entry, deadline))
+                    size_bytes = self._give_back(entry, deadline)
                 case TakeBack():
                     size_bytes = self._take_back(entry, deadline)
         except Exception as error:  # whatever it is, the engine waits for an answer
@@ -70,6 +70,7 @@ class RankSleep:
         return Rested(weights, size_bytes)
 
     def _save(self, entry: SaveImage, deadline: Deadline) -> int:
+        self.device.give_back(())  # one that cannot says so before anything is done
         self._lanes = self._digested(deadline)
         image = Image(layout=self.target.layout, memories=self.target.live(), device=self.device)
         manifest = RankWriter(

@@ -68,7 +68,7 @@ class Sleeping:
 
     def sleep(self, tags: Collection[Tag], timeout_s: float) -> Napped:
         """Give these back; what is asleep stays so. RoundOpen while a round is open; DeadlineExceeded, OutOfSpace and the like leave
-        the engine as it was."""
+        the engine as it was, but where a rank failed when others had given weights back: then it is asleep, and can be woken up."""
         with self._alone("sleep"):
             began_s, deadline = time.monotonic(), Deadline.after(timeout_s)
             changed = frozenset(tags) - self._asleep
@@ -77,11 +77,11 @@ class Sleeping:
                 version = self._version()
                 self._tell(changed, asleep=True)
                 try:
-                    size_bytes = self._fall_asleep(changed, version, deadline)
+                    self._prepare(changed, version, deadline)
                 except BaseException:
                     self._go_back(changed)
                     raise
-                self._asleep |= changed
+                size_bytes = self._give_back(changed, deadline)
             return self._told(changed, size_bytes, began_s)
 
     def wake(self, tags: Collection[Tag], timeout_s: float) -> Napped:
@@ -117,12 +117,23 @@ class Sleeping:
         """Leave no files."""
         self._drop_image()
 
-    def _fall_asleep(self, changed: frozenset[Tag], version: Version, deadline: Deadline) -> int:
+    def _prepare(self, changed: frozenset[Tag], version: Version, deadline: Deadline) -> None:
+        """All that can fail without harm."""
         self._pauses.fall_asleep(deadline)
         if "weight" in changed:
             self._save(version, deadline)
+
+    def _give_back(self, changed: frozenset[Tag], deadline: Deadline) -> int:
+        """From here on weights count as gone: where one rank fails, others may have given theirs back."""
+        self._asleep |= changed
         order = GiveBack("weight" in changed, "kv_cache" in changed, max(ANSWER_S, deadline.remaining_s()))
-        return self._forget_cache(order) if order.kv_cache else self._ask(order)
+        try:
+            return self._forget_cache(order) if order.kv_cache else self._ask(order)
+        except BaseException:
+            if not order.weights:  # a cache that was forgotten may be there or not
+                self._asleep -= changed
+                self._go_back(changed)
+            raise
 
     def _forget_cache(self, order: GiveBack) -> int:
         """Nobody finds or has a page any more before the ranks give them back."""
