@@ -19,13 +19,11 @@ from liveweight.engine.requested import Wish
 from liveweight.engine.requests import Delta
 from liveweight.engine.restarting import GENERATION, RestartingEngine
 from liveweight.engine.restarts import Budget
-from liveweight.engine.restoring import older
 from liveweight.engine.status import RecoveryStatus
 from liveweight.engine.verifying import Question
 from liveweight.errors import LiveWeightError, RankLost, RoundFailed, WeightsPending
 from liveweight.observe.bus import Bus
 from liveweight.observe.events import AnyEvent, Recovered, RecoveryBegan, RoundOpened
-from liveweight.spec.manifest import Version
 from liveweight.transports.snapshot.store import Store
 from tests.support.elastic import Gate, kill, load, recovered, saved
 from tests.support.engines import WITHIN_S, Answer, Logits, Models, answers, ask, greedy
@@ -356,12 +354,3 @@ def test_the_budget_counts_starts_in_a_row_and_within_a_time() -> None:
         often.spend(5.0, cause)
     often.spend(10.5, cause)
     assert often.restarts == 4
-
-
-@pytest.mark.parametrize(
-    ("one", "other", "expected"),
-    [(1, 2, True), (2, 1, False), ("step_9", "step_10", True), ("a", "b", False), (3, 3, False)],
-)
-def test_which_of_two_versions_is_known_to_be_older(one: str | int, other: str | int, expected: bool) -> None:
-    assert older(Version(run="r", label=one), Version(run="r", label=other)) is expected
-    assert not older(Version(run="r", label=one), Version(run="s", label=other))

@@ -32,7 +32,7 @@ def publish_when_free(
 ) -> dict[str, Any]:
     """Publish; while an old round still holds the replica, try again."""
     ends_s = time.monotonic() + within_s
-    called = {} if name is None else {"name": name}
+    called: dict[str, Any] = {} if name is None else {"name": name}
     while True:
         answer = trainer.ask("publish", label=label, **called)
         if answer.get("error", {}).get("code") != "LW-106" or time.monotonic() > ends_s:
