@@ -37,8 +37,9 @@ from liveweight.trainer.settings import Behind, PublisherSettings
 from liveweight.trainer.shares import threads_for
 from liveweight.trainer.shelf import Shelf
 from liveweight.trainer.spmd import SpmdPublisher
+from liveweight.trainer.ways import Ways, in_order
 from liveweight.transports.ipc.source import allocate
-from liveweight.transports.registry import TRANSPORTS, check_device, check_offer, mode
+from liveweight.transports.registry import TRANSPORTS, check_device
 from liveweight.transports.stock import RingSettings
 from liveweight.wire.credentials import Secret, load_or_create_secret, socket_directory
 from liveweight.wire.values import KvPolicy
@@ -73,8 +74,8 @@ class Publisher(SpmdPublisher):
     shared memory (`ring`), and needs no copy of the weights; both wait until all ranks have staged. `device` is where offers lie, and
     must be where the ranks' weights are: by default a shared module's, else the host. `threads` are for host memory.
 
-    `transfer_mode="gdr"` or `"rdma"` reaches engines on other hosts; `host` is the address of this one that they are told, by default the
-    one on the way to the first of them.
+    `transfer_mode="gdr"` or `"rdma"` (default: `"ipc"`) reaches other hosts; `host` is this one's address that they are told, by default
+    the one on the way to the first engine. Of `modes=["gdr", "ipc_snapshot"]` the next one is used after a round in which one failed.
 
     With `group`, every rank of a trainer makes one, of its FSDP2 module or its DTensors, and calls the same methods in the same order:
     each freezes its own shards, engine ranks read from those who hold what they need, and nothing is gathered. The group is used only
@@ -98,7 +99,8 @@ class Publisher(SpmdPublisher):
         control_key: str | None = None,
         secret: Secret | Path | None = None,
         directory: Path | None = None,
-        transfer_mode: str = "ipc",
+        transfer_mode: str | None = None,
+        modes: Sequence[str] = (),
         host: str | None = None,
         device: DeviceName | None = None,
         offer: OfferKind = "frozen",
@@ -119,9 +121,8 @@ class Publisher(SpmdPublisher):
         bus = logging_bus() if bus is None else bus
         held = _secret(secret)
         place = socket_directory(directory or default_directory())
-        chosen = mode(transfer_mode)
-        check_offer(chosen, offer)
-        check_terms(engines, address, dtype, offer, ranked=group is not None)
+        chosen = in_order(transfer_mode, modes, offer)
+        check_terms(engines, address, dtype, offer, ranked=group is not None, modes=len(chosen))
         settings = PublisherSettings(
             offer=offer,
             verify=verify,
@@ -139,7 +140,7 @@ class Publisher(SpmdPublisher):
             terms = Terms(
                 secret=held,
                 directory=place,
-                mode=chosen,
+                mode=chosen[0],
                 host=host,
                 device=home,
                 kernels=choose_kernels(bus, home.choose()),
@@ -155,9 +156,8 @@ class Publisher(SpmdPublisher):
             self.name, self.run, self.settings, self.address = name, self._ranked.run, settings, None
             return
         source, shared = source_of(model)
-        there = source_device(_opened(device), shared)
-        check_device(chosen, offer, there)
-        deadline = Deadline.after(timeout_s)
+        there, deadline = source_device(_opened(device), shared), Deadline.after(timeout_s)
+        check_device(chosen[0], offer, there)
         with ExitStack() as stack:
             replicas = reached(engines, held, control_key)
             for replica in replicas:
@@ -166,12 +166,13 @@ class Publisher(SpmdPublisher):
                 met = meet_replicas(replicas, deadline, quorum)
             else:
                 met = own_terms(source, None if dtype is None else str(dtype))
-            outlet = chosen.outlet(place, held, there, own_host(host, chosen, replicas, address))
-            stack.callback(outlet.close)
+            hosts = [own_host(host, each, replicas, address) for each in chosen]
+            ways = Ways.opened(chosen, hosts, place, held, there, bus)
+            stack.callback(ways.close)
             offers = Offers(
                 source=source,
                 expected=met.expected,
-                outlet=outlet,
+                ways=ways,
                 kernels=choose_kernels(bus, there.choose()),
                 shared=shared,
                 threads=threads_for(threads, there),
@@ -193,7 +194,7 @@ class Publisher(SpmdPublisher):
                 boots=met.boots,
             )
             stack.pop_all()
-        self._outlet, self._source = outlet, source
+        self._ways, self._source = ways, source
         self.address = None if shelf is None else shelf.address
         """Where engines ask for what it offers; None if they may not."""
 

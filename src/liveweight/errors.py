@@ -462,16 +462,31 @@ class RoundFailed(LiveWeightError):
         step: str,
         waited_s: float,
         serving: str | None,
+        next_mode: str | None = None,
     ) -> None:
+        """`next_mode`: the transfer mode of the next attempt, where another one failed here."""
         who = replica if rank is None else f"{replica}, rank {rank}"
         again = "a retry may help" if cause.retryable else "a retry will not help"
+        again = again if next_mode is None else f"the next attempt uses {next_mode}"
         still = f"Still serving {serving or 'no version of ours'}; {again}"
         if isinstance(cause, Torn):
             still = "It serves nothing until a full round, or a snapshot, has healed it"
         super().__init__(f"{cause.code} {step} failed at {who} after {waited_s:.1f} s: {cause}. {still}.")
         self.cause, self.replica, self.rank, self.step = cause, replica, rank, step
-        self.waited_s, self.serving = waited_s, serving
-        self.code, self.retryable = cause.code, cause.retryable
+        self.waited_s, self.serving, self.next_mode = waited_s, serving, next_mode
+        self.code, self.retryable = cause.code, cause.retryable or next_mode is not None
+
+    def with_next_mode(self, name: str) -> RoundFailed:
+        """The same, saying which transfer mode the next attempt uses."""
+        return RoundFailed(
+            self.cause,
+            replica=self.replica,
+            rank=self.rank,
+            step=self.step,
+            waited_s=self.waited_s,
+            serving=self.serving,
+            next_mode=name,
+        )
 
 
 def catalogue(root: type[LiveWeightError] = LiveWeightError) -> Iterator[type[LiveWeightError]]:

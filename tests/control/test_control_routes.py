@@ -115,6 +115,7 @@ def test_the_weights_are_told_with_their_rounds_and_the_leaders_address(live: Se
         "kv_policy": "recompute",
         "draft": None,
         "draft_weights": "required",
+        "transfer_mode": None,
         "snapshots": None,
         "recovery": None,
         "serving_s": 0.0,

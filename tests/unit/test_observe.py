@@ -52,6 +52,7 @@ def examples() -> Iterator[ev.AnyEvent]:
     yield ev.Frozen(version="step_2", rank=0, size_bytes=640, took_s=0.125)
     yield ev.ReadersRevoked(readers=("engine, asked by operator/1",), waited_s=5.0)
     yield ev.LiveOfferImpossible(version="step_2", reason="w is float32, the engine wants bfloat16")
+    yield ev.ModeFailed(mode="gdr", code="LW-205", reason="the source is gone", following="ipc_snapshot")
     yield ev.BucketDamaged(bucket=3, tensor="w")
     yield ev.SnapshotSaved(replica="a", version="step_2", path="/s/000001-step_2", size_bytes=640, took_s=0.5)
     yield ev.SnapshotLeft(replica="a", version="step_2")
@@ -321,6 +322,7 @@ SAMPLES: list[tuple[str, dict[str, str], float]] = [
     ("liveweight_bytes_total", {"step": "stage"}, 640),
     ("liveweight_bytes_total", {"step": "freeze"}, 640),
     ("liveweight_offers_total", {"kind": "frozen"}, 1),
+    ("liveweight_modes_failed_total", {"mode": "gdr"}, 1),
     ("liveweight_leases_expired_total", {}, 1),
     *(("liveweight_audits_total", {"match": match}, 1) for match in ("yes", "no", "unknown")),
     ("liveweight_peers_refused_total", {"code": "LW-202"}, 1),

@@ -18,7 +18,9 @@ from liveweight.trainer.publisher import Publisher
 from liveweight.trainer.replica import WireReplica
 from liveweight.trainer.settings import PublisherSettings
 from liveweight.trainer.sources import ModuleSource
+from liveweight.trainer.ways import Way, Ways
 from liveweight.transports.ipc.source import IpcOutlet
+from liveweight.transports.registry import mode
 from liveweight.transports.stock import RingSettings
 from liveweight.wire.credentials import load_or_create_secret
 
@@ -42,14 +44,14 @@ def publishing(
 ) -> Publishing:
     """Meet the replica at an address, whose secret lies in the directory; everything ends with the stack."""
     secret = load_or_create_secret(directory / "secret")
-    outlet = IpcOutlet(directory, secret)
-    stack.callback(outlet.close)
+    ways = Ways([Way(mode=mode("ipc"), outlet=IpcOutlet(directory, secret))], Bus())
+    stack.callback(ways.close)
     replica, deadline = WireReplica(address, secret), Deadline.after(timeout_s)
     met = meet_replicas([replica], deadline)
     offers = Offers(
         source=ModuleSource(shared.module),
         expected=met.expected,
-        outlet=outlet,
+        ways=ways,
         kernels=choose().kernels,
         shared=shared,
         threads=os.cpu_count() or 1,

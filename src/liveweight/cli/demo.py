@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 from liveweight.cli.exits import INTERRUPTED
+from liveweight.cli.modes import mode_option
 from liveweight.errors import MissingExtra
-from liveweight.transports.registry import TRANSPORTS
 
 if TYPE_CHECKING:
     from liveweight.rl.demo import Outcome
@@ -27,16 +27,7 @@ ROUND_S, LEASE_S = 30.0, 3.0
 _NEEDED = ("fastapi", "jinja2", "tokenizers", "torch", "transformers", "uvicorn")
 
 
-def _known(mode: str) -> str:
-    if mode not in TRANSPORTS:
-        raise typer.BadParameter(f"{mode!r} is none of {', '.join(sorted(TRANSPORTS))}")
-    return mode
-
-
-Mode = Annotated[
-    str,
-    typer.Option(callback=_known, metavar="|".join(sorted(TRANSPORTS)), help="How ranks read new weights."),
-]
+Mode = Annotated[str, mode_option("How ranks read new weights.")]
 Replicas = Annotated[int, typer.Option(min=1, max=8, help="Engines, of two ranks each.")]
 Steps = Annotated[int, typer.Option(min=1, help="Training steps of each run.")]
 Kv = Annotated[

@@ -9,7 +9,7 @@ import typer
 
 from liveweight.cli.exits import DONE
 from liveweight.cli.keys import SecretFile
-from liveweight.cli.push import Label, Run, Source
+from liveweight.cli.push import Label, Mode, Run, Source
 from liveweight.cli.serve import interruptible
 
 Address = Annotated[
@@ -28,6 +28,7 @@ def offer(
     address: Address = None,
     run: Run = None,
     dtype: Dtype = "auto",
+    transfer_mode: Mode = "ipc",
     secret_file: SecretFile = None,
 ) -> None:
     """Hold a checkpoint's weights ready for engines that ask for them, until Ctrl-C.
@@ -49,6 +50,7 @@ def offer(
                 address=where,
                 dtype=None if dtype == "auto" else dtype,
                 secret=secret,
+                transfer_mode=transfer_mode,
                 run=run,
             ) as publisher,
         ):

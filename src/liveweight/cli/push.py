@@ -14,6 +14,7 @@ from liveweight.cli.control import Timeout, Urls, label_of
 from liveweight.cli.exits import FAILED
 from liveweight.cli.failing import line_of
 from liveweight.cli.keys import ControlKey, ControlKeyFile, SecretFile, key_of
+from liveweight.cli.modes import mode_option
 from liveweight.cli.progress import Line, ToldReplica
 from liveweight.control.client import EngineClient, leader_of
 from liveweight.errors import Refused
@@ -30,6 +31,9 @@ Run = Annotated[
     typer.Option(help="The run that the version belongs to; by default a new one with every push."),
 ]
 Offer = Annotated[OfferKind, typer.Option(help="How the weights are held ready.")]
+Mode = Annotated[
+    str, mode_option("How the engines' ranks read them; gdr and rdma reach engines on other hosts.")
+]
 Verify = Annotated[bool, typer.Option("--verify/--no-verify", help="Compare what arrived with the source.")]
 
 
@@ -39,6 +43,7 @@ def push(
     version: Label,
     run: Run = None,
     offer: Offer = "frozen",
+    transfer_mode: Mode = "ipc",
     verify: Verify = True,
     timeout: Timeout = 60.0,
     control_key: ControlKey = None,
@@ -61,11 +66,10 @@ def push(
         ToldReplica(WireReplica(leader_of(url, said), secret), lines[url], ranks=said["tp"], verify=verify)
         for url, said in before.items()
     ]
+    how: dict[str, Any] = {"offer": offer, "transfer_mode": transfer_mode, "verify": verify}
     with (
         _told(before, lines.values()),
-        Publisher(
-            directory, engines=engines, secret=secret, offer=offer, verify=verify, timeout_s=timeout, run=run
-        ) as publisher,
+        Publisher(directory, engines=engines, secret=secret, run=run, timeout_s=timeout, **how) as publisher,
     ):
         report = publisher.publish(version)
     _show(list(before), report)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import logging
+import os
 import signal
 import socket
 import sys
@@ -18,6 +19,7 @@ import typer
 from liveweight.cli.exits import DONE, RANK_LOST
 from liveweight.cli.failing import line_of
 from liveweight.cli.keys import ApiKey, ApiKeyFile, ControlKey, ControlKeyFile, SecretFile
+from liveweight.cli.modes import mode_option
 from liveweight.cli.settings import Front, settings_of
 from liveweight.errors import LiveWeightError, MissingExtra
 
@@ -68,6 +70,12 @@ AwaitWeights = Annotated[
     typer.Option(
         "--await-weights",
         help="Take no requests before a publisher has brought a version: until then /health says pending_weights.",
+    ),
+]
+Mode = Annotated[
+    str | None,
+    mode_option(
+        "For updates that are asked for: what is offered over any other is refused, unless the request names it."
     ),
 ]
 Kv = Annotated[
@@ -147,6 +155,7 @@ def serve(
     weights_address: Address = None,
     weights_from: From = None,
     await_weights: AwaitWeights = False,
+    transfer_mode: Mode = None,
     secret_file: SecretFile = None,
     kv_policy: Kv = "recompute",
     draft_weights: DraftWeights = "required",
@@ -184,6 +193,9 @@ def serve(
     For example: liveweight serve ./model --tp 2 --port 8000
     """
     config, front = settings_of(dict(locals()))
+    os.environ.setdefault(
+        "UCX_LOG_FILE", os.devnull
+    )  # of the ranks, before they load it: else it is our terminal
     run(config, front, _start)
 
 

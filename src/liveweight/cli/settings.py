@@ -93,8 +93,10 @@ def _updates(given: Mapping[str, Any]) -> Updates | None:
     from liveweight.engine.config import Updates
 
     address, secret, source = given["weights_address"], given["secret_file"], given["weights_from"]
+    transfer_mode = given["transfer_mode"]
     if not given["updates"]:
         off = {"weights address": address, "secret file": secret, "source of weights": source}
+        off |= {"transfer mode": transfer_mode}
         for what, value in off.items():
             if value is not None:
                 raise EngineConfigInvalid(f"a {what} was given, and live updates are off")
@@ -105,6 +107,7 @@ def _updates(given: Mapping[str, Any]) -> Updates | None:
         address=address,
         secret_file=str(default_secret_file() if secret is None else secret),
         source=source,
+        transfer_mode=transfer_mode,
         kv_policy=given["kv_policy"],
         draft_weights=given["draft_weights"],
         shadow=given["shadow"],

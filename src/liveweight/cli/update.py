@@ -12,31 +12,21 @@ from liveweight.cli.control import Timeout, Url, label_of
 from liveweight.cli.exits import FAILED
 from liveweight.cli.failing import line_of
 from liveweight.cli.keys import ControlKey, ControlKeyFile, key_of
+from liveweight.cli.modes import mode_option
 from liveweight.cli.progress import SEPARATOR
 from liveweight.cli.push import Verify
 from liveweight.control.client import EngineClient
 from liveweight.errors import LiveWeightError, OutcomeUnknown
 from liveweight.spec.deadline import Deadline
-from liveweight.transports.registry import TRANSPORTS
 
 Wanted = Annotated[
     str | None, typer.Option("--version", help="A version that its source offers; by default the newest.")
 ]
 
 
-def _known(mode: str | None) -> str | None:
-    if mode is not None and mode not in TRANSPORTS:
-        raise typer.BadParameter(f"{mode!r} is none of {', '.join(sorted(TRANSPORTS))}")
-    return mode
-
-
 Mode = Annotated[
     str | None,
-    typer.Option(
-        callback=_known,
-        metavar="|".join(sorted(TRANSPORTS)),
-        help="Refuse what is offered over any other; by default the source's.",
-    ),
+    mode_option("Refuse what is offered over any other; by default as the engine is set, else the source's."),
 ]
 Kv = Annotated[
     Literal["recompute", "reuse", "drop"] | None,

@@ -225,6 +225,7 @@ class WeightsAnswer(TypedDict):
     rounds: list[RoundAnswer]
     address: str | None
     source: str | None
+    transfer_mode: str | None
     kv_policy: Literal["recompute", "reuse", "drop"] | None
     draft: Literal["current", "kept"] | None
     draft_weights: Literal["required", "keep"] | None

@@ -133,6 +133,7 @@ async def _weights(service: Service) -> WeightsAnswer:
         "rounds": [_round(summary) for summary in standing.rounds],
         "address": engine.address,
         "source": None if updates is None else updates.source,
+        "transfer_mode": None if updates is None else updates.transfer_mode,
         "kv_policy": None if updates is None else updates.kv_policy,
         "draft": _draft(engine, standing),
         "draft_weights": None if updates is None else updates.draft_weights,

@@ -8,6 +8,7 @@ import msgspec
 
 from liveweight.engine.hooks import check_name
 from liveweight.errors import EngineConfigInvalid
+from liveweight.transports.registry import check_installed, mode
 from liveweight.transports.snapshot.parts import PART_BYTES
 from liveweight.wire.values import KvPolicy
 from liveweight.worker.staging import BATCH_BYTES
@@ -22,12 +23,13 @@ class Updates(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     `kv_policy` is for commits whose publisher does not say. `draft_weights` says what happens where an offer has none of the MTP
     layer's tensors: it is refused, or the draft stays as it is. `shadow` is where each rank keeps the second copy of its weights; with
     `none` there is none, and a commit overwrites the weights, `chunk_bytes` at a time, those of the MTP layer `draft_chunk_bytes`.
-    `source` is where an operator's updates are read from.
+    `source` is where an operator's updates are read from, `transfer_mode` how, unless the operator says; None: as the source offers them.
     """
 
     address: str
     secret_file: str
     source: str | None = None
+    transfer_mode: str | None = None
     kv_policy: KvPolicy = "recompute"
     draft_weights: DraftWeights = "required"
     shadow: Literal["device", "host", "none"] = "device"
@@ -43,6 +45,12 @@ class Updates(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
             raise EngineConfigInvalid(
                 f"a source of weights is at ipc://path or tcp://host:port, not at {self.source!r}"
             )
+        if self.transfer_mode is not None:
+            if self.source is None:
+                raise EngineConfigInvalid(
+                    f"updates that are asked for are to come over {self.transfer_mode}, and no source of them was given"
+                )
+            check_installed(mode(self.transfer_mode))
 
 
 class Snapshots(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

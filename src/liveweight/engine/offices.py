@@ -56,6 +56,7 @@ class Offices:
             return None
         requested = Requested(
             updates.source,
+            transfer_mode=updates.transfer_mode,
             leader=self.desk.address,
             secret=self._secret,
             replica=self._replica,

@@ -46,7 +46,8 @@ CLOSE_S = 30.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Wish:
-    """What an operator asks for. `version` None: the source's newest; `pause` None: requests run on; `call` is the call's own id."""
+    """What an operator asks for. `version` None: the source's newest; `transfer_mode` None: as the engine is set; `pause` None: requests
+    run on; `call` is the call's own id."""
 
     call: str
     version: str | int | None = None
@@ -92,9 +93,18 @@ class Requested:
     """For any thread. Ends with `close`."""
 
     def __init__(
-        self, source: str, *, leader: str, secret: Secret, replica: str, world: int, pauses: Pauses
+        self,
+        source: str,
+        *,
+        transfer_mode: str | None = None,
+        leader: str,
+        secret: Secret,
+        replica: str,
+        world: int,
+        pauses: Pauses,
     ) -> None:
-        self.source = source
+        """`transfer_mode`: over which updates come where a wish names none; None: any."""
+        self.source, self._mode = source, transfer_mode
         self._leader, self._secret, self._replica, self._world = leader, secret, replica, world
         self._pauses = pauses
         self._changed = threading.Condition()
@@ -146,7 +156,7 @@ class Requested:
         with ExitStack() as stack:
             hold = stack.enter_context(self._hold(wish, deadline))
             hold_s = time.monotonic() - began_s
-            _check_mode(wish, hold.held)
+            _check(wish, wish.transfer_mode or self._mode, hold.held)
             replica = WireReplica(self._leader, self._secret)
             stack.callback(replica.close)
             with self._changed:
@@ -257,10 +267,10 @@ def _steps(part: Part, drive: Drive, *, hold_s: float, pause_s: float, began_s: 
     )
 
 
-def _check_mode(wish: Wish, held: Held) -> None:
+def _check(wish: Wish, transfer_mode: str | None, held: Held) -> None:
     mode, label = held.offer.mode, held.version
-    if wish.transfer_mode not in (None, mode):
-        raise VersionNotOffered(f"{label} over {wish.transfer_mode}", [f"{label} over {mode}"])
+    if transfer_mode not in (None, mode):
+        raise VersionNotOffered(f"{label} over {transfer_mode}", [f"{label} over {mode}"])
     if wish.verify and held.digests is None:
         raise VersionNotOffered(
             f"{label} verified", [f"{label} as a {held.offer.kind} offer without digests"]

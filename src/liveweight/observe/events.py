@@ -197,6 +197,16 @@ class LiveOfferImpossible(Event):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ModeFailed(Event):
+    """A transfer mode failed, for that reason, and the next attempt uses the one that follows."""
+
+    mode: str
+    code: str
+    reason: str
+    following: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class BucketDamaged(Event):
     """A rank found that a bucket, which begins with that tensor, was not what had been packed; it was packed again."""
 
@@ -319,6 +329,7 @@ AnyEvent: TypeAlias = (
     | OfferMade
     | Frozen
     | LiveOfferImpossible
+    | ModeFailed
     | BucketDamaged
     | ReadersRevoked
     | SnapshotSaved

@@ -56,7 +56,12 @@ def line_of(event: ev.AnyEvent) -> tuple[int, str]:
             found = "found as it should be" if event.match else "nothing to compare with"
             return INFO, f"{event.replica}: digested {_named(event.serving)} in {event.took_s:.3f} s, {found}"
         case (
-            ev.OfferMade() | ev.Frozen() | ev.LiveOfferImpossible() | ev.BucketDamaged() | ev.ReadersRevoked()
+            ev.OfferMade()
+            | ev.Frozen()
+            | ev.LiveOfferImpossible()
+            | ev.ModeFailed()
+            | ev.BucketDamaged()
+            | ev.ReadersRevoked()
         ):
             return _source(event)
         case (
@@ -119,7 +124,12 @@ def _step(event: ev.AnyStep) -> tuple[int, str]:
 
 
 def _source(
-    event: ev.OfferMade | ev.Frozen | ev.LiveOfferImpossible | ev.BucketDamaged | ev.ReadersRevoked,
+    event: ev.OfferMade
+    | ev.Frozen
+    | ev.LiveOfferImpossible
+    | ev.ModeFailed
+    | ev.BucketDamaged
+    | ev.ReadersRevoked,
 ) -> tuple[int, str]:
     match event:
         case ev.OfferMade():
@@ -130,6 +140,9 @@ def _source(
             return DEBUG, f"trainer rank {event.rank}: froze {froze}"
         case ev.LiveOfferImpossible():
             return WARNING, f"no {event.kind} offer of {event.version}: {event.reason}; freezing instead"
+        case ev.ModeFailed():
+            failed = f"transfer mode {event.mode} failed ({event.code} {event.reason})"
+            return WARNING, f"{failed}; the next attempt uses {event.following}"
         case ev.BucketDamaged():
             return WARNING, f"bucket {event.bucket}, with {event.tensor}, was damaged, and is packed again"
         case ev.ReadersRevoked():

@@ -73,6 +73,12 @@ OFFERS = Metric(
     labels=("kind",),
     meaning="versions that were offered, by kind of offer",
 )
+MODES_FAILED = Metric(
+    name="liveweight_modes_failed_total",
+    kind="counter",
+    labels=("mode",),
+    meaning="transfer modes that failed at a publisher that has another, which the next attempt used",
+)
 LEASES_EXPIRED = Metric(
     name="liveweight_leases_expired_total",
     kind="counter",
@@ -118,6 +124,7 @@ METRICS = (
     STALL_SECONDS,
     BYTES,
     OFFERS,
+    MODES_FAILED,
     LEASES_EXPIRED,
     AUDITS,
     SNAPSHOTS,
@@ -178,7 +185,7 @@ class MetricsReader:
                 self._add(AUDITS, 1, {True: "yes", False: "no", None: "unknown"}[event.match])
             case ev.SnapshotSaved() | ev.SnapshotLeft() | ev.SnapshotFailed():
                 self._add(SNAPSHOTS, 1, _SNAPSHOT_OUTCOMES[type(event)])
-            case ev.PeerRefused() | ev.Recovered():
+            case ev.PeerRefused() | ev.Recovered() | ev.ModeFailed():
                 self._add(*_counted(event))
             case ev.StagingBegan() | ev.OverwritingBegan() | ev.AuditBegan() | ev.FleetEvent():
                 pass  # what comes of them is counted, or told by the state
@@ -211,9 +218,11 @@ class MetricsReader:
         (histogram.labels(*labels) if labels else histogram).observe(seconds)
 
 
-def _counted(event: ev.PeerRefused | ev.Recovered) -> tuple[Metric, int, str]:
+def _counted(event: ev.PeerRefused | ev.Recovered | ev.ModeFailed) -> tuple[Metric, int, str]:
     if isinstance(event, ev.PeerRefused):
         return PEERS_REFUSED, 1, event.code
+    if isinstance(event, ev.ModeFailed):
+        return MODES_FAILED, 1, event.mode
     return RECOVERIES, 1, "no" if event.behind is None else "yes"
 
 

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 import xxhash
 
-from liveweight.errors import DigestMismatch, WrongState
+from liveweight.errors import DigestMismatch, RoundFailed, WrongState
 from liveweight.observe import events
 from liveweight.observe.bus import Bus
 from liveweight.observe.events import OfferKind
@@ -113,6 +113,10 @@ class GatheredOffers:
 
     def end(self, offer: Offer) -> None:
         """See Offering."""
+
+    def failed(self, error: RoundFailed) -> RoundFailed:
+        """See Offering: there is one transfer mode."""
+        return error
 
     def manifest_of(self, made: Made) -> Manifest | None:
         """See Offering."""

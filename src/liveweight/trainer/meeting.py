@@ -78,9 +78,20 @@ def _agreed(replicas: Sequence[Replica], said: Sequence[Standing | LiveWeightErr
 
 
 def check_terms(
-    engines: Sequence[object], address: str | None, dtype: object, offer: OfferKind, *, ranked: bool = False
+    engines: Sequence[object],
+    address: str | None,
+    dtype: object,
+    offer: OfferKind,
+    *,
+    ranked: bool = False,
+    modes: int = 1,
 ) -> None:
-    """Refuse what contradicts itself about engines that ask. `ranked`: the trainer has several ranks."""
+    """Refuse what contradicts itself about engines that ask. `ranked`: the trainer has several ranks; `modes`: so many transfer modes."""
+    if modes > 1 and (ranked or address is not None):
+        who = "a trainer of several ranks" if ranked else "a source that engines ask"
+        raise Refused(
+            f"{who} has one transfer mode: several are tried in rounds that one process drives alone"
+        )
     if ranked and (address is not None or not engines):
         raise Refused(
             "a trainer of several ranks drives its engines: name them; they cannot ask for its versions"

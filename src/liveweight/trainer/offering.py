@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Protocol
 
+from liveweight.errors import RoundFailed
 from liveweight.observe.events import OfferKind
 from liveweight.spec.digest import ContentDigest
 from liveweight.spec.manifest import Manifest
@@ -41,6 +42,9 @@ class Offering(Protocol):
 
     def end(self, offer: Offer) -> None:
         """The parameters of a live offer may change from now on."""
+
+    def failed(self, error: RoundFailed) -> RoundFailed:
+        """A round of the last offer failed so; what to raise of it. In the thread that drives, before the next offer."""
 
     def manifest_of(self, made: Made) -> Manifest | None:
         """The manifest with the digests of what was offered; None where those were not taken."""

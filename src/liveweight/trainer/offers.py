@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import cast
 
 from liveweight.devices.kernels import Kernels
+from liveweight.errors import LiveWeightError, RoundFailed
 from liveweight.observe import events
 from liveweight.observe.bus import Bus
 from liveweight.observe.events import OfferKind
@@ -23,8 +24,10 @@ from liveweight.spec.manifest import Manifest
 from liveweight.trainer.experts import SplitSource, split_layout, splits_for
 from liveweight.trainer.freeze import Freezer, offered_manifest
 from liveweight.trainer.live import SharedModule, live_digest, moved_since, why_not_live
+from liveweight.trainer.report import FailedMode
 from liveweight.trainer.ring import RingOffers, RingOutlet
 from liveweight.trainer.source import Source
+from liveweight.trainer.ways import Way, Ways
 from liveweight.transports.port import Arena, Outlet
 from liveweight.transports.stock import RingSettings
 from liveweight.wire.values import Offer
@@ -32,12 +35,14 @@ from liveweight.wire.values import Offer
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Made:
-    """An offer that stands, and what it took. `lanes` are the digests of its tensors, where they were asked for."""
+    """An offer that stands, and what it took. `lanes` are the digests of its tensors, where they were asked for; `failed_modes`, the
+    transfer modes that were passed over for it."""
 
     offer: Offer
     lanes: Lanes | None
     freeze_s: float
     digest_s: float
+    failed_modes: tuple[FailedMode, ...] = ()
 
     @property
     def digests(self) -> bytes | None:
@@ -53,7 +58,7 @@ class Offers:
         *,
         source: Source,
         expected: Manifest,
-        outlet: Outlet,
+        ways: Ways,
         kernels: Kernels,
         shared: SharedModule | None,
         threads: int,
@@ -67,7 +72,8 @@ class Offers:
         self.content = ContentDigest(self.manifest)
         self.size_bytes = self.manifest.size_bytes
         """Bytes of one version."""
-        self._source, self._whole, self._outlet = source, whole, outlet
+        self._source, self._whole = source, whole
+        self._ways, self._way = ways, ways.now
         self._live_layout = None if shared is None else split_layout(shared.layout, splits)
         self._kernels, self._shared, self._threads, self._bus = kernels, shared, threads, bus
         self._never_live = why_not_live(whole, expected, shared)
@@ -86,6 +92,34 @@ class Offers:
         A frozen offer always knows its digests, which ride on the copy; a live one only where they are to be verified. A live one
         is of the arena: whether the parameters still lie there, `strayed` says, and it must be asked before anyone commits.
         """
+        self._take(self._ways.now)
+        try:
+            made = self._made(label, kind, verify=verify, release=release)
+        except LiveWeightError as error:
+            self._ways.after_offering(error)
+            raise
+        return dataclasses.replace(made, failed_modes=self._ways.failed_modes)
+
+    def failed(self, error: RoundFailed) -> RoundFailed:
+        """See Offering: where it was the transfer mode that failed, the next offer is made over the next one."""
+        return self._ways.after(error)
+
+    def _take(self, way: Way) -> None:
+        """Make offers over that way from now on; nothing is left with the one before, and whoever still reads there is revoked."""
+        if way is self._way:
+            return
+        self._give_back()
+        if self._live_layout is not None:
+            self._outlet.withdraw(self._live_layout)
+        self._way = way
+
+    @property
+    def _outlet(self) -> Outlet:
+        return self._way.outlet
+
+    def _made(self, label: str, kind: OfferKind, *, verify: bool, release: Callable[[], None]) -> Made:
+        if kind not in self._way.mode.offers:
+            return self.freeze(label, f"{self._way.mode.name} has none", release=release, kind=kind)
         if kind == "live":
             reason = self._why_not_live()
             if reason is None and self._shared is not None:
@@ -153,6 +187,9 @@ class Offers:
     def close(self) -> None:
         """Give the frozen arena back, and let go of what a ring was packed from. A shared module stays its owner's."""
         self._ring.close()
+        self._give_back()
+
+    def _give_back(self) -> None:
         self._freezer.forget()
         if self._arena is not None:
             self._outlet.withdraw(self._freezer.layout)

@@ -16,7 +16,7 @@ from concurrent.futures import TimeoutError as FutureTimeout
 from contextlib import nullcontext
 from typing import Self
 
-from liveweight.errors import OutcomeUnknown, Refused, RoundAborted, WrongState
+from liveweight.errors import OutcomeUnknown, Refused, RoundAborted, RoundFailed, WrongState
 from liveweight.spec.deadline import Deadline
 from liveweight.spec.manifest import Version
 from liveweight.trainer.drive import MARGIN_S, Drive
@@ -247,6 +247,8 @@ class Publisher:
         missed, self._missed = self._missed, self._missed + 1
         try:
             drive.run()
+        except RoundFailed as error:
+            raise self._offers.failed(error) from error.__cause__
         finally:
             if current.strayed is not None:
                 self._missed = missed  # it was no round of its own: a frozen one follows

@@ -29,10 +29,20 @@ class ReplicaReport:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class FailedMode:
+    """A transfer mode that is passed over, since it failed: with that code, for that reason."""
+
+    mode: str
+    code: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Report:
     """A round that reached its quorum. `unchanged`: the version was installed already, and nothing was done.
 
-    `verified` is True only if what the ranks hold was digested and compared with the source's digests.
+    `verified` is True only if what the ranks hold was digested and compared with the source's digests. `mode` is the transfer mode that was
+    used, `failed_modes` those of the publisher's that have failed and were not tried since.
     """
 
     version: Version
@@ -48,6 +58,7 @@ class Report:
     commit_s: float
     replicas: tuple[ReplicaReport, ...]
     staleness: int
+    failed_modes: tuple[FailedMode, ...] = ()
 
     @property
     def behind(self) -> tuple[str, ...]:

@@ -47,4 +47,5 @@ def report_of(current: Round, drive: Drive, *, verify: bool, size_bytes: int, mi
         commit_s=drive.commit_s,
         replicas=tuple(part.report() for part in current.parts),
         staleness=missed,
+        failed_modes=current.made.failed_modes,
     )

@@ -13,14 +13,14 @@ from liveweight.trainer.gathering import owed
 from liveweight.trainer.lead import Lead
 from liveweight.trainer.member import Member
 from liveweight.trainer.report import Report
-from liveweight.transports.port import Outlet
+from liveweight.trainer.ways import Ways
 
 
 class SpmdPublisher(FleetPublisher):
     """Every method is for the training loop's thread; with a group, all ranks call them in the same order."""
 
     _ranked: Lead | Member | None = None
-    _outlet: Outlet | None = None
+    _ways: Ways | None = None
     _source: object = None
 
     def publish(self, label: str | int) -> Report:
@@ -72,5 +72,5 @@ class SpmdPublisher(FleetPublisher):
             self._ranked.close()
             return
         super().close()
-        if self._outlet is not None:
-            self._outlet.close()
+        if self._ways is not None:
+            self._ways.close()

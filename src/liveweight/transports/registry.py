@@ -8,11 +8,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Literal, Protocol, TypeAlias
 
-from liveweight.errors import Refused
+from liveweight.errors import MissingExtra, Refused
 from liveweight.observe.events import OfferKind
 
 if TYPE_CHECKING:
@@ -70,6 +71,12 @@ def mode(name: str) -> Mode:
     if found is None:
         raise Refused(f"unknown transfer mode {name!r}, known: {', '.join(sorted(TRANSPORTS))}")
     return found
+
+
+def check_installed(chosen: Mode) -> None:
+    """MissingExtra, with the pip line, where a mode needs what is not installed here."""
+    if chosen.extra is not None and find_spec(chosen.extra) is None:
+        raise MissingExtra(f"transfer mode {chosen.name}", chosen.extra)
 
 
 def check_offer(chosen: Mode, offer: OfferKind) -> None:

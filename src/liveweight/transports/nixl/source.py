@@ -10,11 +10,10 @@ import secrets
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
-from importlib.util import find_spec
 from pathlib import Path
 
 from liveweight.devices.device import CPU, Device
-from liveweight.errors import LayoutInvalid, LiveWeightError, MissingExtra, Refused, VersionNotOffered
+from liveweight.errors import LayoutInvalid, LiveWeightError, Refused, VersionNotOffered
 from liveweight.observe.events import OfferKind
 from liveweight.spec.layout import Layout
 from liveweight.transports.attaching import AttachServer
@@ -22,7 +21,7 @@ from liveweight.transports.ipc.arena import SharedArena, combined
 from liveweight.transports.nixl.keeping import Keeper, Lent
 from liveweight.transports.nixl.places import Place
 from liveweight.transports.port import Arena
-from liveweight.transports.registry import mode
+from liveweight.transports.registry import check_installed, mode
 from liveweight.wire.credentials import Secret
 from liveweight.wire.limits import Limits
 from liveweight.wire.messages import Attach, Attached, Message, Refusal
@@ -60,8 +59,7 @@ class NixlOutlet:
         limits: Limits | None = None,
     ) -> None:
         """Listen for ranks of other hosts at an address of this one, `host`; None: for those of this host, in that directory."""
-        if find_spec("nixl") is None:
-            raise MissingExtra(f"transfer mode {name}", "nixl")
+        check_installed(mode(name))
         if device is not None and device is not CPU:
             raise Refused(f"{name} offers host memory, and this source is on {device.name}")
         self._mode, self._limits = name, limits or Limits()

@@ -1,0 +1,61 @@
+"""The transfer mode that an engine is started with, of updates that are asked for; and NIXL in a served engine, which keeps to itself."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from liveweight.engine.config import Updates
+from liveweight.errors import EngineConfigInvalid, Refused
+from tests.control.test_push import liveweight, said, secret_file
+from tests.control.test_requested import offering
+from tests.support.engines import WITHIN_S, Models
+from tests.support.serve_processes import program, url_of
+
+
+def test_an_engine_started_for_gdr_refuses_other_offers_unless_asked_and_ucx_writes_nothing_to_its_terminal(
+    models: Models, short_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("nixl")
+    monkeypatch.setenv("UCX_LOG_LEVEL", "info")  # what it would say at every start of an agent
+    monkeypatch.delenv("UCX_LOG_FILE", raising=False)
+    address, secret = f"ipc://{short_path}/s/source.sock", str(secret_file(short_path))
+    source = (models.directory(seed=1), "--version", "step_1", "--address", address, "--secret-file", secret)
+    arguments = ("--tp", "2", "--port", "0", "--secret-file", secret, "--weights-from", address)
+    with program(str(models.directory()), *arguments, "--transfer-mode", "gdr") as server:
+        url = url_of(server)
+        with offering(short_path, *source):
+            refused = liveweight(short_path, "update", url)
+        with offering(short_path, *source, "--transfer-mode", "gdr"):
+            taken = liveweight(short_path, "update", url)
+        with offering(short_path, *source, "--run", "other"):
+            asked = liveweight(short_path, "update", url, "--transfer-mode", "ipc")
+        label = said(url)["weight_version"]["label"]
+        server.terminate()
+        output, errors = server.communicate(timeout=WITHIN_S)
+    assert (refused.returncode, taken.returncode, asked.returncode) == (1, 0, 0), (taken.stderr, asked.stderr)
+    assert "over gdr, the source offers step_1 over ipc" in refused.stderr
+    assert (label, server.returncode) == ("step_1", 0)
+    assert (output, errors) == ("", "")
+
+
+def test_a_push_over_gdr_reaches_an_engine(models: Models, short_path: Path) -> None:
+    pytest.importorskip("nixl")
+    secret = str(secret_file(short_path))
+    with program(str(models.directory()), "--tp", "2", "--port", "0", "--secret-file", secret) as server:
+        url = url_of(server)
+        pushed = liveweight(
+            short_path, "push", models.directory(seed=1), url, "--version", "step_1", "--transfer-mode", "gdr"
+        )
+        assert pushed.returncode == 0, pushed.stderr
+        assert said(url)["weight_version"]["label"] == "step_1"
+
+
+def test_a_mode_that_is_not_there_or_for_nothing_is_refused_at_the_start() -> None:
+    place: dict[str, Any] = {"address": "ipc:///engine.sock", "secret_file": "secret"}
+    with pytest.raises(Refused, match="unknown transfer mode 'pigeon'"):
+        Updates(**place, source="ipc:///source.sock", transfer_mode="pigeon")
+    with pytest.raises(EngineConfigInvalid, match="no source of them was given"):
+        Updates(**place, transfer_mode="gdr")
