@@ -16,6 +16,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from liveweight.devices.bounds import Memories
 from liveweight.devices.kernels import BoundCopy, BoundDigest, BoundFreeze, Kernels, choose_kernels
 from liveweight.devices.memory import Memory
 from liveweight.errors import LayoutInvalid, OutOfMemory, Torn, WrongState
@@ -489,9 +490,9 @@ class FailingCopies:
         return self.inner.bind_digest(rows, memories, slots)
 
     def bind_freeze(
-        self, rows: Table, sources: Sequence[Memory], targets: Sequence[Memory], slots: int
+        self, rows: Table, sources: Memories, targets: Memories, slots: int, *, warm: bool = False
     ) -> BoundFreeze:
-        return self.inner.bind_freeze(rows, sources, targets, slots)
+        return self.inner.bind_freeze(rows, sources, targets, slots, warm=warm)
 
 
 @dataclass(slots=True)

@@ -16,6 +16,7 @@ from liveweight.errors import LayoutInvalid
 
 Table: TypeAlias = npt.NDArray[np.int64]
 Flags: TypeAlias = npt.NDArray[np.bool_]
+Memories: TypeAlias = Sequence[Memory]
 
 COPY_COLUMNS, DIGEST_COLUMNS, FREEZE_COLUMNS = 11, 12, 16
 CASTS = 3

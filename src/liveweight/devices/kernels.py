@@ -13,6 +13,7 @@ from typing import Protocol, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
+from liveweight.devices.bounds import Memories
 from liveweight.devices.memory import Memory
 from liveweight.observe.bus import Bus
 from liveweight.observe.events import KernelsChosen
@@ -71,9 +72,9 @@ class Kernels(Protocol):
         ...
 
     def bind_freeze(
-        self, rows: Table, sources: Sequence[Memory], targets: Sequence[Memory], slots: int
+        self, rows: Table, sources: Memories, targets: Memories, slots: int, *, warm: bool = False
     ) -> BoundFreeze:
-        """A table of plan/freezes."""
+        """A table of plan/freezes. `warm`: what is written is read again at once, and should stay in the caches."""
         ...
 
 

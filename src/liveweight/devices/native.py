@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from liveweight.devices import _native
-from liveweight.devices.bounds import Table, bound_copy, bound_digest, bound_freeze
+from liveweight.devices.bounds import Memories, Table, bound_copy, bound_digest, bound_freeze
 from liveweight.devices.memory import Memory
 from liveweight.spec.digest import SEEDS, Lanes
 
@@ -50,16 +50,17 @@ class NativeFreeze:
     keep: tuple[Memory, ...]
     slots: int
     portable: bool
+    warm: bool
 
     def run(self, first: int, last: int) -> Lanes:
         """Move rows [first, last); their partial digests."""
         lanes = np.zeros((self.slots, SEEDS), dtype=np.uint32)
-        _native.freeze(self.rows, first, last, lanes, self.portable)
+        _native.freeze(self.rows, first, last, lanes, self.portable, self.warm)
         return lanes
 
     def move(self, first: int, last: int) -> None:
         """Move rows [first, last) without a digest."""
-        _native.freeze(self.rows, first, last, None, self.portable)
+        _native.freeze(self.rows, first, last, None, self.portable, self.warm)
 
 
 class NativeKernels:
@@ -84,8 +85,9 @@ class NativeKernels:
         return NativeDigest(rows=table, keep=tuple(memories), slots=slots, portable=self._portable)
 
     def bind_freeze(
-        self, rows: Table, sources: Sequence[Memory], targets: Sequence[Memory], slots: int
+        self, rows: Table, sources: Memories, targets: Memories, slots: int, *, warm: bool = False
     ) -> NativeFreeze:
         """A freeze table, checked."""
         table = bound_freeze(rows, sources, targets, slots)
-        return NativeFreeze(rows=table, keep=(*sources, *targets), slots=slots, portable=self._portable)
+        keep = (*sources, *targets)
+        return NativeFreeze(rows=table, keep=keep, slots=slots, portable=self._portable, warm=warm)

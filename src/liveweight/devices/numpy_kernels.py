@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from liveweight.devices.bounds import Table, bound_copy, bound_digest, bound_freeze
+from liveweight.devices.bounds import Memories, Table, bound_copy, bound_digest, bound_freeze
 from liveweight.devices.memory import Memory
 from liveweight.spec.digest import SEEDS, Lanes, column_weights, row_weights
 
@@ -96,9 +96,10 @@ class NumpyKernels:
         return NumpyDigest(rows=bound_digest(rows, memories, slots), keep=tuple(memories), slots=slots)
 
     def bind_freeze(
-        self, rows: Table, sources: Sequence[Memory], targets: Sequence[Memory], slots: int
+        self, rows: Table, sources: Memories, targets: Memories, slots: int, *, warm: bool = False
     ) -> NumpyFreeze:
         """A freeze table, checked."""
+        del warm  # caches are not ours to choose here
         table = bound_freeze(rows, sources, targets, slots)
         return NumpyFreeze(rows=table, keep=(*sources, *targets), slots=slots)
 

@@ -16,7 +16,7 @@ from typing import TypeAlias
 import numpy as np
 import torch
 
-from liveweight.devices.bounds import Table, bound_copy, bound_digest, bound_freeze
+from liveweight.devices.bounds import Memories, Table, bound_copy, bound_digest, bound_freeze
 from liveweight.devices.memory import Memory
 from liveweight.devices.torch_casts import bfloat16_bits, float16_bits
 from liveweight.devices.torch_digest import digest_tensor
@@ -157,9 +157,10 @@ class TorchKernels:
         )
 
     def bind_freeze(
-        self, rows: Table, sources: Sequence[Memory], targets: Sequence[Memory], slots: int
+        self, rows: Table, sources: Memories, targets: Memories, slots: int, *, warm: bool = False
     ) -> TorchFreeze:
         """A freeze table, checked."""
+        del warm  # caches are not ours to choose here
         return TorchFreeze(
             rows=bound_freeze(rows, sources, targets, slots),
             keep=(*sources, *targets),

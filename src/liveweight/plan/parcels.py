@@ -7,9 +7,11 @@ sides derive what they move from the same layout, in which a bucket is a memory:
 
 from __future__ import annotations
 
+import itertools
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from typing import TypeAlias
 
 import numpy as np
 
@@ -19,6 +21,12 @@ from liveweight.plan.loops import Table
 from liveweight.spec.layout import ALIGNMENT_BYTES, Layout, Placement, align
 from liveweight.spec.manifest import TensorSpec
 from liveweight.spec.region import Region, Span, canonical, count, counts, meet, show
+
+BLOCK_BYTES = 1 << 20
+"""What is packed, or copied out, at a time: so little that its checksum is taken from the caches."""
+
+Block: TypeAlias = tuple[int, int, int]
+"""Rows [first, last) of a table, and where in the bucket all of their bytes end."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,6 +80,21 @@ def cut_out(held: Layout, stream: Layout) -> Layout:
             )
         )
     return Layout(tensors=held.tensors, memories_bytes=held.memories_bytes, placements=tuple(placements))
+
+
+def in_blocks(starts: Table, ends: Table, sizes: Table) -> list[list[Block]]:
+    """The rows of each bucket in blocks. Bucket i has the rows up to the start of the next; `ends` says where in it a row's bytes end."""
+    bounds = [*starts.tolist(), len(sizes)]
+    return [_blocks(first, last, ends, sizes) for first, last in itertools.pairwise(bounds)]
+
+
+def _blocks(first: int, last: int, ends: Table, sizes: Table) -> list[Block]:
+    marks = np.cumsum(sizes[first:last]) // BLOCK_BYTES
+    cuts = [*(np.flatnonzero(np.diff(marks)) + 1).tolist(), last - first] if last > first else []
+    reach = np.maximum.accumulate(ends[first:last])
+    return [
+        (first + begin, first + end, int(reach[end - 1])) for begin, end in itertools.pairwise([0, *cuts])
+    ]
 
 
 def _inside(region: Region, other: Region) -> bool:

@@ -17,8 +17,8 @@ from liveweight.devices.device import Device
 from liveweight.devices.kernels import BoundCopy, Kernels
 from liveweight.devices.memory import Memory
 from liveweight.errors import LayoutInvalid, MessageInvalid
-from liveweight.plan.copies import split
-from liveweight.plan.parcels import ParcelPlan, plan_parcels
+from liveweight.plan.copies import row_bytes, split
+from liveweight.plan.parcels import BLOCK_BYTES, ParcelPlan, in_blocks, plan_parcels
 from liveweight.spec.deadline import Deadline
 from liveweight.spec.layout import Layout
 from liveweight.transports.attaching import ask_source, nobody_listens
@@ -34,7 +34,6 @@ from liveweight.wire.limits import Limits
 from liveweight.wire.messages import Attached, Message
 from liveweight.wire.values import Offer, RingTerms
 
-ROW_BYTES = 4 << 20
 _KEPT = 4
 
 _Seats: TypeAlias = tuple[str, str, tuple[int, ...], tuple[int, ...]]
@@ -169,7 +168,7 @@ class RingReader:
         return plan
 
     def _bind(self, link: RingLink, plan: ParcelPlan, shadow: Sequence[Memory]) -> RingBinding:
-        rows = split(plan.rows, ROW_BYTES)
+        rows = split(plan.rows, BLOCK_BYTES)
         table = rows.copy()
         table[:, 0] = 0  # whichever segment it is bound to
         unheld, kernels, segments = _unheld(shadow), self._kernels, link.segments
@@ -178,7 +177,9 @@ class RingReader:
             return kernels.bind_copy(table, [segments[segment]], unheld)
 
         _, starts = np.unique(rows[:, 0], return_index=True)
-        return RingBinding(stream=plan.stream, rows=rows, starts=starts, bind=bind)
+        ends = rows[:, 1] + (rows[:, 4] - 1) * rows[:, 5] + (rows[:, 7] - 1) * rows[:, 8] + rows[:, 10]
+        blocks = in_blocks(starts, ends, row_bytes(rows))
+        return RingBinding(stream=plan.stream, rows=rows, starts=starts, blocks=blocks, bind=bind)
 
 
 def _unheld(memories: Sequence[Memory]) -> list[Memory]:

@@ -11,6 +11,10 @@ from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
+AHEAD = 3
+"""Segments that a rank holds at most: one that it reads, one that waits for it, one that is packed. More would leave the caches before
+they are read."""
+
 
 @dataclass(slots=True, kw_only=True)
 class Destination:
@@ -107,5 +111,5 @@ class RingBook:
 
     def _ready(self) -> Iterable[Destination]:
         busy = sum(destination.busy for destination in self._destinations.values())
-        most = max(1, -(-self._segments // (busy + 1)))
+        most = max(1, min(AHEAD, -(-self._segments // (busy + 1))))
         return (d for d in self._destinations.values() if d.next < d.buckets and len(d.held) < most)

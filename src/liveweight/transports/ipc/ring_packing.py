@@ -16,9 +16,9 @@ from liveweight.devices.kernels import BoundDigest, BoundFreeze
 from liveweight.devices.memory import Memory
 from liveweight.plan.cover import Mask
 from liveweight.plan.digests import plan_digests
-from liveweight.plan.freezes import COLUMNS, plan_freeze
+from liveweight.plan.freezes import COLUMNS, plan_freeze, row_bytes, split
 from liveweight.plan.loops import Table
-from liveweight.plan.parcels import cut_out, plan_parcels
+from liveweight.plan.parcels import BLOCK_BYTES, Block, cut_out, in_blocks, plan_parcels
 from liveweight.spec.digest import SEEDS, Lanes
 from liveweight.spec.layout import Layout, Placement, packed
 from liveweight.spec.region import count
@@ -26,11 +26,7 @@ from liveweight.transports.stock import Stock
 
 Bytes: TypeAlias = npt.NDArray[np.uint8]
 _TARGET_MEMORY, _SLOT = COLUMNS.index("target_memory"), COLUMNS.index("slot")
-
-
-def bucket_sum(content: Bytes) -> int:
-    """The checksum that a bucket carries."""
-    return xxhash.xxh3_64_intdigest(content.data)
+_TARGET_OFFSET, _TARGET_STRIDE = COLUMNS.index("target_offset"), COLUMNS.index("target_row_stride_bytes")
 
 
 class Packing:
@@ -46,7 +42,7 @@ class Packing:
             [parcel.memory for parcel in stream.placements], np.arange(1, len(stream.memories_bytes) + 1)
         )
         self._slots = int(np.diff([0, *self._ends]).max(initial=1))
-        self._rows, self._row_ends = self._kernel_rows()
+        self._rows, self._blocks = self._kernel_rows()
         self._bound: list[BoundFreeze | None] = [None] * len(segments)
 
     @property
@@ -61,24 +57,33 @@ class Packing:
     def pack(self, bucket: int, segment: int) -> tuple[int, int]:
         """Fill that segment; how many bytes it holds then, and their checksum."""
         start, end = _range(self._ends, bucket)
-        first, last = _range(self._row_ends, bucket)
-        bound = self._bound[segment] or self._bind(segment)
-        if self._stock.digest:
-            self.lanes[start:end] = bound.run(first, last)[: end - start]
-        else:
-            bound.move(first, last)
+        self.lanes[start:end] = 0
+        size, content = self.stream.memories_bytes[bucket], self._bytes[segment]
+        checksum, summed = xxhash.xxh3_64(), 0
+        for first, last, until in self._blocks[bucket]:
+            self._move(segment, first, last, start, end)
+            if not self._stock.foreign:  # block by block, while it is in the caches
+                checksum.update(content[summed:until].data)
+                summed = until
         for number in range(start, end) if self._stock.foreign else ():
             self._put(number, segment)
+        checksum.update(content[summed:size].data)
         self.packed[start:end] = True
-        size = self.stream.memories_bytes[bucket]
-        return size, bucket_sum(self._bytes[segment][:size])
+        return size, checksum.intdigest()
+
+    def _move(self, segment: int, first: int, last: int, start: int, end: int) -> None:
+        bound = self._bound[segment] or self._bind(segment)
+        if self._stock.digest:
+            self.lanes[start:end] += bound.run(first, last)[: end - start]
+        else:
+            bound.move(first, last)
 
     def first_tensor(self, bucket: int) -> str:
         """What a damaged bucket is called by."""
         return self.stream.placements[_range(self._ends, bucket)[0]].name
 
-    def _kernel_rows(self) -> tuple[Table, Table]:
-        """The freeze table of all parcels that kernels pack, and where each bucket's rows end. Slots count within a bucket."""
+    def _kernel_rows(self) -> tuple[Table, list[list[Block]]]:
+        """The freeze table of all parcels that kernels pack, and each bucket's rows in blocks. Slots count within a bucket."""
         numbers = np.array(
             [n for n, p in enumerate(self.stream.placements) if p.name not in self._stock.foreign],
             dtype=np.int64,
@@ -87,16 +92,20 @@ class Packing:
         offered = Layout(
             tensors=self.stream.tensors, memories_bytes=self.stream.memories_bytes, placements=parcels
         )
-        rows = plan_freeze(cut_out(self._stock.held, offered), offered).rows.copy()
+        rows = split(plan_freeze(cut_out(self._stock.held, offered), offered).rows, BLOCK_BYTES).copy()
         starts = np.array([0, *self._ends], dtype=np.int64)
         rows[:, _SLOT] = numbers[rows[:, _SLOT]] - starts[rows[:, _TARGET_MEMORY]]
-        ends = np.searchsorted(rows[:, _TARGET_MEMORY], np.arange(1, self.buckets + 1))
+        first = np.searchsorted(rows[:, _TARGET_MEMORY], np.arange(self.buckets))
+        ends = rows[:, _TARGET_OFFSET] + (rows[:, 4] - 1) * rows[:, _TARGET_STRIDE] + rows[:, 8] * rows[:, 10]
+        blocks = in_blocks(first, ends, row_bytes(rows))
         rows[:, _TARGET_MEMORY] = 0  # whichever segment it is bound to
-        return rows, ends
+        return rows, blocks
 
     def _bind(self, segment: int) -> BoundFreeze:
         stock = self._stock
-        bound = stock.kernels.bind_freeze(self._rows, stock.memories, [self.segments[segment]], self._slots)
+        bound = stock.kernels.bind_freeze(
+            self._rows, stock.memories, [self.segments[segment]], self._slots, warm=True
+        )
         self._bound[segment] = bound
         return bound
 

@@ -14,15 +14,16 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 
 import numpy as np
+import xxhash
 
 from liveweight.devices.kernels import BoundCopy
 from liveweight.devices.memory import Memory
 from liveweight.errors import ChannelClosed, ChecksumMismatch, DeadlineExceeded, MessageInvalid, OfferChanged
 from liveweight.plan.loops import Table
+from liveweight.plan.parcels import Block
 from liveweight.spec.deadline import Deadline
 from liveweight.spec.layout import Layout
 from liveweight.transports.ipc.arena import MappedArena, combined
-from liveweight.transports.ipc.ring_packing import bucket_sum
 from liveweight.transports.port import GoOn, check_generation, patient
 from liveweight.wire.channel import Channel
 from liveweight.wire.messages import Message, Refusal
@@ -117,6 +118,7 @@ class RingBinding:
     stream: Layout
     rows: Table
     starts: Table
+    blocks: list[list[Block]]
     bind: Callable[[int], BoundCopy]
     bound: dict[int, BoundCopy] = field(default_factory=dict)
 
@@ -140,30 +142,24 @@ class RingReading:
         shadow: Sequence[Memory],
         number: int | None,
     ) -> None:
-        self.rows = binding.rows
+        self.rows, self.overlaps = binding.rows, False
         self._offer, self._binding, self._link = offer, binding, link
         self._pages, self._shadow = tuple(pages), tuple(shadow)
         self._number, self._stands = number, number is not None
-        self._left = np.diff([*binding.starts, len(binding.rows)])
+        self._out: list[bool | None] = [False] * len(binding.starts)
+        """Of each bucket: whether it is copied out; None while a thread does it."""
         self._changed = threading.Condition()
         self._filled: dict[int, Filled] = {}
-        self._checked: dict[int, int] = {}
         self._tries: dict[int, int] = {}
         self._failure: Refusal | None = None
 
     def read(self, first: int, last: int, go_on: GoOn = patient) -> None:
-        """Copy rows [first, last) out of their buckets, waiting for each; a bucket that is done is given back."""
-        starts = self._binding.starts
-        at = int(np.searchsorted(starts, first, side="right")) - 1
-        while first < last:
-            end = min(last, int(starts[at + 1]) if at + 1 < len(starts) else len(self.rows))
-            bucket = int(self.rows[first, 0])
-            segment = self._arrived(bucket, go_on)
-            if segment is None:
-                return
-            self._binding.run(segment, first, end)
-            self._done(at, bucket, end - first)
-            first, at = end, at + 1
+        """Copy rows [first, last) out of their buckets, and what else these hold, waiting for each; one that is done is given back."""
+        if first < last:
+            begin, end = np.searchsorted(self._binding.starts, [first, last - 1], side="right").tolist()
+            for at in range(begin - 1, end):
+                if not self._have(at, go_on):
+                    return
 
     def check(self) -> None:
         """Raise OfferChanged if the source has revoked the offer: what was read may be a mixture."""
@@ -176,18 +172,46 @@ class RingReading:
         number, self._number = self._number, None
         if number is not None:
             with suppress(ChannelClosed, DeadlineExceeded):
-                self._link.post(Leave(number=number, staged=not self._left.any()))
+                self._link.post(Leave(number=number, staged=all(self._out)))
 
-    def _arrived(self, bucket: int, go_on: GoOn) -> int | None:
-        """The segment that holds the bucket, whose checksum is right; None if told to wait no longer."""
+    def _have(self, at: int, go_on: GoOn) -> bool:
+        """See that the bucket is copied out, by this thread or by the one that is at it; False if told to wait no longer."""
         while True:
             with self._changed:
-                if bucket in self._checked:
-                    return self._checked[bucket]
+                state = self._out[at]
+                if state is False:
+                    self._out[at] = None
+            if state:
+                return True
+            if state is False:
+                return self._copy_out(at, go_on)
+            if not go_on():
+                return False
+            with self._changed:
+                self._changed.wait_for(lambda: self._out[at] is not None, LOOK_S)
+
+    def _copy_out(self, at: int, go_on: GoOn) -> bool:
+        bucket, done = int(self.rows[self._binding.starts[at], 0]), False
+        try:
+            while not done and (filled := self._arrived(bucket, go_on)) is not None:
+                done = self._copied(filled, at)
+                if not done:
+                    self._again(filled)
+        finally:
+            with self._changed:
+                self._out[at] = done
+                self._changed.notify_all()
+        if done and self._number is not None:
+            self._link.post(Free(number=self._number, bucket=bucket))
+        return done
+
+    def _arrived(self, bucket: int, go_on: GoOn) -> Filled | None:
+        """The segment that holds the bucket; None if told to wait no longer."""
+        while True:
+            with self._changed:
                 filled = self._filled.pop(bucket, None)
             if filled is not None:
-                self._look_at(filled)
-                continue
+                return filled
             if self._failure is not None:
                 raise self._failure.fault.to_error()
             self.check()
@@ -195,7 +219,7 @@ class RingReading:
                 return None
             if not self._link.listen(self._hear, LOOK_S):
                 with self._changed:
-                    self._changed.wait_for(lambda: bucket in self._checked or bucket in self._filled, LOOK_S)
+                    self._changed.wait_for(lambda: bucket in self._filled, LOOK_S)
 
     def _hear(self, body: Message) -> None:
         with self._changed:
@@ -208,18 +232,28 @@ class RingReading:
                     return  # of a subscription that is over
             self._changed.notify_all()
 
-    def _look_at(self, filled: Filled) -> None:
-        """Compare the checksum; ask for the bucket again where it differs, and give up by name where it does so still."""
-        number, bucket = filled.number, filled.bucket
-        if not 0 <= filled.segment < len(self._link.bytes):
-            raise MessageInvalid(f"{self._offer.source} speaks of segment {filled.segment}")
-        content = self._link.bytes[filled.segment][: filled.size_bytes]
-        if bucket_sum(content) == filled.sum:
-            with self._changed:
-                self._checked[bucket] = filled.segment
-                self._changed.notify_all()
-            return
+    def _copied(self, filled: Filled, at: int) -> bool:
+        """Copy a bucket out, block by block, each behind its part of the checksum, which takes it into the caches; whether it was right.
+
+        Where it was not, the shadow has what the next attempt overwrites.
+        """
+        size, segment = self._binding.stream.memories_bytes[filled.bucket], filled.segment
+        if not 0 <= segment < len(self._link.bytes) or filled.size_bytes != size:
+            raise MessageInvalid(
+                f"{self._offer.source} speaks of {filled.size_bytes} bytes in segment {segment}"
+            )
+        content, checksum, summed = self._link.bytes[segment], xxhash.xxh3_64(), 0
+        for first, last, until in self._binding.blocks[at]:
+            checksum.update(content[summed:until].data)
+            self._binding.run(segment, first, last)
+            summed = max(summed, until)
+        checksum.update(content[summed:size].data)
+        return checksum.intdigest() == filled.sum
+
+    def _again(self, filled: Filled) -> None:
+        """Ask for a bucket again, and give it up by name where it differs still."""
         self.check()  # overwritten because it was revoked, or damaged
+        bucket = filled.bucket
         tries = self._tries[bucket] = self._tries.get(bucket, 1) + 1
         if tries > TRIES:
             parcels = self._binding.stream.placements
@@ -227,13 +261,4 @@ class RingReading:
             raise ChecksumMismatch(
                 f"bucket {bucket} of {self._offer.source}, which begins with {tensor}, was damaged {TRIES} times"
             )
-        self._link.post(Again(number=number, bucket=bucket))
-
-    def _done(self, at: int, bucket: int, rows: int) -> None:
-        with self._changed:
-            self._left[at] -= rows
-            finished = not self._left[at]
-            if finished:
-                self._checked.pop(bucket, None)
-        if finished and self._number is not None:
-            self._link.post(Free(number=self._number, bucket=bucket))
+        self._link.post(Again(number=filled.number, bucket=bucket))
