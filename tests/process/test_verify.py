@@ -164,6 +164,7 @@ class HeldReader:
 
     rows = np.zeros((16384, len(COLUMNS)), dtype=np.int64)
     rows[:, 4], rows[:, 7], rows[:, 10] = 1, 1, 1 << 20
+    overlaps = False
 
     def __init__(self) -> None:
         self.came, self.go = threading.Semaphore(0), threading.Semaphore(0)

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from liveweight.devices.crew import Crew
 from liveweight.devices.kernels import choose_kernels
 from liveweight.devices.memory import Memory
-from liveweight.errors import DeadlineExceeded, OfferChanged, WrongState
+from liveweight.errors import ChannelClosed, DeadlineExceeded, OfferChanged, WrongState
 from liveweight.plan.copies import plan_copies, row_bytes, split
 from liveweight.plan.loops import Table
 from liveweight.spec import digest
@@ -29,7 +29,7 @@ from liveweight.spec.manifest import TensorSpec
 from liveweight.spec.region import whole
 from liveweight.transports.port import GoOn, patient
 from liveweight.worker.shadow_digest import ShadowDigest
-from liveweight.worker.staging import BATCH_BYTES, Pace, StageResult, Stopped, cut, share, stage
+from liveweight.worker.staging import BATCH_BYTES, Outcome, Pace, StageResult, Stopped, cut, share, stage
 from tests.support.layouts import Bytes, filled, fulls, placed, tilings, view
 
 
@@ -52,6 +52,7 @@ class ArrayReading:
     rows: Table
     sources: Sequence[Bytes]
     targets: Sequence[Bytes]
+    overlaps: bool = False
     generation: int = 0
     offered: int = 0
     ends: int = 0
@@ -254,6 +255,43 @@ def test_all_threads_of_a_crew_read(crew: Crew) -> None:
     stage(reading, crew=crew, pace_bytes_per_s=None, stop=never, deadline=soon())
     assert len(reading.threads) == crew.threads
     assert np.array_equal(reading.targets[0], reading.sources[0])
+
+
+class Told:
+    """What works beside a stage: it hears of rows, and sees the whole of it pass."""
+
+    def __init__(self, reading: WatchedReading) -> None:
+        self.reading, self.rows, self.ended = reading, list[tuple[int, int]](), False
+
+    def landed(self, first: int, last: int) -> None:
+        assert (first, last) in self.reading.reads
+        assert not self.ended
+        self.rows.append((first, last))
+
+    def during(self, work: Callable[[], Outcome]) -> Outcome:
+        try:
+            return work()
+        finally:
+            self.ended = True
+
+
+def test_what_works_beside_a_stage_hears_of_every_row_once_it_is_there(crew: Crew) -> None:
+    told = Told(flat_reading(32 << 20))
+    stage(told.reading, crew=crew, pace_bytes_per_s=None, stop=never, deadline=soon(), beside=told)
+    assert sorted(told.rows) == sorted(told.reading.reads)
+    assert sum(last - first for first, last in told.rows) == len(told.reading.rows)
+    assert told.ended
+
+
+def test_what_works_beside_a_stage_that_fails_ends_with_it(crew: Crew) -> None:
+    def fail(number: int) -> None:
+        if number == 3:
+            raise ChannelClosed("the source is gone")
+
+    told = Told(flat_reading(32 << 20, watch=fail))
+    with pytest.raises(ChannelClosed):
+        stage(told.reading, crew=crew, pace_bytes_per_s=None, stop=never, deadline=soon(), beside=told)
+    assert told.ended
 
 
 def test_nothing_to_read_is_a_finished_stage(crew: Crew) -> None:

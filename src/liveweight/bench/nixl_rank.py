@@ -28,7 +28,7 @@ from liveweight.wire.limits import Limits
 from liveweight.wire.messages import Message
 from liveweight.wire.values import Offer
 from liveweight.worker.shadow_digest import ShadowDigest
-from liveweight.worker.staging import StageResult, stage
+from liveweight.worker.staging import Stopped, stage
 from liveweight.worker.torch_target import TensorTarget
 
 WAIT_S = 600.0
@@ -71,8 +71,7 @@ class _Rank:
             case "plain":
                 self._stage(offer, shadow)
             case "verified":
-                self._stage(offer, shadow)
-                lanes = self._lanes(shadow)
+                lanes = self._verified(offer, shadow)
             case "digest":
                 lanes = self._lanes(shadow)
             case _:
@@ -82,13 +81,33 @@ class _Rank:
     def _stage(self, offer: Offer, shadow: Sequence[Memory]) -> None:
         deadline = Deadline.after(WAIT_S)
         reading = self._reader.bind(offer, self._target.layout, shadow, deadline)
-        done = stage(reading, crew=self._crew, pace_bytes_per_s=None, stop=lambda: False, deadline=deadline)
-        if not isinstance(done, StageResult):
+        stage(reading, crew=self._crew, pace_bytes_per_s=None, stop=_never, deadline=deadline)
+
+    def _verified(self, offer: Offer, shadow: Sequence[Memory]) -> bytes:
+        """As a rank's agent does it."""
+        deadline = Deadline.after(WAIT_S)
+        reading = self._reader.bind(offer, self._target.layout, shadow, deadline)
+        digesting = self._digest.begin(reading, shadow, self._crew, ahead=reading.overlaps)
+        stage(
+            reading,
+            crew=self._crew,
+            pace_bytes_per_s=None,
+            stop=_never,
+            deadline=deadline,
+            beside=digesting.beside,
+        )
+        lanes = digesting.rest(stop=_never, deadline=deadline)
+        if isinstance(lanes, Stopped):
             raise TypeError("a stage that nobody stopped was stopped")
+        return lanes_to_bytes(lanes)
 
     def _lanes(self, shadow: Sequence[Memory]) -> bytes:
         deadline = Deadline.after(WAIT_S)
         return lanes_to_bytes(self._digest.all_of(shadow, crew=self._crew, deadline=deadline))
+
+
+def _never() -> bool:
+    return False
 
 
 class BareRead:

@@ -84,6 +84,10 @@ class Reading(Protocol):
     def rows(self) -> Table:
         """The copies to make (plan/copies.COLUMNS), cut small enough to be shared out and interrupted."""
 
+    @property
+    def overlaps(self) -> bool:
+        """Whether the reader waits, or is so slow, that what has landed is better digested beside the reads than after them."""
+
     def read(self, first: int, last: int, go_on: GoOn = patient) -> None:
         """Fill the shadow with rows [first, last). Returns when the bytes are there, or `go_on` said no; releases the GIL."""
 

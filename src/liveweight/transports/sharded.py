@@ -154,6 +154,7 @@ class ShardedReading:
     def __init__(self, readings: Sequence[tuple[Shard, Reading]]) -> None:
         self._readings = tuple(readings)
         self._ends: list[int] = np.cumsum([0, *(len(reading.rows) for _, reading in readings)]).tolist()
+        self.overlaps = all(reading.overlaps for _, reading in readings)
         tables = [reading.rows for _, reading in readings]
         self.rows: Table = np.concatenate(tables) if tables else np.empty((0, 11), dtype=np.int64)
 

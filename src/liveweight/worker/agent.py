@@ -38,7 +38,7 @@ from liveweight.wire.values import RoundId, fault_of
 from liveweight.worker.auditor import Auditor
 from liveweight.worker.keeping import Keeping
 from liveweight.worker.overwriting import Found, Overwriter, Overwrites, round_facts
-from liveweight.worker.shadow_digest import ShadowDigest
+from liveweight.worker.shadow_digest import Digesting, ShadowDigest
 from liveweight.worker.staging import Stopped, stage
 from liveweight.worker.target import Target
 from liveweight.worker.turnstile import Turnstile
@@ -152,10 +152,11 @@ class Agent:
                     return
                 shadow = self._target.shadow()
                 self._keeping.fill(order.keep)
-                if not self._stage(order, shadow, deadline):
+                digesting = self._stage(order, shadow, deadline)
+                if digesting is None:
                     return
                 step = "verify"
-                if order.verify and not self._verify(order, shadow, deadline):
+                if order.verify and not self._verify(order, digesting, deadline):
                     return
                 self._turnstile.staged = order.round
         except ChannelClosed as error:
@@ -198,27 +199,29 @@ class Agent:
         if overwriter.run(errand, found, lambda: self._stop(order.round)) is not None:
             self._readers[order.offer.mode].forget(order.offer.source)
 
-    def _stage(self, order: Stage, shadow: Sequence[Memory], deadline: Deadline) -> bool:
+    def _stage(self, order: Stage, shadow: Sequence[Memory], deadline: Deadline) -> Digesting | None:
         began_s = time.monotonic()
         reading = self._bind(order, shadow, deadline)
         if reading is None:
-            return False
+            return None
         self._bus.emit(events.StagingBegan(**self._who(order), rank=self._rank))
+        digesting = self._digest.begin(reading, shadow, self._crew, ahead=order.verify and reading.overlaps)
         done = stage(
             reading,
             crew=self._crew,
             pace_bytes_per_s=self._settings.pace_bytes_per_s,
             stop=lambda: self._stop(order.round),
             deadline=deadline,
+            beside=digesting.beside,
         )
         if isinstance(done, Stopped):
-            return False
+            return None
         seconds = time.monotonic() - began_s
         self._send(Staged(round=order.round, rank=self._rank, size_bytes=done.size_bytes, seconds=seconds))
         self._bus.emit(
             events.Staged(**self._who(order), rank=self._rank, size_bytes=done.size_bytes, took_s=seconds)
         )
-        return True
+        return digesting
 
     def _bind(self, order: Stage, memories: Sequence[Memory], deadline: Deadline) -> Reading | None:
         """Attach to the source, looking up now and then; None if the round was given up meanwhile."""
@@ -236,11 +239,9 @@ class Agent:
                     raise
         return None
 
-    def _verify(self, order: Stage, shadow: Sequence[Memory], deadline: Deadline) -> bool:
+    def _verify(self, order: Stage, digesting: Digesting, deadline: Deadline) -> bool:
         began_s = time.monotonic()
-        lanes = self._digest.of(
-            shadow, crew=self._crew, stop=lambda: self._stop(order.round), deadline=deadline
-        )
+        lanes = digesting.rest(stop=lambda: self._stop(order.round), deadline=deadline)
         if isinstance(lanes, Stopped):
             return False
         seconds = time.monotonic() - began_s

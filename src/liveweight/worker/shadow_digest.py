@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 
@@ -15,10 +17,13 @@ from liveweight.devices.crew import Crew
 from liveweight.devices.kernels import BoundDigest, Kernels
 from liveweight.devices.memory import Memory
 from liveweight.plan.digests import plan_digests, row_bytes, split
+from liveweight.plan.loops import Table
 from liveweight.spec.deadline import Deadline
 from liveweight.spec.digest import SEEDS, Lanes
 from liveweight.spec.layout import Layout
-from liveweight.worker.staging import SMALLEST_BATCH_BYTES, Pace, Stop, Stopped, share
+from liveweight.transports.port import Reading
+from liveweight.worker.digest_ahead import DigestAhead, Readings
+from liveweight.worker.staging import SMALLEST_BATCH_BYTES, Beside, Pace, Stop, Stopped, share
 
 ROW_BYTES = 2 << 20
 BATCH_LANES = 32
@@ -26,6 +31,17 @@ BATCH_LANES = 32
 
 KEPT = 2
 """Sets of memory whose reading is kept bound: live and shadow, which change places."""
+
+
+class Digesting(Protocol):
+    """The digest of a shadow that a round fills."""
+
+    @property
+    def beside(self) -> Beside | None:
+        """What works while the shadow fills; None: nothing does."""
+
+    def rest(self, *, stop: Stop, deadline: Deadline) -> Lanes | Stopped:
+        """Once all copies are done: the digest of every placement of the layout, in its order."""
 
 
 class ShadowDigest:
@@ -39,6 +55,9 @@ class ShadowDigest:
         self._sizes_bytes = row_bytes(self._rows)
         self._kernels = kernels
         self._bound: list[tuple[Sequence[Memory], BoundDigest]] = []
+        self._readings: list[Readings] = []
+        lane_bytes = self._slots * SEEDS * np.dtype(np.uint32).itemsize
+        self._smallest_batch_bytes = max(SMALLEST_BATCH_BYTES, BATCH_LANES * lane_bytes)
 
     def of(
         self,
@@ -61,9 +80,21 @@ class ShadowDigest:
         """The same, and nobody stops it."""
         return self._read(memories, crew, lambda: False, deadline)[0]
 
+    def begin(self, reading: Reading, memories: Sequence[Memory], crew: Crew, *, ahead: bool) -> Digesting:
+        """The digest of what this reading fills: taken afterwards or, with `ahead`, as far as possible meanwhile."""
+        return self._ahead(reading.rows, memories, crew) if ahead else Afterwards(self, memories, crew)
+
+    def _ahead(self, copies: Table, memories: Sequence[Memory], crew: Crew) -> DigestAhead:
+        found = next((known for known in self._readings if known.fit(copies, memories)), None)
+        if found is None:
+            found = Readings(self._rows, copies, self._slots, memories, self._kernels)
+        self._readings = [*(known for known in self._readings if known is not found), found][-KEPT:]
+        return DigestAhead(found, crew, smallest_batch_bytes=self._smallest_batch_bytes)
+
     def forget(self) -> None:
         """Let go of all memories. Called before they are given back: what is bound keeps them alive."""
         self._bound.clear()
+        self._readings.clear()
 
     def _read(
         self,
@@ -94,7 +125,7 @@ class ShadowDigest:
             deadline=deadline,
             what="verifying",
             pace=pace,
-            smallest_batch_bytes=max(SMALLEST_BATCH_BYTES, BATCH_LANES * sums[0].nbytes),
+            smallest_batch_bytes=self._smallest_batch_bytes,
         )
         total: Lanes = np.sum(sums, axis=0, dtype=np.uint32)
         return total, outcome
@@ -112,3 +143,17 @@ class ShadowDigest:
         bound = self._kernels.bind_digest(self._rows, memories, self._slots)
         self._bound = [*self._bound, (tuple(memories), bound)][-KEPT:]
         return bound
+
+
+@dataclass(frozen=True, slots=True)
+class Afterwards:
+    """A Digesting that reads everything at the end."""
+
+    digest: ShadowDigest
+    memories: Sequence[Memory]
+    crew: Crew
+    beside: Beside | None = None
+
+    def rest(self, *, stop: Stop, deadline: Deadline) -> Lanes | Stopped:
+        """See Digesting."""
+        return self.digest.of(self.memories, crew=self.crew, stop=stop, deadline=deadline)

@@ -10,7 +10,7 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TypeAlias
+from typing import Protocol, TypeAlias, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -24,6 +24,9 @@ from liveweight.transports.port import Reading
 BATCH_BYTES = 8 << 20
 """What a thread takes at a time: a millisecond of copying, so that Python's part does not show and a stop is prompt."""
 
+BESIDE_BATCH_BYTES = 2 << 20
+"""The same where what was read is worked on at once: so that little is left at the end."""
+
 SMALLEST_BATCH_BYTES = 256 << 10
 BATCHES_PER_THREAD = 8
 PACED_BATCH_S = 0.01
@@ -35,6 +38,19 @@ Stop: TypeAlias = Callable[[], bool]
 
 Rows: TypeAlias = Callable[[int, int, int], None]
 """Work on rows [first, last), in a lane: (lane, first, last)."""
+
+
+Outcome = TypeVar("Outcome")
+
+
+class Beside(Protocol):
+    """Work on what has been read, beside the reads."""
+
+    def landed(self, first: int, last: int) -> None:
+        """Rows [first, last) are there. Any thread."""
+
+    def during(self, work: Callable[[], Outcome]) -> Outcome:
+        """Have that work done by this thread, and one's own by another; when it returns or raises, both have ended."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,30 +101,27 @@ def stage(
     stop: Stop,
     deadline: Deadline,
     ends: Table | None = None,
+    beside: Beside | None = None,
 ) -> StageResult | Stopped:
     """Read every row into the shadow, and check before and after that the source did not change. Called from the staging thread.
 
-    `ends` says where batches of rows end; by default their sizes do.
-    When it returns or raises, no thread reads any more. Raises DeadlineExceeded, OfferChanged, or what the reading raises.
+    `ends` says where batches of rows end; by default their sizes do. `beside` works on rows that are there. When it returns or raises,
+    no thread reads any more. Raises DeadlineExceeded, OfferChanged, or what the reading raises.
     """
     began_s = time.monotonic()
-    patience = _Patience(stop=stop, deadline=deadline)
+    reads = _Reads(reading=reading, stop=stop, deadline=deadline, beside=beside)
     sizes = row_bytes(reading.rows)
     try:
         reading.check()
-        outcome = share(
-            sizes,
-            lambda lane, first, last: reading.read(first, last, lambda: patience.go_on(lane)),
-            crew=crew,
-            stop=stop,
-            deadline=deadline,
-            what="staging",
-            pace=None if pace_bytes_per_s is None else Pace(pace_bytes_per_s),
-            ends=ends,
+        pace = None if pace_bytes_per_s is None else Pace(pace_bytes_per_s)
+        outcome = (
+            reads.all_of(sizes, crew, pace, ends)
+            if beside is None
+            else beside.during(lambda: reads.all_of(sizes, crew, pace, ends))
         )
         if isinstance(outcome, Stopped):
             return outcome
-        if patience.ended:
+        if reads.ended:
             return Stopped(done_bytes=outcome, size_bytes=int(sizes.sum()))
         reading.check()
         return StageResult(size_bytes=outcome, seconds=time.monotonic() - began_s)
@@ -117,12 +130,33 @@ def stage(
 
 
 @dataclass(slots=True, kw_only=True)
-class _Patience:
-    """How long reads may wait: to the deadline, or until the caller wants to stop, which only lane 0 may ask."""
+class _Reads:
+    """Reads that may wait to the deadline, or until the caller wants to stop, which only lane 0 may ask."""
 
+    reading: Reading
     stop: Stop
     deadline: Deadline
+    beside: Beside | None
     ended: bool = False
+
+    def all_of(self, sizes: Table, crew: Crew, pace: Pace | None, ends: Table | None) -> int | Stopped:
+        if ends is None and self.beside is not None:
+            ends = cut(sizes, BESIDE_BATCH_BYTES)
+        return share(
+            sizes,
+            self.read,
+            crew=crew,
+            stop=self.stop,
+            deadline=self.deadline,
+            what="staging",
+            pace=pace,
+            ends=ends,
+        )
+
+    def read(self, lane: int, first: int, last: int) -> None:
+        self.reading.read(first, last, lambda: self.go_on(lane))
+        if self.beside is not None and not self.ended:
+            self.beside.landed(first, last)
 
     def go_on(self, lane: int) -> bool:
         self.deadline.check("bytes of the source to arrive, while staging")

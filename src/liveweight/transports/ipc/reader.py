@@ -74,6 +74,7 @@ class IpcReading:
     bound: Bound
     attachment: _Attachment
     shadow: tuple[Memory, ...]
+    overlaps: bool = False
 
     def read(self, first: int, last: int, go_on: GoOn = patient) -> None:  # noqa: ARG002 - it never waits
         """Copy rows [first, last) into the shadow, with the GIL released."""

@@ -34,6 +34,7 @@ class NixlReading:
         binding: Binding,
         shadow: Sequence[Memory],
     ) -> None:
+        self.overlaps = True
         plan = binding.plan
         self.offer, self.rows = offer, plan.rows
         self._session, self._attachment, self._binding = session, attachment, binding
@@ -123,6 +124,8 @@ class NixlReading:
                     del self._flying[piece]
             elif piece > end + SLOTS:
                 break
+            if piece >= end and arrived and not self._flying:
+                break  # where a post is the read itself, what is posted ahead only leaves the caches again
         return arrived
 
     def _slot_taken(self, piece: int, arrived: Sequence[int]) -> bool:

@@ -86,6 +86,7 @@ class SnapshotReading:
         plan = (plans or CopyPlans()).get(contents.layout(), target)
         order = np.argsort(plan.rows[:, 0], kind="stable")
         self.rows: Table = plan.rows[order]
+        self.overlaps = False
         self._contents, self._check = contents, check
         self._kernels, self._device, self._shadow = kernels, device, tuple(shadow)
         numbers = np.unique(self.rows[:, 0])
