@@ -9,7 +9,7 @@ import pytest
 
 from tests.support.cluster import Cluster, Program
 from tests.support.rounds import assert_holds, assert_no_growth, publish_when_free, weights_of
-from tests.support.two_hosts import ENGINE, NoNamespaces, TwoHosts, two_hosts
+from tests.support.two_hosts import ENGINE, TRAINER, NoNamespaces, TwoHosts, two_hosts
 
 pytest.importorskip("nixl")
 
@@ -40,6 +40,16 @@ def test_rounds_go_from_host_to_host(cluster: Cluster, hosts: TwoHosts, mode: st
     for label in (2, 3):
         assert trainer.ask("publish", label=label)["verified"]
         assert_holds(ranks, label)
+
+
+@MODES
+def test_a_version_is_streamed_from_host_to_host(cluster: Cluster, hosts: TwoHosts, mode: str) -> None:
+    source = f"tcp://{TRAINER}:7414"
+    (rank,) = cluster.replica(1, address=ADDRESS, host=hosts.engine, weights_from=source)
+    trainer = cluster.trainer(engines=[ADDRESS], host=hosts.trainer, transfer_mode=mode, address=source)
+    for label in (1, 2):
+        assert "error" not in trainer.ask("publish", label=label)
+        assert rank.ask("stream", label=label)["same"]
 
 
 @MODES

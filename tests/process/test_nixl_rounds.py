@@ -82,24 +82,6 @@ def test_rounds_take_no_more_descriptors_threads_or_registrations_as_they_go_on(
 
 
 @MODES
-@pytest.mark.parametrize("moment", ["RoundOpened", "StagingBegan"])
-def test_a_trainer_killed_while_ranks_read_leaves_the_old_version_serving(
-    tcp: TcpCluster, mode: str, moment: str
-) -> None:
-    ranks, trainer = tcp.ready(mode, "live", timeout_s=6.0, lease_s=2.0)
-    rank = 0 if moment == "RoundOpened" else 1
-    ranks[rank].ask("hold", event=moment, rank=-1 if rank == 0 else rank)
-    trainer.begin("publish", label=2)
-    ranks[rank].held(moment)
-    trainer.kill()
-    ranks[rank].ask("go")
-    successor = tcp.trainer(mode, "live", run="successor")
-    assert_holds(ranks, 1)
-    assert "error" not in publish_when_free(successor, 3)
-    assert_holds(ranks, 3)
-
-
-@MODES
 def test_a_lost_keeper_is_replaced_and_costs_one_round_at_most(tcp: TcpCluster, mode: str) -> None:
     ranks, trainer = tcp.ready(mode, "frozen", timeout_s=20.0)
     keeper = keeper_of(trainer)
@@ -111,18 +93,6 @@ def test_a_lost_keeper_is_replaced_and_costs_one_round_at_most(tcp: TcpCluster, 
     assert "error" not in publish_when_free(trainer, 3)
     assert_holds(ranks, 3)
     assert keeper_of(trainer) != keeper
-
-
-@MODES
-def test_a_rank_killed_while_it_reads_does_not_take_the_trainer_with_it(tcp: TcpCluster, mode: str) -> None:
-    ranks, trainer = tcp.ready(mode, "frozen", timeout_s=6.0, lease_s=2.0)
-    ranks[1].ask("hold", event="StagingBegan", rank=1)
-    call = trainer.begin("publish", label=2)
-    ranks[1].held("StagingBegan")
-    ranks[1].kill()
-    answer = trainer.end(call)
-    assert answer["error"]["serving"] is not None
-    trainer.ask("set", label=3)
 
 
 @MODES

@@ -13,7 +13,8 @@ import torch.distributed as dist
 
 import liveweight as lw
 from liveweight.observe.bus import Bus
-from liveweight.observe.events import AnyEvent, Staged
+from liveweight.observe.events import Staged
+from liveweight.worker.digest_ahead import DigestAhead
 from liveweight.worker.torch_target import TensorTarget
 from tests.support import model
 from tests.support.program import Console
@@ -43,8 +44,9 @@ def main(config: dict[str, Any]) -> None:
         group = dist.group.WORLD
     held = model.parameters(rank, world, config["label"], getattr(torch, config["dtype"]))
     target = TensorTarget(held, exchange=config["exchange"])
+    damage_when_landed(console, target)
     with (
-        bus.subscribe(lambda event: damage(console, target, event)),
+        bus.subscribe(lambda event: damage(console, target) if isinstance(event, Staged) else None),
         bus.subscribe(console.on_event),
         lw.Receiver(
             target,
@@ -57,6 +59,7 @@ def main(config: dict[str, Any]) -> None:
             shadow=config["shadow"],
             chunk_bytes=CHUNK_BYTES,
             hooks=[lambda: console.moment("Hook", rank), lambda: fail_once(console)],
+            weights_from=config.get("weights_from"),
             bus=bus,
         ) as receiver,
     ):
@@ -66,12 +69,23 @@ def main(config: dict[str, Any]) -> None:
         dist.destroy_process_group()
 
 
-def damage(console: Console, target: TensorTarget, event: AnyEvent) -> None:
-    """If the test asked for it: flip one bit after it was staged, before it is verified: of the shadow, or, in place, of what is live."""
-    if isinstance(event, Staged) and console.armed in ("shadow", "live"):
+def damage(console: Console, target: TensorTarget) -> None:
+    """If the test asked for it: flip one bit of the shadow, or, in place, of what is live."""
+    if console.armed in ("shadow", "live"):
         memories = target.shadow() if console.armed == "shadow" else target.live()
         console.armed = None
         ctypes.c_ubyte.from_address(memories[0].address).value ^= 1
+
+
+def damage_when_landed(console: Console, target: TensorTarget) -> None:
+    """Where what has landed is digested before all of it is there: before that."""
+    landed = DigestAhead.landed
+
+    def damaged(ahead: DigestAhead, first: int, last: int) -> None:
+        damage(console, target)
+        landed(ahead, first, last)
+
+    setattr(DigestAhead, "landed", damaged)  # noqa: B010 - in this process all passes the test's hands
 
 
 class ToldToFail(RuntimeError):
@@ -140,8 +154,16 @@ def act(
                 "fingerprint": model.fingerprint(tensors),
                 "torn": TORN[0] if TORN else None,
             }
+        case "stream":
+            return {"same": streams(receiver, command["label"])}
         case "flip":
             ctypes.c_ubyte.from_address(tensors[command["name"]].data_ptr()).value ^= 1
             return {}
         case other:
             raise ValueError(other)
+
+
+def streams(receiver: lw.Receiver, label: int) -> bool:
+    """Whether a stream of that version is, bit for bit and without a tensor too many, what the version holds."""
+    found = {name: tensor.clone() for name, tensor in receiver.stream(label)}
+    return model.fingerprint(found) == model.fingerprint(model.full(label))

@@ -62,6 +62,7 @@ def main(config: dict[str, Any]) -> None:
             behind=config.get("behind", "serve"),
             run=config["run"],
             transfer_mode=config.get("transfer_mode", "ipc"),
+            address=config.get("address"),
             threads=2,
             bus=bus,
         ) as publisher,
