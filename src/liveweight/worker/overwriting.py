@@ -166,6 +166,7 @@ class _Noted:
 
     def __init__(self, reading: Reading, on_first: Callable[[], None]) -> None:
         self.rows: Table = reading.rows
+        self.overlaps = False  # what is live is digested once all of it is there
         self._reading, self._on_first = reading, on_first
         self._told = threading.Lock()
         self.begun = False
