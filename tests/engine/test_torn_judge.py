@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from liveweight.rl.torn_judge import NEAR, Counts, Judge, Kind, kinds_of, logits
+from liveweight.bench.torn_judge import NEAR, Counts, Judge, Kind, kinds_of, logits
 from tests.support.engines import Logits, Models
 
 VOCAB = 8

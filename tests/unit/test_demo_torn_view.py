@@ -6,11 +6,11 @@ import io
 
 from rich.console import Console
 
+from liveweight.bench.torn import TornSettings
+from liveweight.bench.torn_judge import Counts
+from liveweight.bench.torn_result import SideResult, TornResult
 from liveweight.cli.demo_torn import verdict
 from liveweight.cli.demo_torn_view import TerminalView
-from liveweight.rl.torn import TornSettings
-from liveweight.rl.torn_judge import Counts
-from liveweight.rl.torn_result import SideResult, TornResult
 
 RED, GREEN = "\x1b[1;31m", "\x1b[32m"
 

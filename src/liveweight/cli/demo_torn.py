@@ -15,7 +15,7 @@ from liveweight.cli.exits import FAILED, INTERRUPTED
 from liveweight.errors import MissingExtra
 
 if TYPE_CHECKING:
-    from liveweight.rl.torn_result import TornResult
+    from liveweight.bench.torn_result import TornResult
 
 _NEEDED = ("fastapi", "jinja2", "tokenizers", "torch", "uvicorn")
 
@@ -52,14 +52,14 @@ def torn(
     """
     if any(find_spec(name) is None for name in _NEEDED):
         raise MissingExtra("the demo", "engine")
+    from liveweight.bench.torn import TornSettings, run_torn
     from liveweight.cli.demo_torn_view import viewing
-    from liveweight.rl.torn import TornSettings, run_torn
 
     settings = TornSettings(
         size=size, clients=clients, tokens=tokens, buckets=buckets, paused=pause, kill=kill, seed=seed
     )
     try:
-        with _interruptible(), viewing(settings, silent=as_json) as view:
+        with interruptible(), viewing(settings, silent=as_json) as view:
             result = run_torn(settings, view, publisher_main=publisher_main)
     except KeyboardInterrupt:
         raise typer.Exit(INTERRUPTED) from None
@@ -74,7 +74,7 @@ def torn(
 def publisher_main(descriptor: int) -> None:
     """The right side's trainer, in a process of its own."""
     from liveweight.api import Publisher
-    from liveweight.rl.torn_trainer import main
+    from liveweight.bench.torn_trainer import main
 
     main(descriptor, Publisher)
 
@@ -92,7 +92,7 @@ def verdict(result: TornResult) -> str:
 
 
 @contextmanager
-def _interruptible() -> Iterator[None]:
+def interruptible() -> Iterator[None]:
     """The first SIGINT or SIGTERM ends the demo with everything released; later ones do not disturb that."""
     numbers = (signal.SIGINT, signal.SIGTERM)
 

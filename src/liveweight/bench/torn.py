@@ -14,21 +14,21 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, Protocol, TypeAlias
 
+from liveweight.bench import torn_in_place, torn_side
+from liveweight.bench.torn_in_place import InPlaceConfig
+from liveweight.bench.torn_judge import Judge, Kind
+from liveweight.bench.torn_process import Child, Served, Told
+from liveweight.bench.torn_result import LABEL, PARTS, SideResult, TornResult
+from liveweight.bench.torn_side import SideConfig
+from liveweight.bench.torn_stream import Answer, Stream
+from liveweight.bench.torn_tally import Tally
+from liveweight.bench.torn_trainer import PublishConfig
 from liveweight.control.client import EngineClient
 from liveweight.engine.config import EngineConfig, Updates
 from liveweight.engine.init_model.checkpoint import init_model
 from liveweight.engine.init_model.sizes import SIZES
 from liveweight.engine.text.tokenizer import Tokenizer
 from liveweight.errors import MessageInvalid
-from liveweight.rl import torn_in_place, torn_side
-from liveweight.rl.torn_in_place import InPlaceConfig
-from liveweight.rl.torn_judge import Judge, Kind
-from liveweight.rl.torn_process import Child, Served, Told
-from liveweight.rl.torn_result import LABEL, PARTS, SideResult, TornResult
-from liveweight.rl.torn_side import SideConfig
-from liveweight.rl.torn_stream import Answer, Stream
-from liveweight.rl.torn_tally import Tally
-from liveweight.rl.torn_trainer import PublishConfig
 from liveweight.spec.deadline import Deadline
 
 TP = 2

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from liveweight.bench.torn_process import Go, Told, engine_of, run
 from liveweight.control.client import EngineClient
 from liveweight.devices.cpu import mapped
 from liveweight.devices.device import CPU, Device
@@ -25,7 +26,6 @@ from liveweight.devices.memory import Memory
 from liveweight.engine.forward import Solo
 from liveweight.engine.pipe import Pipe
 from liveweight.errors import Unavailable
-from liveweight.rl.torn_process import Go, Told, engine_of, run
 from liveweight.spec.deadline import Deadline
 from liveweight.trainer.live import share_module
 from liveweight.transports.ipc.arena import SharedArena
@@ -99,7 +99,7 @@ def trainer_main(descriptor: int) -> None:
 
 def _train(pipe: Pipe[InPlaceConfig | Go], config: InPlaceConfig) -> None:
     """Load, hear where the engine is, and write. Where it is to be killed it says so and waits for its end."""
-    shares = [_share(Path(config.checkpoint), rank, config.ranks) for rank in range(config.ranks)]
+    shares = [share_of(Path(config.checkpoint), rank, config.ranks) for rank in range(config.ranks)]
     pipe.send(Told("ready"))
     served = engine_of(pipe)
     engine, live = EngineClient(served.url), [live_memory(pid) for pid in served.pids]
@@ -130,7 +130,7 @@ class _Seat(Solo):
         self.rank, self.size = rank, size
 
 
-def _share(directory: Path, rank: int, size: int) -> Memory:
+def share_of(directory: Path, rank: int, size: int) -> Memory:
     """A rank's share of a checkpoint, by the engine's own layers and loader, laid out as the rank's weights are."""
     import torch
 

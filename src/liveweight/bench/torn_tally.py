@@ -9,9 +9,9 @@ from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import Self
 
+from liveweight.bench.torn_judge import Counts, Judge, Kind
+from liveweight.bench.torn_stream import Answer
 from liveweight.errors import LiveWeightError
-from liveweight.rl.torn_judge import Counts, Judge, Kind
-from liveweight.rl.torn_stream import Answer
 from liveweight.spec.deadline import Deadline
 
 OnJudged = Callable[[str, Answer, Sequence[Kind]], None]

@@ -13,9 +13,9 @@ from typing import TypeAlias
 
 import msgspec
 
+from liveweight.bench.torn_process import Go, Told, engine_of, run
 from liveweight.control.client import wire_address
 from liveweight.engine.pipe import Pipe
-from liveweight.rl.torn_process import Go, Told, engine_of, run
 from liveweight.spec.deadline import Deadline
 from liveweight.trainer.publisher import Publisher
 from liveweight.trainer.replica import WireReplica

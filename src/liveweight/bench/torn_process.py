@@ -56,6 +56,7 @@ class Go(msgspec.Struct, frozen=True, tag=True):
 
 Word: TypeAlias = Told | Failed
 Config = TypeVar("Config", bound=msgspec.Struct)
+Heard = TypeVar("Heard")
 
 
 class Child:
@@ -154,13 +155,21 @@ def run(descriptor: int, config: type[Config], main: Callable[[Pipe[Config | Go]
 
     A pipe that the program has closed ends it without one: nobody listens any more.
     """
+
+    def checked(pipe: Pipe[Config | Go], first: Config | Go) -> None:
+        if isinstance(first, config):
+            main(pipe, first)
+
+    run_with(descriptor, config | Go, checked)
+
+
+def run_with(descriptor: int, receives: object, main: Callable[[Pipe[Heard], Heard], None]) -> None:
+    """The same for a process that hears other words: `main` is called with the first of them."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     with socket.socket(fileno=descriptor) as end:
-        pipe: Pipe[Config | Go] = Pipe(end, config | Go, peer="the demo")
+        pipe: Pipe[Heard] = Pipe(end, receives, peer="the program that started it")
         try:
-            first = pipe.receive()
-            if isinstance(first, config):
-                main(pipe, first)
+            main(pipe, pipe.receive())
         except LiveWeightError as error:
             with suppress(ChannelClosed):
                 pipe.send(Failed(fault_of(error, step="demo")))

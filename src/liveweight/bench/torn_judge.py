@@ -65,7 +65,7 @@ class Judge:
     """Both versions, loaded. For one thread."""
 
     def __init__(self, old: Path, new: Path) -> None:
-        self._old, self._new = _loaded(old), _loaded(new)
+        self._old, self._new = loaded(old), loaded(new)
 
     def kinds(self, prompt: Sequence[int], tokens: Sequence[int]) -> list[Kind]:
         """Of every token of a greedy answer."""
@@ -120,7 +120,8 @@ def _attend_to_all_before(
     return seen.transpose(0, 1).reshape(len(query), -1)
 
 
-def _loaded(directory: Path) -> Model:
+def loaded(directory: Path) -> Model:
+    """A checkpoint, whole and in float32."""
     import torch
 
     from liveweight.engine.hooks import hooks_of

@@ -16,10 +16,10 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from liveweight.bench.torn_process import Go, Served, Told, run
 from liveweight.engine.config import EngineConfig
 from liveweight.engine.pipe import Pipe
 from liveweight.errors import ChannelClosed, LiveWeightError
-from liveweight.rl.torn_process import Go, Served, Told, run
 
 if TYPE_CHECKING:
     from liveweight.engine.engine import Engine
