@@ -29,6 +29,7 @@ from liveweight.errors import DigestMismatch
 from liveweight.observe.events import OfferKind
 from liveweight.plan.tally import Tally, lanes_from_bytes
 from liveweight.spec.deadline import Deadline
+from liveweight.spec.layout import Layout
 from liveweight.spec.manifest import TensorSpec
 from liveweight.trainer.live import SharedModule, live_digest, share_module
 from liveweight.trainer.settings import PublisherSettings
@@ -54,6 +55,7 @@ class IpcSettings:
     also publishes from two ranks of a trainer, which takes twice the bytes more, too."""
 
     size_gb: float = 1.4
+    replicas: int = 1
     ranks: int = 2
     rounds: int = 6
     tensors: int = 0
@@ -66,7 +68,7 @@ def bench_ipc(settings: IpcSettings) -> dict[str, Any]:
     """Run it; the figures as they are written to JSON."""
     size = int(settings.size_gb * 1e9)
     specs = small_tensors(size, settings.tensors) if settings.tensors else decoder(size)
-    with _Scene(specs, settings) as scene:
+    with Scene(specs, settings) as scene:
         ring = _cold_ring(scene)
         scene.reset_peaks()
         cold_s = scene.publish("frozen", verify=False)
@@ -103,7 +105,7 @@ def bench_ipc(settings: IpcSettings) -> dict[str, Any]:
     }
 
 
-def _cold_ring(scene: _Scene) -> dict[str, Any]:
+def _cold_ring(scene: Scene) -> dict[str, Any]:
     """The first ring rounds, before anything is frozen: how long the very first took, and what the trainer held beside its weights."""
     scene.reset_peaks()
     cold_s = scene.publish("ring", verify=False)
@@ -135,17 +137,25 @@ def _ratios(times: dict[tuple[OfferKind, bool], list[float]], limit_s: float) ->
     }
 
 
-class _Scene:
+class Scene:
     """The processes of the benchmark, met and ready. The trainer's module lies in an arena; frozen rounds copy it once more."""
 
-    def __init__(self, specs: list[TensorSpec], settings: IpcSettings) -> None:
-        self._specs, self._settings = specs, settings
+    def __init__(
+        self,
+        specs: list[TensorSpec],
+        settings: IpcSettings,
+        *,
+        modes: tuple[str, ...] = ("ipc",),
+        files: Path | None = None,
+    ) -> None:
+        """A publisher for each of the transfer modes; `files` is where those that write files do."""
+        self._specs, self._settings, self._modes, self._files = specs, settings, modes, files
         self._stack = ExitStack()
         self._label = 0
         self.ring = RingSettings()
         self._readable: Offer | None = None
 
-    def __enter__(self) -> _Scene:
+    def __enter__(self) -> Scene:
         with self._stack as stack:
             self._start(stack)
             self._stack = stack.pop_all()
@@ -164,27 +174,36 @@ class _Scene:
             "store": str(directory / "store"),
             "world": self._settings.ranks,
             "threads": self._settings.threads,
+            "modes": self._modes,
             "specs": msgspec.to_builtins(self._specs),
         }
+        replicas = [
+            {"address": f"ipc://{directory}/leader{name}.sock", "store": f"{directory}/store{name}"}
+            for name in ("", *range(1, self._settings.replicas))
+        ]
         self._ranks = [
-            stack.enter_context(Child(rank_main, config | {"rank": rank}))
+            stack.enter_context(Child(rank_main, config | replica | {"rank": rank}))
+            for replica in replicas
             for rank in range(self._settings.ranks)
         ]
-        module = module_of(self._specs)
-        self.shared = stack.enter_context(share_module(module, SharedArena))
+        self.shared = stack.enter_context(share_module(module_of(self._specs), SharedArena))
         deadline = Deadline.after(WAIT_S)
         for rank in self._ranks:
             rank.line.hear(deadline)
         stack.callback(self._stop)
-        made = publishing(
-            self.shared,
-            address=str(config["address"]),
-            directory=directory,
-            timeout_s=WAIT_S,
-            stack=stack,
-            ring=self.ring,
-        )
-        self._publisher, self._offers = made.publisher, made.offers
+        self._made = {
+            name: publishing(
+                self.shared,
+                addresses=[replica["address"] for replica in replicas],
+                directory=directory,
+                files=self._files,
+                timeout_s=WAIT_S,
+                stack=stack,
+                ring=self.ring,
+                transfer_mode=name,
+            )
+            for name in self._modes
+        }
 
     def _stop(self) -> None:
         for rank in self._ranks:
@@ -192,17 +211,19 @@ class _Scene:
         for rank in self._ranks:
             rank.line.hear(Deadline.after(WAIT_S))
 
-    def publish(self, kind: OfferKind, verify: bool) -> float:
+    def publish(self, kind: OfferKind, verify: bool, transfer_mode: str = "ipc") -> float:
         """One round of new content; seconds from the call to the last commit."""
         self._label += 1
-        _change(self.shared, self._label)
-        self._publisher.settings = PublisherSettings(offer=kind, verify=verify, timeout_s=WAIT_S)
+        change(self.shared, self._label)
+        publisher, offers = self._made[transfer_mode].publisher, self._made[transfer_mode].offers
+        publisher.settings = PublisherSettings(offer=kind, verify=verify, timeout_s=WAIT_S)
         began_s = time.monotonic()
-        report = self._publisher.publish(self._label)
+        report = publisher.publish(self._label)
         took_s = time.monotonic() - began_s
         if (report.offer, report.verified, report.unchanged) != (kind, verify, False):
             raise RuntimeError(f"asked for a {kind} round, got {report}")
-        self._readable = self._readable if kind == "ring" else self._offers.current
+        if transfer_mode == "ipc" and kind != "ring":
+            self._readable = offers.current
         return took_s
 
     def sharded(self) -> list[float]:
@@ -228,9 +249,15 @@ class _Scene:
             layout_of(gather(parameters(self._specs, rank, self._settings.ranks)))
             for rank in range(self._settings.ranks)
         ]
-        tally, lanes = Tally(layouts), []
-        for rank, layout in zip(self._ranks, layouts, strict=True):
+        for first in range(0, len(self._ranks), self._settings.ranks):
+            self._check(self._ranks[first : first + self._settings.ranks], layouts)
+
+    def _check(self, ranks: list[Child], layouts: list[Layout]) -> None:
+        """One replica's."""
+        for rank in ranks:
             rank.line.say(do="digest")
+        tally, lanes = Tally(layouts), []
+        for rank, layout in zip(ranks, layouts, strict=True):
             heard = rank.line.hear(Deadline.after(WAIT_S))["lanes"]
             lanes.append(lanes_from_bytes(bytes.fromhex(heard), len(layout.placements)))
         totals, torn = tally.combine(lanes)
@@ -258,7 +285,7 @@ class _Scene:
         return figures
 
 
-def _change(shared: SharedModule, label: int) -> None:
+def change(shared: SharedModule, label: int) -> None:
     """New content, as an optimiser would leave it: something in every tensor."""
     for parameter in shared.module.parameters():
         parameter.view(-1)[0] = label % 128

@@ -48,7 +48,7 @@ def main(line: Line, config: dict[str, Any]) -> None:
         address=config["address"],
         secret=secret,
         kernels=kernels,
-        readers={"ipc": mode("ipc").reader(secret, kernels)},
+        readers={name: mode(name).reader(secret, kernels) for name in config.get("modes", ("ipc",))},
         rank=rank,
         world=world,
         group=group,

@@ -23,12 +23,12 @@ def main(line: Line, config: dict[str, Any]) -> None:
     import torch
 
     torch.set_num_threads(1)
-    module = _module(Path(config["model"]))
+    module = module_of_checkpoint(Path(config["model"]))
     with ExitStack() as stack:
         shared = stack.enter_context(share_module(module, SharedArena))
         made = publishing(
             shared,
-            address=config["address"],
+            addresses=[config["address"]],
             directory=Path(config["directory"]),
             timeout_s=WAIT_S,
             stack=stack,
@@ -53,7 +53,7 @@ def main(line: Line, config: dict[str, Any]) -> None:
     line.say(done=True)
 
 
-def _module(directory: Path) -> Any:
+def module_of_checkpoint(directory: Path) -> Any:
     """The tensors of a checkpoint directory as a module's parameters, under their names."""
     import torch
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import secrets
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,7 +20,6 @@ from liveweight.trainer.replica import WireReplica
 from liveweight.trainer.settings import PublisherSettings
 from liveweight.trainer.sources import ModuleSource
 from liveweight.trainer.ways import Way, Ways
-from liveweight.transports.ipc.source import IpcOutlet
 from liveweight.transports.registry import mode
 from liveweight.transports.stock import RingSettings
 from liveweight.wire.credentials import load_or_create_secret
@@ -27,7 +27,7 @@ from liveweight.wire.credentials import load_or_create_secret
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Publishing:
-    """A publisher that has met its replica, and the offers it makes."""
+    """A publisher that has met its replicas, and the offers it makes."""
 
     publisher: Publisher
     offers: Offers
@@ -36,18 +36,25 @@ class Publishing:
 def publishing(
     shared: SharedModule,
     *,
-    address: str,
+    addresses: Sequence[str],
     directory: Path,
     timeout_s: float,
     stack: ExitStack,
     ring: RingSettings | None = None,
+    transfer_mode: str = "ipc",
+    files: Path | None = None,
 ) -> Publishing:
-    """Meet the replica at an address, whose secret lies in the directory; everything ends with the stack."""
-    secret = load_or_create_secret(directory / "secret")
-    ways = Ways([Way(mode=mode("ipc"), outlet=IpcOutlet(directory, secret))], Bus())
+    """Meet the replicas at their addresses, whose secret lies in the directory; everything ends with the stack.
+
+    A mode that writes files writes them to `files`, where it is given.
+    """
+    secret, chosen = load_or_create_secret(directory / "secret"), mode(transfer_mode)
+    outlet = chosen.outlet(files if files is not None and chosen.reach == "files" else directory, secret)
+    ways = Ways([Way(mode=chosen, outlet=outlet)], Bus())
     stack.callback(ways.close)
-    replica, deadline = WireReplica(address, secret), Deadline.after(timeout_s)
-    met = meet_replicas([replica], deadline)
+    replicas = [WireReplica(address, secret) for address in addresses]
+    deadline = Deadline.after(timeout_s)
+    met = meet_replicas(replicas, deadline)
     offers = Offers(
         source=ModuleSource(shared.module),
         expected=met.expected,
@@ -58,11 +65,11 @@ def publishing(
         bus=Bus(),
         ring=ring,
     )
-    describe_to([replica], offers, met, deadline)
+    describe_to(replicas, offers, met, deadline)
     publisher = Publisher(
         name="bench",
         run=secrets.token_hex(4),
-        replicas=[replica],
+        replicas=replicas,
         offers=offers,
         settings=PublisherSettings(timeout_s=timeout_s),
     )
