@@ -50,8 +50,11 @@ check: venv
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 
+# The last one must find torn tokens: a detector that finds nothing there would prove nothing above.
 soak: venv
 	$(BIN)/python -m pytest -m soak --timeout 3600
+	$(BIN)/liveweight torture --kills 1000
+	$(BIN)/liveweight torture --target in-place --kills 50
 
 bench: venv
 	$(BIN)/liveweight bench digest

@@ -138,7 +138,7 @@ ERRORS: dict[str, tuple[Sequence[str], str]] = {
     "bench snapshot": (("--directory", "NOWHERE", "--size-gb", "0.001"), "[Errno"),
 }
 """Arguments that cannot work, and how the line begins. Those of other commands are provoked below."""
-ELSEWHERE = {"doctor", "demo", "demo torn", "bench digest", "bench ipc", "bench nixl"}
+ELSEWHERE = {"doctor", "demo", "demo torn", "torture", "bench digest", "bench ipc", "bench nixl"}
 
 
 def test_every_command_is_provoked() -> None:
@@ -190,9 +190,9 @@ def test_ctrl_c_has_a_code_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     assert run("doctor") == (exits.INTERRUPTED, "", "")
 
 
-@pytest.mark.parametrize("command", ["demo", "demo torn"])
+@pytest.mark.parametrize("command", ["demo", "demo torn", "torture"])
 def test_a_missing_extra_is_the_pip_line(monkeypatch: pytest.MonkeyPatch, command: str) -> None:
-    for module in ("demo", "demo_torn"):
+    for module in ("demo", "demo_torn", "torture"):
         monkeypatch.setattr(f"liveweight.cli.{module}.find_spec", lambda _: None)
     code, _, said = run(*command.split())
     assert (code, len(said.splitlines())) == (exits.FAILED, 1)
@@ -200,7 +200,7 @@ def test_a_missing_extra_is_the_pip_line(monkeypatch: pytest.MonkeyPatch, comman
     assert "pip install 'liveweight[" in said
 
 
-@pytest.mark.parametrize("command", ["bench digest", "bench ipc", "bench nixl", "demo"])
+@pytest.mark.parametrize("command", ["bench digest", "bench ipc", "bench nixl", "torture", "demo"])
 def test_a_place_that_cannot_be_written_is_refused_before_the_work(tmp_path: Path, command: str) -> None:
     (tmp_path / "file").touch()
     option = (

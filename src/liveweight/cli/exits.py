@@ -29,6 +29,11 @@ EXITS = (
     Meaning(
         code=FAILED, commands="`demo torn`", means="a token on liveweight's side matched neither version"
     ),
+    Meaning(
+        code=FAILED,
+        commands="`torture`",
+        means="something was torn, late, leaked or lost; in place, that no token was torn",
+    ),
     Meaning(code=WRONG_ARGUMENTS, commands="all", means="wrong arguments; nothing was begun"),
     Meaning(code=DIFFERENT, commands="`verify`", means="an engine holds other weights"),
     Meaning(code=RANK_LOST, commands="`serve`", means="a rank was lost"),

@@ -18,6 +18,7 @@ from liveweight.cli import (
     serve,
     snapshot,
     status,
+    torture,
     update,
     verify,
 )
@@ -43,6 +44,7 @@ COMMANDS: dict[str, Callable[..., None]] = {
     "update": update.update,
     "verify": verify.verify,
     "status": status.status,
+    "torture": torture.torture,
     "undo": control.undo,
     "pause": control.pause,
     "resume": control.resume,

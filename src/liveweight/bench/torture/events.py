@@ -1,0 +1,50 @@
+"""The moments of a round, as the engine's own leader says them."""
+
+from __future__ import annotations
+
+import threading
+
+from liveweight.bench.torture.strikes import MOMENTS
+from liveweight.bench.torture.target import Tally
+from liveweight.observe.events import AnyEvent, Committed, Recovered, RoundEnded, RoundEvent, RoundOpened
+from liveweight.wire.waker import Waker
+
+
+class Events:
+    """Remembers what was said since a round was begun. `on_event` is the bus's, on any thread; the rest is the torture's."""
+
+    def __init__(self, tally: Tally) -> None:
+        self.waker = Waker()
+        self.last = "publish"
+        self._seen = {"publish"}
+        self._tally, self._lock = tally, threading.Lock()
+
+    def begin(self) -> None:
+        """Forget what was."""
+        with self._lock:
+            self.last, self._seen = "publish", {"publish"}
+            self.waker.take()
+
+    def seen(self, name: str) -> bool:
+        """Whether it was said."""
+        with self._lock:
+            self.waker.take()
+            return name in self._seen
+
+    def on_event(self, event: AnyEvent) -> None:
+        """The bus's reader."""
+        name = type(event).__name__
+        with self._lock:
+            if isinstance(event, RoundEvent):
+                self.last = name
+                self._seen.add(name)
+            self._tally.rounds += isinstance(event, RoundOpened)
+            self._tally.restarts += isinstance(event, Recovered)
+            self._tally.committed += isinstance(event, Committed) and event.rank is None
+            if isinstance(event, RoundEnded):
+                self._seen |= set(MOMENTS)  # none of them comes any more
+        self.waker.wake()
+
+    def close(self) -> None:
+        """For the owner."""
+        self.waker.close()

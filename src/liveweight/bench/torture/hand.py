@@ -1,0 +1,83 @@
+"""A trainer's process as the torture holds it: what it is told, what it says, and its end."""
+
+from __future__ import annotations
+
+import select
+import signal
+import socket
+from collections.abc import Sequence
+
+from liveweight.bench.torn_process import Failed
+from liveweight.bench.torture.nursery import Nursery
+from liveweight.bench.torture.trainer import Ended, Publish, Publishing, Standing, Word, Writing
+from liveweight.engine.pipe import Pipe
+from liveweight.errors import ChannelClosed
+from liveweight.spec.deadline import Deadline
+from liveweight.wire.waker import Waker
+
+
+class Hand:
+    """One trainer. For one thread."""
+
+    def __init__(self, nursery: Nursery, role: str, config: Publishing | Writing, deadline: Deadline) -> None:
+        """Returns when it stands ready; its own failure is raised."""
+        ours, theirs = socket.socketpair()
+        self._pipe: Pipe[Word] = Pipe(ours, Word, peer="a trainer")
+        with theirs:
+            self.process = nursery.fork(role, theirs)
+        self.alive = True
+        self.stopped = False
+        try:
+            self._pipe.send(config)
+            self.parameters = self._standing(deadline)
+        except BaseException:
+            self.kill()
+            raise
+
+    def begin(self, order: Publish) -> None:
+        """Let it publish. ChannelClosed where it is gone."""
+        self._pipe.send(order)
+
+    def ended(self, timeout_s: float, wakers: Sequence[Waker] = ()) -> Ended | None:
+        """How its round ended, if it says so within that time, and before a waker wakes. A trainer that is gone says nothing any more."""
+        if not self.alive:
+            return None
+        waited: list[Pipe[Word] | Waker] = [self._pipe, *wakers]
+        ready, _, _ = select.select(waited, [], [], timeout_s)
+        if self._pipe not in ready:
+            return None
+        word = self._word()
+        return word if isinstance(word, Ended) else None
+
+    def send(self, number: int) -> None:
+        """A signal."""
+        self.process.send(number)
+        self.stopped = (self.stopped or number == signal.SIGSTOP) and number != signal.SIGCONT
+
+    def kill(self) -> None:
+        """It has ended on return."""
+        self.process.kill()
+        self.process.wait()
+        if self.alive:
+            self.alive = False
+            self._pipe.close()
+
+    def _standing(self, deadline: Deadline) -> int:
+        if not select.select([self._pipe], [], [], deadline.remaining_s())[0]:
+            raise deadline.exceeded("a trainer to stand ready")
+        word = self._word()
+        if not isinstance(word, Standing):
+            raise ChannelClosed("a trainer ended before it stood ready")
+        return word.parameters
+
+    def _word(self) -> Word | None:
+        """What it says; None where it has ended without a word."""
+        try:
+            word = self._pipe.receive()
+        except ChannelClosed:
+            self.kill()
+            return None
+        if isinstance(word, Failed):
+            self.kill()
+            raise word.fault.to_error()
+        return word

@@ -1,0 +1,120 @@
+"""The in-place target: buckets written straight into live weights, as most peers do. Shows that the detector detects.
+
+The engine is paused while buckets are written and resumed afterwards, also when the trainer died; requests that it ended are gone on with
+by asking again, over a cache that is filled anew. It is the torn demo's left side, struck again and again.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import threading
+from contextlib import suppress
+from pathlib import Path
+from typing import Self
+
+from liveweight.bench.torn_in_place import HOOK
+from liveweight.bench.torture.hand import Hand
+from liveweight.bench.torture.nursery import Forked, Nursery
+from liveweight.bench.torture.replay import Versions
+from liveweight.bench.torture.strikes import Strike
+from liveweight.bench.torture.target import RECOVER_S, SLACK_S, Tally
+from liveweight.bench.torture.trainer import Publish, Writing
+from liveweight.engine.config import EngineConfig
+from liveweight.engine.engine import Engine
+from liveweight.engine.ranks import Process
+from liveweight.spec.deadline import Deadline
+
+RANKS = 2
+BUCKETS = 8
+BUCKET_S = 0.02
+
+
+class InPlace:
+    """See Target."""
+
+    attributed = False
+
+    def __init__(self, nursery: Nursery, directory: Path, versions: Versions) -> None:
+        del directory
+        self.tally = Tally()
+        self._nursery, self._versions = nursery, versions
+        self._label = 0
+        self._forked: list[Forked] = []
+        self._trainer: Hand | None = None
+        self._pause = threading.Event()
+
+    def __enter__(self) -> Self:
+        # Without a prefix cache: it would hand out keys and values of the weights before.
+        config = EngineConfig(
+            model=str(self._versions.directories[0]),
+            tp=RANKS,
+            kv_bytes=16 << 20,
+            prefix_cache=False,
+            hooks=(HOOK,),
+            start_timeout_s=RECOVER_S / 3,
+        )
+        self._engine = Engine(config, launch=self._launch)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._trainer is not None:
+            self._trainer.kill()
+        self._engine.stop()
+
+    def engine(self) -> Engine:
+        """See Target."""
+        return self._engine
+
+    def takes(self, strike: Strike) -> bool:
+        """One-sided writes have no connection to cut, and nobody who would notice a flipped bit."""
+        return strike.whom == "trainer" and strike.kind in ("kill", "stop")
+
+    def processes(self) -> dict[int, str]:
+        """See Target."""
+        return {os.getpid(): "the engine"}
+
+    def left(self) -> tuple[list[Forked], list[Path]]:
+        """See Target."""
+        return self._forked, []
+
+    def strike(self, strike: Strike) -> None:
+        """See Target."""
+        trainer = self._standing_trainer()
+        self._label += 1
+        content = self._versions.of_label(self._label)
+        self._engine.pause("abort", RECOVER_S)
+        trainer.begin(Publish(label=self._label, content=content, pids=self._engine.pids))
+        trainer.ended(strike.part * BUCKETS * BUCKET_S)
+        self.tally.note(strike, "writing", hit=True)
+        self.tally.rounds += 1
+        if strike.kind == "kill" or strike.stop_s is None:
+            trainer.kill()
+        else:
+            with suppress(ProcessLookupError):
+                os.kill(trainer.process.pid, signal.SIGSTOP)
+                self._pause.wait(strike.stop_s)
+                os.kill(trainer.process.pid, signal.SIGCONT)
+            if trainer.ended(RECOVER_S + SLACK_S) is not None:
+                self.tally.committed += 1
+        self._engine.resume()
+
+    def _launch(self, rank: int, end: socket.socket) -> Process:
+        del rank
+        forked = self._nursery.fork("rank", end)
+        self._forked.append(forked)
+        return forked
+
+    def _standing_trainer(self) -> Hand:
+        if self._trainer is not None and self._trainer.alive:
+            return self._trainer
+        config = Writing(
+            checkpoints=tuple(map(str, self._versions.directories)),
+            ranks=RANKS,
+            buckets=BUCKETS,
+            bucket_s=BUCKET_S,
+        )
+        self._trainer = Hand(self._nursery, "writer", config, Deadline.after(RECOVER_S))
+        self._forked.append(self._trainer.process)
+        return self._trainer

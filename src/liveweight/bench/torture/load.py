@@ -1,0 +1,107 @@
+"""The load: clients that ask one greedy request after the other and stream its answer, whatever happens to the engine meanwhile."""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable, Sequence
+from types import TracebackType
+from typing import Protocol, Self
+
+from liveweight.bench.torture.replay import Answer
+from liveweight.engine.requests import Delta, Sampling, Sink
+from liveweight.errors import LiveWeightError
+from liveweight.spec.deadline import Deadline
+
+AGAIN_S = 0.01
+END_S = 30.0
+
+
+class Asked(Protocol):
+    """An engine, as clients see it."""
+
+    def submit(self, prompt: Sequence[int], sampling: Sampling, sink: Sink) -> int:
+        """See Engine."""
+
+
+class Load:
+    """The clients, while the `with` lasts. `finished` gets every answer, whole or not; one that stands for `patience_s` is late."""
+
+    def __init__(
+        self,
+        engine: Callable[[], Asked],
+        *,
+        clients: int,
+        tokens: int,
+        patience_s: float,
+        finished: Callable[[Answer], None],
+    ) -> None:
+        """`engine` says which one is asked: another may have taken its place."""
+        self.late = self.failed = self._arrived = 0
+        self._engine, self._finished, self._patience_s = engine, finished, patience_s
+        self._sampling = Sampling(max_tokens=tokens, temperature=0.0, ignore_eos=True)
+        self._changed = threading.Condition()
+        self._stopping = threading.Event()
+        self._threads = [threading.Thread(target=self._run, args=(n,), daemon=True) for n in range(clients)]
+
+    def went_on(self, deadline: Deadline) -> None:
+        """Wait until another token has come."""
+        with self._changed:
+            before = self._arrived
+            if not self._changed.wait_for(lambda: self._arrived > before, deadline.remaining_s()):
+                raise deadline.exceeded("the engine's next token")
+
+    def __enter__(self) -> Self:
+        for thread in self._threads:
+            thread.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Clients have had what they asked for, or stopped waiting, on return."""
+        self._stopping.set()
+        deadline = Deadline.after(self._patience_s + END_S)
+        for thread in self._threads:
+            thread.join(deadline.remaining_s())
+
+    def _run(self, client: int) -> None:
+        number = 0
+        while not self._stopping.is_set():
+            answer = Answer(prompt(client, number))
+            if self._ask(answer):
+                number += 1
+            else:
+                self._stopping.wait(AGAIN_S)
+            self._finished(answer)
+
+    def _ask(self, answer: Answer) -> bool:
+        """One request, to its end; False where it was refused or failed."""
+        pieces: queue.SimpleQueue[Delta] = queue.SimpleQueue()
+        try:
+            self._engine().submit(answer.prompt, self._sampling, pieces.put)
+        except LiveWeightError:
+            return False
+        while True:
+            try:
+                piece = pieces.get(timeout=self._patience_s)
+            except queue.Empty:
+                with self._changed:
+                    self.late += 1
+                return False
+            self._note(answer, piece)
+            if piece.last:
+                return piece.fault is None
+
+    def _note(self, answer: Answer, piece: Delta) -> None:
+        answer.tokens += [token.id for token in piece.tokens]
+        answer.weights += [token.weights for token in piece.tokens]
+        with self._changed:
+            self.failed += piece.fault is not None
+            self._arrived += len(piece.tokens)
+            self._changed.notify_all()
+
+
+def prompt(client: int, number: int) -> list[int]:
+    """Token ids that every vocabulary of ours has."""
+    return [4 + (client * 37 + number * 101 + position * 11) % 400 for position in range(8)]

@@ -1,0 +1,158 @@
+"""The torture's course: an engine, clients, one strike after the other; at the end the counts that must be zero."""
+
+from __future__ import annotations
+
+import tempfile
+import time
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal, TypeAlias
+
+from liveweight.bench.torture.embedded import Embedded
+from liveweight.bench.torture.in_place import InPlace
+from liveweight.bench.torture.leaks import Leaks
+from liveweight.bench.torture.load import Load
+from liveweight.bench.torture.nursery import Nursery
+from liveweight.bench.torture.replay import Replay, Versions
+from liveweight.bench.torture.strikes import strikes
+from liveweight.bench.torture.target import RECOVER_S, Target
+from liveweight.engine.init_model.checkpoint import init_model
+from liveweight.engine.init_model.sizes import SIZES
+from liveweight.errors import DeadlineExceeded
+from liveweight.spec.deadline import Deadline
+
+Name: TypeAlias = Literal["embedded", "in-place"]
+TARGETS: dict[Name, Callable[[Nursery, Path, Versions], Target]] = {"embedded": Embedded, "in-place": InPlace}
+CONTENTS = 3
+LOOK_EVERY = 20
+REPLAY_S = 600.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TortureSettings:
+    """What to do, and how often. `program` is the module that serves the nursery."""
+
+    program: str
+    target: Name = "embedded"
+    kills: int = 100
+    seed: int = 0
+    clients: int = 4
+    tokens: int = 48
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TortureResult:
+    """The counts. `found` says what was late, lost or leaked."""
+
+    target: Name
+    kills: int
+    seed: int
+    torn_tokens: int
+    late_waits: int
+    leaks: int
+    lost: int
+    rounds: int
+    committed: int
+    tokens: int
+    requests_failed: int
+    restarts: int
+    missed: int
+    took_s: float
+    found: tuple[str, ...] = ()
+    struck: dict[str, int] = field(default_factory=dict)
+    moments: dict[str, int] = field(default_factory=dict)
+    outcomes: dict[str, int] = field(default_factory=dict)
+
+    @property
+    def holds(self) -> bool:
+        """Whether it is as it should be: of the embedded engine nothing is torn, late, leaked or lost, and updates went through; the
+        in-place target shows torn tokens, or the detector would detect nothing."""
+        if self.target == "in-place":
+            return self.torn_tokens > 0
+        spotless = self.torn_tokens == self.late_waits == self.leaks == self.lost == 0
+        return spotless and self.committed > 0 and self.tokens > 0
+
+    def to_dict(self) -> dict[str, Any]:
+        """As JSON has it."""
+        return {name: getattr(self, name) for name in self.__slots__} | {"holds": self.holds}
+
+
+def torture(settings: TortureSettings, struck: Callable[[int, Target], None]) -> TortureResult:
+    """Run it; `struck` is called after every strike with how many there were. Everything that was started has ended on return."""
+    import torch
+
+    torch.set_num_threads(1)
+    began_s, leaks = time.monotonic(), Leaks()
+    with ExitStack() as stack:
+        directory = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="lw-torture-")))
+        versions = Versions([_content(directory, settings, number) for number in range(CONTENTS)])
+        nursery = stack.enter_context(Nursery(settings.program))
+        target = TARGETS[settings.target](nursery, directory, versions)
+        with Replay(versions, attributed=target.attributed) as replay:
+            with target:
+                load = Load(
+                    target.engine,
+                    clients=settings.clients,
+                    tokens=settings.tokens,
+                    patience_s=RECOVER_S,
+                    finished=replay.put,
+                )
+                with load:
+                    _strike(settings, target, load, leaks, struck)
+            replay.finish(Deadline.after(REPLAY_S))
+        leaks.look_after(*target.left())
+        return _result(settings, target, load, replay, leaks, time.monotonic() - began_s)
+
+
+def _strike(
+    settings: TortureSettings,
+    target: Target,
+    load: Load,
+    leaks: Leaks,
+    struck: Callable[[int, Target], None],
+) -> None:
+    load.went_on(Deadline.after(RECOVER_S))
+    chosen = (strike for strike in strikes(settings.seed) if target.takes(strike))
+    for number in range(1, settings.kills + 1):
+        target.strike(next(chosen))
+        try:
+            load.went_on(Deadline.after(RECOVER_S))
+        except DeadlineExceeded:
+            target.tally.lost += 1  # it says that it serves, and does not
+        if number % LOOK_EVERY == 0:
+            leaks.look(target.processes())
+        struck(number, target)
+
+
+def _content(directory: Path, settings: TortureSettings, number: int) -> Path:
+    """Versions differ in every weight but the norms'."""
+    init_model(directory / str(number), SIZES["qwen3"]["tiny"], seed=settings.seed * CONTENTS + number)
+    return directory / str(number)
+
+
+def _result(
+    settings: TortureSettings, target: Target, load: Load, replay: Replay, leaks: Leaks, took_s: float
+) -> TortureResult:
+    tally = target.tally
+    return TortureResult(
+        target=settings.target,
+        kills=settings.kills,
+        seed=settings.seed,
+        torn_tokens=replay.torn,
+        late_waits=tally.late + load.late,
+        leaks=len(leaks.found),
+        lost=tally.lost,
+        rounds=tally.rounds,
+        committed=tally.committed,
+        tokens=replay.tokens,
+        requests_failed=load.failed,
+        restarts=tally.restarts,
+        missed=tally.missed,
+        took_s=took_s,
+        found=(*tally.notes, *leaks.found),
+        struck=dict(sorted(tally.struck.items())),
+        moments=dict(sorted(tally.moments.items())),
+        outcomes=dict(sorted(tally.outcomes.items())),
+    )

@@ -1,0 +1,179 @@
+"""The torture's trainers: one publishes with liveweight, one writes into live weights. Each in a process of its own.
+
+They are told what to publish, do it and say what came of it. Nothing in them knows that they are being struck.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import threading
+import time
+from collections.abc import Callable
+from contextlib import ExitStack
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, TypeAlias
+
+import msgspec
+
+from liveweight.bench.live_trainer import module_of_checkpoint
+from liveweight.bench.torn_in_place import live_memory, share_of, write
+from liveweight.bench.torn_process import Failed, run_with
+from liveweight.engine.pipe import Pipe
+from liveweight.errors import LiveWeightError, RoundFailed, RoundOpen
+from liveweight.observe.bus import Bus
+from liveweight.observe.events import OfferKind
+from liveweight.spec.deadline import Deadline
+from liveweight.trainer.checkpoint import CheckpointSource
+from liveweight.trainer.live import share_module
+from liveweight.trainer.publisher import Publisher
+from liveweight.transports.ipc.arena import SharedArena
+
+if TYPE_CHECKING:
+    import torch
+
+FREE_S = 60.0
+LOOK_S = 0.005
+
+MakePublisher: TypeAlias = Callable[..., Publisher]
+"""`lw.Publisher`."""
+
+
+class Publishing(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """A trainer that publishes: what there is to publish, and where."""
+
+    checkpoints: tuple[str, ...]
+    address: str
+    secret_file: str
+    directory: str
+
+
+class Writing(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """A trainer that writes in place: as many buckets, each as long after the one before as a wire would take."""
+
+    checkpoints: tuple[str, ...]
+    ranks: int
+    buckets: int
+    bucket_s: float
+
+
+class Publish(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """Publish that content under that label; for the one that writes, into these processes."""
+
+    label: int
+    content: int
+    offer: OfferKind = "frozen"
+    verify: bool = True
+    timeout_s: float = 60.0
+    lease_s: float = 10.0
+    pids: tuple[int, ...] = ()
+
+
+class Standing(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """It is ready. `parameters` is where its own weights lie."""
+
+    parameters: int = 0
+
+
+class Ended(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """A round is over: committed, or failed with that code."""
+
+    label: int
+    code: str | None
+    took_s: float
+
+
+Word: TypeAlias = Standing | Ended | Failed
+Told: TypeAlias = Publishing | Writing | Publish
+
+
+def publisher_main(descriptor: int, make: MakePublisher) -> None:
+    """The process of a trainer that publishes."""
+    run_with(descriptor, Told, partial(_publish_on_request, make))
+
+
+def writer_main(descriptor: int) -> None:
+    """The process of one that writes in place."""
+    run_with(descriptor, Told, _write_on_request)
+
+
+def _publish_on_request(make: MakePublisher, pipe: Pipe[Told], config: Told) -> None:
+    import torch
+
+    torch.set_num_threads(1)
+    if not isinstance(config, Publishing):
+        raise LiveWeightError("a publisher is told where to publish first")
+    contents = [dict(CheckpointSource(Path(path)).tensors()) for path in config.checkpoints]
+    module = module_of_checkpoint(Path(config.checkpoints[0]))
+    with ExitStack() as stack:
+        shared = stack.enter_context(share_module(module, SharedArena))
+        publisher = stack.enter_context(
+            make(
+                shared,
+                engines=[config.address],
+                secret=Path(config.secret_file),
+                directory=Path(config.directory),
+                timeout_s=FREE_S,
+                threads=1,
+                bus=Bus(),
+            )
+        )
+        pipe.send(Standing(parameters=shared.arena.memory.address))
+        while isinstance(order := pipe.receive(), Publish):
+            _load(module, contents[order.content])
+            pipe.send(_published(publisher, order))
+
+
+def _load(module: torch.nn.Module, content: dict[str, torch.Tensor]) -> None:
+    """An optimiser's step, as large as it can be: every weight changes."""
+    import torch
+
+    with torch.no_grad():
+        for name, parameter in module.named_parameters():
+            parameter.copy_(content[name])
+
+
+def _published(publisher: Publisher, order: Publish) -> Ended:
+    """Publish, once whoever held the engine has left it."""
+    publisher.settings = dataclasses.replace(
+        publisher.settings,
+        offer=order.offer,
+        verify=order.verify,
+        timeout_s=order.timeout_s,
+        lease_s=order.lease_s,
+    )
+    pause, free, began_s = threading.Event(), Deadline.after(order.timeout_s), time.monotonic()
+    code = None
+    while True:
+        try:
+            publisher.publish(order.label)
+        except RoundFailed as error:
+            code = error.cause.code
+            if code == RoundOpen.code and free.remaining_s() > 0:
+                pause.wait(LOOK_S)
+                continue
+        except LiveWeightError as error:
+            code = error.code
+        else:
+            code = None
+        return Ended(label=order.label, code=code, took_s=time.monotonic() - began_s)
+
+
+def _write_on_request(pipe: Pipe[Told], config: Told) -> None:
+    import torch
+
+    torch.set_num_threads(1)
+    if not isinstance(config, Writing):
+        raise LiveWeightError("a writer is told what to write first")
+    shares = [
+        [share_of(Path(path), rank, config.ranks) for rank in range(config.ranks)]
+        for path in config.checkpoints
+    ]
+    pause = threading.Event()
+    pipe.send(Standing())
+    while isinstance(order := pipe.receive(), Publish):
+        began_s = time.monotonic()
+        targets = [live_memory(pid) for pid in order.pids]
+        for _ in write(shares[order.content], targets, config.buckets):
+            pause.wait(config.bucket_s)
+        pipe.send(Ended(label=order.label, code=None, took_s=time.monotonic() - began_s))

@@ -1,0 +1,87 @@
+"""`liveweight torture`: whether an engine can be trusted while its updates are killed, stopped, corrupted and cut off."""
+
+from __future__ import annotations
+
+import json
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Literal
+
+import typer
+
+from liveweight.cli.bench import JsonTo
+from liveweight.cli.demo_torn import interruptible
+from liveweight.cli.exits import FAILED, INTERRUPTED
+from liveweight.errors import MissingExtra
+
+if TYPE_CHECKING:
+    from liveweight.bench.torture.run import TortureResult
+    from liveweight.bench.torture.target import Target
+
+_NEEDED = ("torch", "tokenizers")
+PROGRAM = "liveweight.cli.nursery"
+
+Goal = Annotated[
+    Literal["embedded", "in-place"],
+    typer.Option(help="The embedded engine, or one whose live weights a trainer writes, as most peers do."),
+]
+Kills = Annotated[int, typer.Option(min=1, help="How many rounds are struck.")]
+Seed = Annotated[int, typer.Option(min=0, help="Of the strikes and the weights.")]
+Clients = Annotated[int, typer.Option(min=1, max=32, help="Clients that stream all the time.")]
+Tokens = Annotated[int, typer.Option(min=1, max=1000, help="Tokens of an answer.")]
+
+
+def torture(
+    target: Goal = "embedded",
+    kills: Kills = 100,
+    seed: Seed = 0,
+    clients: Clients = 4,
+    tokens: Tokens = 48,
+    json_to: JsonTo = None,
+) -> None:
+    """Kill, stop, corrupt and cut off trainers and ranks at random moments of rounds, under load, and replay every token.
+
+    The exit code is 0 if no token is torn, no wait went past its deadline, nothing leaked and no engine was lost; else 1. Of the
+    in-place target it is 0 if torn tokens were found: they are there.
+
+    For example: liveweight torture --kills 1000 --seed 1 --json torture.json
+    """
+    if any(find_spec(name) is None for name in _NEEDED):
+        raise MissingExtra("the torture", "engine")
+    from liveweight.bench.torture.run import TortureSettings, torture
+
+    settings = TortureSettings(
+        program=PROGRAM, target=target, kills=kills, seed=seed, clients=clients, tokens=tokens
+    )
+    try:
+        with interruptible():
+            result = torture(settings, _progress)
+    except KeyboardInterrupt:
+        raise typer.Exit(INTERRUPTED) from None
+    text = json.dumps(result.to_dict(), indent=2)
+    if json_to is not None and json_to != "-":
+        Path(json_to).write_text(text + "\n", encoding="utf-8")
+    print(text if json_to == "-" else verdict(result))
+    if not result.holds:
+        raise typer.Exit(FAILED)
+
+
+def verdict(result: TortureResult) -> str:
+    """What came of it, in a few lines."""
+    lines = [
+        f"{result.target}: {result.kills} strikes at {result.rounds} rounds in {result.took_s:.0f} s; "
+        f"{result.committed} committed, {result.restarts} restarts, {result.tokens} tokens replayed",
+        f"torn tokens {result.torn_tokens}, late waits {result.late_waits}, leaks {result.leaks}, "
+        f"engines lost {result.lost}",
+        *result.found,
+    ]
+    return "\n".join(lines)
+
+
+def _progress(number: int, target: Target) -> None:
+    """On a terminal, one line that grows old."""
+    if sys.stderr.isatty():
+        tally = target.tally
+        text = f"\r{number} strikes, {tally.committed} committed, {tally.restarts} restarts"
+        print(text, end="", file=sys.stderr, flush=True)
