@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 import liveweight as lw
+from liveweight.bench.torture.blows import cut
 from liveweight.engine.config import Restarts
 from liveweight.engine.ranks import Process
 from liveweight.engine.requested import Wish
@@ -32,6 +33,7 @@ from tests.support.versions import mixtures
 Elastic = Callable[..., RestartingEngine]
 PROMPTS = [[5, 6, 7, 8], [9, 10, 11], [300, 20, 7, 7, 7, 100]]
 KILLS = 10
+CONNECTIONS = 16
 
 
 def tokens_of(engine: Any) -> list[list[int]]:
@@ -72,6 +74,22 @@ def test_ranks_killed_under_load_ten_times_in_a_row_come_back_at_the_same_versio
     assert mixtures(whole, lambda _: transformers_logits(new)) == []
     assert {token.weights for _, answer in whole for token in answer.tokens} == {f"1@{version.digest}"}
     assert engine.status().counts.finished["error"] == len(failed)
+
+
+def test_a_rank_that_was_cut_off_from_its_leader_is_replaced_also_when_nobody_asks(
+    elastic: Elastic, publisher: Any, models: Models
+) -> None:
+    engine = elastic(models.directory())
+    trainer = publisher(engine, models.directory(seed=1))
+    version = trainer.publish(1).version
+    saved(engine, version)
+    pid = engine.pids[0]
+    for number in range(CONNECTIONS):
+        cut(pid, number)
+    recovered(engine, 1)
+    assert pid not in engine.pids
+    assert engine.standing().serving == version
+    assert str(trainer.publish(2).version.label) == "2"
 
 
 def test_a_replica_of_one_rank_and_a_tied_model_with_a_draft_come_back(

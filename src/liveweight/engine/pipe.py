@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import socket
 import struct
+from contextlib import suppress
 from typing import Generic, TypeVar
 
 import msgspec
@@ -73,6 +74,11 @@ class Pipe(Generic[Received]):
                 found = next((word for word in self.arrived() if isinstance(word, kind)), found)
         except WireError:
             return found
+
+    def interrupt(self) -> None:
+        """Let the owner hear the end of its stream once it has read what came; it can still speak. Any thread."""
+        with suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RD)
 
     def close(self) -> None:
         """End the stream."""

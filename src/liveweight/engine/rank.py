@@ -84,16 +84,7 @@ def _prepare(
     torch.set_num_threads(config.threads)
     model, hooks = _model(setup)
     start = _named(setup, model, pipe)
-    attention = PagedAttention(
-        layers=model.cached_layers,
-        kv_heads=model.kv_heads,
-        heads=model.heads,
-        head_dim=model.head_dim,
-        blocks=setup.blocks,
-        block_tokens=config.block_tokens,
-        dtype=model.embedding.weight.dtype,
-        device=config.device,
-    )
+    attention = _attention(setup, model)
     slots = Slots(config.max_running, context=setup.context, block_tokens=config.block_tokens)
     runner = Runner(model, attention, slots, weights=weights_text(start.version), speaks=setup.rank == 0)
     updates = None
@@ -107,6 +98,7 @@ def _prepare(
             hooks=hooks,
             timeout_s=config.start_timeout_s,
             bus=bus,
+            on_failure=pipe.interrupt,
         )
         stack.callback(updates.close)
         if config.snapshots is not None:
@@ -136,6 +128,20 @@ def _sleep(
         hooks=hooks,
         cache=attention.memories,
         fence=(lambda _: nullcontext()) if updates is None else updates.changing,
+    )
+
+
+def _attention(setup: Setup, model: Model) -> PagedAttention:
+    """The rank's cache, empty."""
+    return PagedAttention(
+        layers=model.cached_layers,
+        kv_heads=model.kv_heads,
+        heads=model.heads,
+        head_dim=model.head_dim,
+        blocks=setup.blocks,
+        block_tokens=setup.config.block_tokens,
+        dtype=model.embedding.weight.dtype,
+        device=setup.config.device,
     )
 
 
@@ -181,6 +187,8 @@ def _follow(pipe: Pipe[Entry], runner: Runner, updates: RankUpdates | None, slee
         try:
             entry = pipe.receive()
         except ChannelClosed:
+            if updates is not None:
+                updates.check()
             return
         match entry:
             case Step() if not runner.weights:

@@ -18,7 +18,7 @@ from liveweight.engine.config import Snapshots, Updates
 from liveweight.engine.rank_saving import Held, Live, RankSaving
 from liveweight.engine.start import Start
 from liveweight.engine.stream import Exchange, Exchanged, weights_text
-from liveweight.errors import WrongState
+from liveweight.errors import ChannelClosed, WrongState
 from liveweight.observe.bus import Bus
 from liveweight.spec.deadline import Deadline
 from liveweight.transports.registry import TRANSPORTS
@@ -85,7 +85,10 @@ def lead(updates: Updates, *, secret: Secret, world: int, replica: str, bus: Bus
 
 
 class RankUpdates:
-    """A rank's part: it stages in the background, and exchanges where the stream says so. For the rank's main thread."""
+    """A rank's part: it stages in the background, and exchanges where the stream says so. For the rank's main thread.
+
+    `on_failure` is called, on another thread, when the rank cannot follow rounds any more; `check` says why.
+    """
 
     def __init__(
         self,
@@ -98,6 +101,7 @@ class RankUpdates:
         hooks: Sequence[Hook],
         timeout_s: float,
         bus: Bus,
+        on_failure: Callable[[], None],
     ) -> None:
         from liveweight.worker.torch_target import module_target
 
@@ -121,6 +125,7 @@ class RankUpdates:
             deadline=Deadline.after(timeout_s),
             optional=model.draft_group() if updates.draft_weights == "keep" else (),
             in_place=None if updates.shadow != "none" else _in_place(updates, model, here),
+            on_failure=on_failure,
         )
         self._held = Held(weights_text(start.version), self._member.exchanges)
         self._target, self._device, self._secret, self._rank = target, here, secret, rank
@@ -163,6 +168,11 @@ class RankUpdates:
         weights = "" if settled.serving is None else weights_text(settled.serving)
         self._held = Held(weights, self._member.exchanges)
         return Exchanged(weights, settled.torn)
+
+    def check(self) -> None:
+        """ChannelClosed if the rank cannot follow rounds any more: it would serve what it has for ever, and nobody could tell."""
+        if self._member.failure is not None:
+            raise ChannelClosed(f"rank {self._rank} lost its leader: {self._member.failure}")
 
     def close(self) -> None:
         """Leave the replica."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from liveweight.devices.crew import Crew
@@ -75,16 +75,16 @@ class Agent:
         bus: Bus,
         optional: Sequence[OptionalGroup] = (),
         overwrites: Overwrites | None = None,
+        on_failure: Callable[[], None] | None = None,
     ) -> None:
         self._rank, self._channel, self._target = rank, channel, target
         self._digest, self._readers, self._settings = digest, readers, settings
         self._turnstile, self._replica, self._bus, self._overwrites = turnstile, replica, bus, overwrites
         self._keeping = Keeping(target, optional)
         self._pending: deque[Message] = deque()
-        self._closing = False
-        self._waker = channel.waker()
+        self._closing, self._on_failure, self._waker = False, on_failure, channel.waker()
         self.failure: BaseException | None = None
-        """Why the agent has ended, if it did not by `close`; the next boundary says so."""
+        """Why the agent has ended, if it did not by `close`; the next boundary says so, and `on_failure` is called on its thread."""
         self._auditor = Auditor(
             rank=rank,
             target=target,
@@ -120,6 +120,8 @@ class Agent:
                 self._auditor.close()
                 for reader in self._readers.values():
                     reader.close()
+        if self.failure is not None and self._on_failure is not None:
+            self._on_failure()
 
     def _serve(self) -> None:
         message = self._pending.popleft() if self._pending else self._receive()

@@ -6,7 +6,7 @@ decisions to one step is the program's: a boundary in SPMD programs, the step st
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import TypedDict
 
@@ -67,6 +67,7 @@ class Member:
         content: Content | None = None,
         live_kernels: Kernels | None = None,
         in_place: InPlace | None = None,
+        on_failure: Callable[[], None] | None = None,
     ) -> None:
         self._turnstile = turnstile = Turnstile()
         overwrites = None if in_place is None else Overwrites(in_place)
@@ -111,6 +112,7 @@ class Member:
                 bus=bus,
                 optional=optional,
                 overwrites=overwrites,
+                on_failure=on_failure,
             )
             stack.callback(self._agent.close)
             self._resources = stack.pop_all()
