@@ -11,6 +11,7 @@ PYTEST := $(BIN)/python -m pytest -m "not soak"
 # Paddle's CPU package, for tests of the trainer that has it in place of torch. Nothing else of it is pinned.
 PADDLE ?= 3.3.1
 PADDLE_VENV := .venv-paddle
+BENCH_VENV := .venv-bench
 
 .PHONY: venv demo picture test test-paddle check soak bench wheel clean
 venv: $(VENV)/.ready
@@ -56,10 +57,19 @@ soak: venv
 	$(BIN)/liveweight torture --kills 1000
 	$(BIN)/liveweight torture --target in-place --kills 50
 
-bench: venv
-	$(BIN)/liveweight bench digest
-	$(BIN)/liveweight bench ipc
-	$(BIN)/liveweight bench engine
+# An environment of its own: what is compared with is not needed for anything else.
+bench: $(BENCH_VENV)/.ready
+	$(BENCH_VENV)/bin/liveweight bench digest
+	$(BENCH_VENV)/bin/liveweight bench ipc
+	$(BENCH_VENV)/bin/liveweight bench engine
+	$(BENCH_VENV)/bin/liveweight bench all --out bench
+
+$(BENCH_VENV)/.ready: pyproject.toml setup.py $(wildcard native/*.c native/*.h)
+	$(PYTHON) -m venv $(BENCH_VENV)
+	$(BENCH_VENV)/bin/python -m pip install --quiet --upgrade "pip>=25.1"
+	$(BENCH_VENV)/bin/python -m pip install --quiet "torch==$(TORCH)"
+	$(BENCH_VENV)/bin/python -m pip install --quiet --editable ".[nixl,bench]"
+	touch $@
 
 wheel: venv
 	rm -rf build dist
@@ -67,4 +77,4 @@ wheel: venv
 	$(PYTHON) tests/wheel_smoke.py dist
 
 clean:
-	rm -rf $(VENV) $(PADDLE_VENV) build dist src/*.egg-info
+	rm -rf $(VENV) $(PADDLE_VENV) $(BENCH_VENV) build dist src/*.egg-info

@@ -32,8 +32,8 @@ class Counting:
 def main(config: dict[str, Any]) -> None:
     """Be a rank until the stream ends."""
     counts: Counter[str] = Counter()
-    make, meet = group._collectives, group.meet
-    group._collectives = lambda *arguments: Counting(make(*arguments), counts)
+    make, meet = group.collectives, group.meet
+    group.collectives = lambda *arguments: Counting(make(*arguments), counts)
     vars(rank)["meet"] = lambda **arguments: Counting(meet(**arguments), counts)
     rank.main(os.dup(0), parent=None)
     Path(config["counts"]).write_text(json.dumps(counts))

@@ -138,7 +138,19 @@ ERRORS: dict[str, tuple[Sequence[str], str]] = {
     "bench snapshot": (("--directory", "NOWHERE", "--size-gb", "0.001"), "[Errno"),
 }
 """Arguments that cannot work, and how the line begins. Those of other commands are provoked below."""
-ELSEWHERE = {"doctor", "demo", "demo torn", "torture", "bench digest", "bench ipc", "bench nixl"}
+ELSEWHERE = {
+    "doctor",
+    "demo",
+    "demo torn",
+    "torture",
+    "bench digest",
+    "bench ipc",
+    "bench nixl",
+    "bench peers",
+    "bench idle",
+    "bench growth",
+    "bench all",
+}
 
 
 def test_every_command_is_provoked() -> None:
@@ -200,7 +212,9 @@ def test_a_missing_extra_is_the_pip_line(monkeypatch: pytest.MonkeyPatch, comman
     assert "pip install 'liveweight[" in said
 
 
-@pytest.mark.parametrize("command", ["bench digest", "bench ipc", "bench nixl", "torture", "demo"])
+@pytest.mark.parametrize(
+    "command", ["bench digest", "bench ipc", "bench nixl", "bench peers", "torture", "demo"]
+)
 def test_a_place_that_cannot_be_written_is_refused_before_the_work(tmp_path: Path, command: str) -> None:
     (tmp_path / "file").touch()
     option = (

@@ -55,10 +55,10 @@ def digest(
     from liveweight.bench.digest import bench_digest
 
     report = bench_digest(size_mb=size_mb, repeats=repeats)
-    _tell(report.to_dict(), json_to, lambda: _show(report))
+    tell(report.to_dict(), json_to, lambda: _show(report))
 
 
-def _tell(report: dict[str, Any], json_to: str | None, show: Callable[[], None]) -> None:
+def tell(report: dict[str, Any], json_to: str | None, show: Callable[[], None]) -> None:
     """As JSON in place of a table, or as a table and, if asked for, as JSON in a file."""
     text = json.dumps(report, indent=2)
     if json_to == "-":
@@ -103,7 +103,7 @@ def ipc(
         size_gb=size_gb, ranks=ranks, rounds=rounds, tensors=tensors, threads=threads, cast=cast
     )
     report = bench_ipc(settings)
-    _tell(report, json_to, lambda: _show_ipc(report))
+    tell(report, json_to, lambda: _show_ipc(report))
 
 
 def _show_ipc(report: dict[str, Any]) -> None:
@@ -146,7 +146,7 @@ def engine(
         model=model, size=size, arch=arch, tp=tp, prompts=prompts, new_tokens=new_tokens, repeats=repeats
     )
     report = bench_engine(settings)
-    _tell(report, json_to, lambda: _show_engine(report))
+    tell(report, json_to, lambda: _show_engine(report))
 
 
 def _show_engine(report: dict[str, Any]) -> None:
@@ -193,7 +193,7 @@ def live(
         policies=("reuse", "recompute") if kv_policy == "both" else (kv_policy,),
     )
     report = bench_live(settings)
-    _tell(report, json_to, lambda: _show_live(report))
+    tell(report, json_to, lambda: _show_live(report))
 
 
 def _show_live(report: dict[str, Any]) -> None:
@@ -227,7 +227,7 @@ def snapshot(
 
     settings = SnapshotSettings(size_gb=size_gb, rounds=rounds, part_bytes=part_mb << 20, directory=directory)
     report = bench_snapshot(settings)
-    _tell(report, json_to, lambda: _show_snapshot(report))
+    tell(report, json_to, lambda: _show_snapshot(report))
 
 
 def _show_snapshot(report: dict[str, Any]) -> None:
@@ -260,7 +260,7 @@ def nixl(
     from liveweight.bench.nixl import NixlSettings, bench_nixl
 
     report = bench_nixl(NixlSettings(size_gb=size_gb, rounds=rounds))
-    _tell(report, json_to, lambda: _show_nixl(report))
+    tell(report, json_to, lambda: _show_nixl(report))
 
 
 def _show_nixl(report: dict[str, Any]) -> None:

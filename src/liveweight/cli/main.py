@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from liveweight.cli import (
-    bench,
+    bench_all,
     control,
     demo_app,
     doctor,
@@ -32,7 +32,7 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-app.add_typer(bench.app, name="bench")
+app.add_typer(bench_all.app, name="bench")
 app.add_typer(demo_app.app, name="demo")
 app.add_typer(snapshot.app, name="snapshot")
 COMMANDS: dict[str, Callable[..., None]] = {

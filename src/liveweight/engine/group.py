@@ -36,7 +36,7 @@ def meet(*, rank: int, size: int, meeting: Path, device: str, timeout_s: float) 
         )
     try:
         store: Any = dist.FileStore(str(meeting), size)  # type: ignore[attr-defined]
-        ranks = Ranks(_collectives(dist, backend, rank, size, store, timeout_s), rank=rank, size=size)
+        ranks = Ranks(collectives(dist, backend, rank, size, store, timeout_s), rank=rank, size=size)
         return ranks if backend == "nccl" else _nearer(ranks, store, timeout_s)
     except RuntimeError as error:
         raise ChannelClosed(f"the ranks did not meet: {error}") from error
@@ -50,7 +50,7 @@ def _nearer(ranks: Ranks, store: Store, timeout_s: float) -> Group:
         return ranks
 
 
-def _collectives(dist: Any, backend: str, rank: int, size: int, store: Any, timeout_s: float) -> Collectives:
+def collectives(dist: Any, backend: str, rank: int, size: int, store: Any, timeout_s: float) -> Collectives:
     """The backend itself. (torch has no types for this part of it.)"""
     timeout = timedelta(seconds=timeout_s)
     if backend == "nccl":

@@ -1,0 +1,157 @@
+"""What live updates cost an engine while nobody updates it: the time of a decode step, beside engines that meet in every step.
+
+Four engines of the same model take turns within every repetition: without live updates, with them, with a gloo broadcast in every step,
+and with a broadcast and a barrier. Differences are paired: each is of two neighbours in time. Their median counts, with the 95% interval
+of a bootstrap, so that one stall of the machine decides nothing.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import queue
+import random
+import socket
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, TypeAlias
+
+from liveweight.bench.idle_rank import Meets
+from liveweight.engine.config import EngineConfig, Updates
+from liveweight.engine.engine import Engine
+from liveweight.engine.init_model.checkpoint import init_model
+from liveweight.engine.init_model.sizes import SIZES
+from liveweight.engine.ranks import Launch, Process
+from liveweight.engine.requests import Delta, Sampling
+from liveweight.errors import DeadlineExceeded
+
+Name: TypeAlias = Literal["off", "on", "broadcast", "barrier"]
+ENGINES: tuple[Name, ...] = ("off", "on", "broadcast", "barrier")
+WAIT_S = 600.0
+RESAMPLES = 2000
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class IdleSettings:
+    """How large the model is, and how often each engine has its turn of so many steps."""
+
+    size: Literal["tiny", "small", "1b"] = "small"
+    tp: int = 2
+    requests: int = 4
+    steps: int = 32
+    turns: int = 60
+
+
+def bench_idle(settings: IdleSettings) -> dict[str, Any]:
+    """Run it; the figures as they are written to JSON."""
+    taken: dict[Name, list[float]] = {name: [] for name in ENGINES}
+    with ExitStack() as stack:
+        directory = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="lw-idle-")))
+        init_model(directory / "model", SIZES["qwen3"][settings.size])
+        engines = {name: stack.enter_context(_engine(name, directory, settings.tp)) for name in ENGINES}
+        for turn in range(settings.turns + 2):
+            first = turn % len(ENGINES)  # nobody is always behind the same neighbour
+            for name in (*ENGINES[first:], *ENGINES[:first]):
+                took_s = _turn(engines[name], settings)
+                if turn >= 2:  # the first ones warm
+                    taken[name].append(took_s / settings.steps)
+        for engine in engines.values():
+            engine.stop()  # ranks write their counts when they end
+        counts = {name: _counts(directory / name, settings.tp) for name in ENGINES}
+    return _report(settings, taken, counts)
+
+
+def _engine(name: Name, directory: Path, tp: int) -> Engine:
+    place = directory / name
+    place.mkdir(mode=0o700)
+    updates = None
+    if name == "on":
+        updates = Updates(address=f"ipc://{place}/engine.sock", secret_file=str(place / "secret"))
+    config = EngineConfig(model=str(directory / "model"), tp=tp, prefix_cache=False, updates=updates)
+    meets: Meets = name if name in ("broadcast", "barrier") else "never"
+    return Engine(config, launch=_launching(place, tp, meets))
+
+
+def _launching(place: Path, tp: int, meets: Meets) -> Launch:
+    def launch(rank: int, end: socket.socket) -> Process:
+        given = f"parent={os.getpid()}, number={rank}, ranks={tp}, meets={meets!r}, place={str(place)!r}"
+        code = f"from liveweight.bench.idle_rank import main; main({end.fileno()}, {given})"
+        return subprocess.Popen(
+            [sys.executable, "-c", code], pass_fds=[end.fileno()], stdin=subprocess.DEVNULL
+        )
+
+    return launch
+
+
+def _turn(engine: Engine, settings: IdleSettings) -> float:
+    """So many decode steps of all requests at once, from the first token that came to the last."""
+    pieces: queue.SimpleQueue[Delta] = queue.SimpleQueue()
+    sampling = Sampling(max_tokens=settings.steps + 1, temperature=0.0, ignore_eos=True)
+    for number in range(settings.requests):
+        engine.submit([4 + number, 9, 17, 33], sampling, pieces.put)
+    began_s, left = 0.0, settings.requests
+    while left:
+        try:
+            piece = pieces.get(timeout=WAIT_S)
+        except queue.Empty:
+            raise DeadlineExceeded("the engine's next token", WAIT_S) from None
+        if piece.fault is not None:
+            raise piece.fault
+        began_s = began_s or time.perf_counter()
+        left -= piece.last
+    return time.perf_counter() - began_s
+
+
+def _counts(place: Path, tp: int) -> dict[str, int]:
+    """What all ranks of an engine counted."""
+    total: dict[str, int] = {}
+    for rank in range(tp):
+        for name, count in json.loads((place / f"counts-{rank}.json").read_text()).items():
+            total[name] = total.get(name, 0) + count
+    return total
+
+
+def _report(
+    settings: IdleSettings, taken: dict[Name, list[float]], counts: dict[Name, dict[str, int]]
+) -> dict[str, Any]:
+    step_s = statistics.median(taken["off"])
+    per_step = {name: collectives_per_step(count) for name, count in counts.items()}
+    return {
+        "model": f"qwen3 {settings.size}",
+        "tp": settings.tp,
+        "cores": os.cpu_count(),
+        "turns": settings.turns,
+        "step_s": {name: statistics.median(times) for name, times in taken.items()},
+        "collectives_per_step": per_step,
+        "extra_collectives": per_step["on"] - per_step["off"],
+        **{
+            name: paired([one - off for one, off in zip(taken[name], taken["off"], strict=True)], step_s)
+            for name in ENGINES[1:]
+        },
+    }
+
+
+def collectives_per_step(counts: dict[str, int]) -> float:
+    """How many of a rank's calls, of any kind, belong to a step."""
+    return sum(count for name, count in counts.items() if name != "steps") / counts["steps"]
+
+
+def paired(differences: Sequence[float], step_s: float) -> dict[str, float]:
+    """The median of paired differences and its 95% interval, as parts of a step."""
+    chance = random.Random(0)
+    medians = sorted(
+        statistics.median(chance.choices(differences, k=len(differences))) for _ in range(RESAMPLES)
+    )
+    low, high = medians[int(0.025 * RESAMPLES)], medians[int(0.975 * RESAMPLES) - 1]
+    return {
+        "difference": statistics.median(differences) / step_s,
+        "low": low / step_s,
+        "high": high / step_s,
+    }

@@ -1,0 +1,72 @@
+"""A rank of the idle benchmark: it counts its collectives, and may meet the other ranks in every step, as engines do that poll."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Literal, TypeAlias
+
+from liveweight.engine import rank
+from liveweight.engine.group import collectives, meet
+from liveweight.engine.runner import Runner
+from liveweight.engine.stream import Step, StepDone
+
+Meets: TypeAlias = Literal["never", "broadcast", "barrier"]
+"""What ranks do in a step beside decoding: nothing; a broadcast of a flag; that and a barrier."""
+MEET_S = 300.0
+
+
+class Counted:
+    """A group whose collectives are counted. See engine/forward.Group."""
+
+    def __init__(self, inner: Any, counts: Counter[str]) -> None:
+        self._inner, self._counts = inner, counts
+
+    def __getattr__(self, name: str) -> Any:
+        found = getattr(self._inner, name)
+        if not callable(found):
+            return found
+
+        def called(*given: Any) -> Any:
+            self._counts[name] += 1
+            return found(*given)
+
+        return called
+
+
+def main(descriptor: int, *, parent: int, number: int, ranks: int, meets: Meets, place: str) -> None:
+    """The process. `place` is a directory of the engine's: for the ranks' meeting and for their counts."""
+    counts: Counter[str] = Counter()
+
+    class Meeting(Runner):
+        """Steps that begin with a meeting."""
+
+        def run(self, step: Step, say: Callable[[StepDone], None]) -> None:
+            counts["steps"] += 1
+            if meets != "never":
+                self._met(step)
+            super().run(step, say)
+
+        def _met(self, step: Step) -> None:
+            import torch
+
+            if not hasattr(self, "_gloo"):
+                self._gloo = Counted(_gloo(number, ranks, Path(place)), counts)
+            self._gloo.broadcast(torch.tensor([step.number]), 0).wait()
+            if meets == "barrier":
+                self._gloo.barrier().wait()
+
+    vars(rank)["Runner"] = Meeting
+    vars(rank)["meet"] = lambda **given: Counted(meet(**given), counts)
+    rank.main(descriptor, parent=parent)
+    (Path(place) / f"counts-{number}.json").write_text(json.dumps(counts))
+
+
+def _gloo(number: int, ranks: int, place: Path) -> Any:
+    """A group of the ranks beside the model's."""
+    import torch.distributed as dist
+
+    store: Any = dist.FileStore(str(place / "beside"), ranks)  # type: ignore[attr-defined]
+    return collectives(dist, "gloo", number, ranks, store, MEET_S)

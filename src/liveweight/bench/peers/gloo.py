@@ -1,0 +1,142 @@
+"""`torch.distributed` broadcasts over gloo: tensor by tensor, the shape of TRL and OpenRLHF on NCCL, and in buckets."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from liveweight.bench.peers.way import (
+    WAIT_S,
+    Meeting,
+    Share,
+    Talk,
+    Way,
+    Weights,
+    bucket_bytes,
+    buckets,
+    raw,
+    seen,
+)
+from liveweight.engine.group import collectives
+
+if TYPE_CHECKING:
+    import torch
+
+
+def _group(meeting: Meeting, member: int, name: str) -> Any:
+    """The trainer is member 0, rank r member r + 1. A group of its own: nothing of torch's global state is touched."""
+    import torch.distributed as dist
+
+    size = meeting.ranks + 1
+    store: Any = dist.FileStore(str(meeting.directory / f"meeting-{name}"), size)  # type: ignore[attr-defined]
+    return collectives(dist, "gloo", member, size, store, WAIT_S)
+
+
+def _broadcast(group: Any, memory: torch.Tensor) -> None:
+    group.broadcast(memory, 0).wait()
+
+
+class TensorSender:
+    """Every tensor where it lies, one after the other."""
+
+    def __init__(self, meeting: Meeting, weights: Weights) -> None:
+        self._weights, self._group = weights, _group(meeting, 0, "tensor")
+
+    def send(self, talks: Sequence[Talk]) -> None:
+        """See Sender."""
+        del talks
+        for tensor in self._weights.values():
+            _broadcast(self._group, raw(tensor))
+
+    def close(self) -> None:
+        """See Sender."""
+        self._group = None
+
+
+class TensorReceiver:
+    """Into one buffer, from which each tensor's part is loaded."""
+
+    def __init__(self, meeting: Meeting, share: Share) -> None:
+        import torch
+
+        self._specs, self._share = meeting.specs, share
+        self._memory = torch.zeros(max(spec.size_bytes for spec in meeting.specs), dtype=torch.uint8)
+        self._group = _group(meeting, share.rank + 1, "tensor")
+
+    def receive(self, talk: Talk) -> None:
+        """See Receiver."""
+        del talk
+        for spec in self._specs:
+            _broadcast(self._group, self._memory[: spec.size_bytes])
+            self._share.take(spec.name, seen(self._memory, spec, 0))
+
+    def close(self) -> None:
+        """See Receiver."""
+        self._group = None
+
+
+class BucketSender:
+    """Tensors packed into buckets, each broadcast at once."""
+
+    def __init__(self, meeting: Meeting, weights: Weights) -> None:
+        import torch
+
+        self._weights, self._buckets = weights, buckets(meeting.specs)
+        self._memory = torch.zeros(bucket_bytes(meeting.specs), dtype=torch.uint8)
+        self._group = _group(meeting, 0, "bucket")
+
+    def send(self, talks: Sequence[Talk]) -> None:
+        """See Sender."""
+        del talks
+        for bucket in self._buckets:
+            end = 0
+            for spec, at in bucket:
+                end = at + spec.size_bytes
+                self._memory[at:end].copy_(raw(self._weights[spec.name]))
+            _broadcast(self._group, self._memory[:end])
+
+    def close(self) -> None:
+        """See Sender."""
+        self._group = None
+
+
+class BucketReceiver:
+    """Each bucket's tensors are loaded from where it arrived."""
+
+    def __init__(self, meeting: Meeting, share: Share) -> None:
+        import torch
+
+        self._buckets, self._share = buckets(meeting.specs), share
+        self._memory = torch.zeros(bucket_bytes(meeting.specs), dtype=torch.uint8)
+        self._group = _group(meeting, share.rank + 1, "bucket")
+
+    def receive(self, talk: Talk) -> None:
+        """See Receiver."""
+        del talk
+        for bucket in self._buckets:
+            last, at = bucket[-1]
+            _broadcast(self._group, self._memory[: at + last.size_bytes])
+            for spec, start in bucket:
+                self._share.take(spec.name, seen(self._memory, spec, start))
+
+    def close(self) -> None:
+        """See Receiver."""
+        self._group = None
+
+
+WAYS = (
+    Way(
+        name="gloo_tensor",
+        stands_for="a broadcast for each tensor (TRL, OpenRLHF), over gloo",
+        group="apart",
+        sender=TensorSender,
+        receiver=TensorReceiver,
+    ),
+    Way(
+        name="gloo_bucket",
+        stands_for="broadcasts of buckets, over gloo",
+        group="apart",
+        sender=BucketSender,
+        receiver=BucketReceiver,
+    ),
+)

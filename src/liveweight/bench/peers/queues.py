@@ -1,0 +1,68 @@
+"""A `torch.multiprocessing` queue of shared tensors: the trainer's weights lie in memory that ranks map, and only handles travel.
+
+The weights are one shared storage, so that one handle is enough for all tensors: the best form of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from liveweight.bench.peers.way import Meeting, Share, Talk, Way, Weights, raw, seen
+
+
+class QueueSender:
+    """Its weights are a shared storage; they are kept equal to the benchmark's outside of rounds, by `refresh`."""
+
+    def __init__(self, meeting: Meeting, weights: Weights) -> None:
+        import torch
+
+        self._queues, self._weights = meeting.queues, weights
+        total = sum(spec.size_bytes for spec in meeting.specs)
+        self._shared: torch.Tensor = torch.zeros(total, dtype=torch.uint8).share_memory_()  # type: ignore[no-untyped-call]
+        self.refresh()
+
+    def refresh(self) -> None:
+        """The trainer's step, in its own memory."""
+        at = 0
+        for tensor in self._weights.values():
+            part = raw(tensor)
+            self._shared[at : at + len(part)].copy_(part)
+            at += len(part)
+
+    def send(self, talks: Sequence[Talk]) -> None:
+        """See Sender."""
+        del talks
+        for queue in self._queues:
+            queue.put(self._shared)
+
+    def close(self) -> None:
+        """See Sender."""
+
+
+class QueueReceiver:
+    """Maps what the handle names, and copies its part."""
+
+    def __init__(self, meeting: Meeting, share: Share) -> None:
+        self._queue, self._specs, self._share = meeting.queues[share.rank], meeting.specs, share
+
+    def receive(self, talk: Talk) -> None:
+        """See Receiver."""
+        del talk
+        memory, at = self._queue.get(), 0
+        for spec in self._specs:
+            self._share.take(spec.name, seen(memory, spec, at))
+            at += spec.size_bytes
+
+    def close(self) -> None:
+        """See Receiver."""
+
+
+WAYS = (
+    Way(
+        name="mp_queue",
+        stands_for="a torch.multiprocessing queue of shared tensors",
+        group="in place",
+        sender=QueueSender,
+        receiver=QueueReceiver,
+    ),
+)

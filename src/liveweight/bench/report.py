@@ -1,0 +1,164 @@
+"""The report of all benchmarks: tables in Markdown, pictures beside them. From figures that were written before, and nothing else."""
+
+from __future__ import annotations
+
+import os
+import platform
+from collections.abc import Callable, Mapping, Sequence
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+from liveweight.bench.plots import plot_growth, plot_peers
+
+PACKAGES = ("liveweight", "torch", "pyzmq", "safetensors", "nixl", "ray")
+
+
+def write_report(directory: Path, found: Mapping[str, dict[str, Any]], command: str) -> Path:
+    """REPORT.md of these figures, by the benchmark's name; pictures only where matplotlib is installed, which it says."""
+    pictures = _pictures(directory, found)
+    parts = ["# Benchmarks", f"`{command}`", _machine()]
+    for name, table in _TABLES.items():
+        if name in found:
+            parts.append(table(found[name]))
+            if name in pictures:
+                parts.append(f"![{name}]({pictures[name]})")
+    if not pictures:
+        parts.append("No pictures: matplotlib is not installed (`pip install 'liveweight[bench]'`).")
+    place = directory / "REPORT.md"
+    place.write_text("\n\n".join(parts) + "\n", encoding="utf-8")
+    return place
+
+
+def _pictures(directory: Path, found: Mapping[str, dict[str, Any]]) -> dict[str, str]:
+    drawn = {}
+    for name, plot in {"peers": plot_peers, "growth": plot_growth}.items():
+        if name in found and plot(found[name], directory / f"{name}.png"):
+            drawn[name] = f"{name}.png"
+    return drawn
+
+
+def _machine() -> str:
+    """Where it was measured, and with what."""
+    model = platform.processor() or platform.machine()
+    info = Path("/proc/cpuinfo")
+    if info.exists():
+        names = [
+            line.partition(":")[2].strip() for line in info.read_text().splitlines() if "model name" in line
+        ]
+        model = names[0] if names else model
+    versions = []
+    for package in PACKAGES:
+        try:
+            versions.append(f"{package} {version(package)}")
+        except PackageNotFoundError:
+            versions.append(f"{package} absent")
+    return f"{model}, {os.cpu_count()} cores; Python {platform.python_version()}; {', '.join(versions)}."
+
+
+def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """A table in Markdown."""
+    lines = ["| " + " | ".join(row) + " |" for row in (head, ["---"] * len(head), *rows)]
+    return "\n".join(lines)
+
+
+def _peers(found: dict[str, Any]) -> str:
+    rows = [
+        (
+            name,
+            row["stands_for"],
+            f"{row['best_s'] * 1e3:.0f}",
+            f"{row['median_s'] * 1e3:.0f}",
+            f"{row['best_s'] / found['limit_s']:.2f}",
+            "yes" if row["verified"] else "no",
+        )
+        for name, row in sorted(found["contenders"].items(), key=lambda item: item[1]["best_s"])
+    ]
+    absent = "".join(f"\n\nAbsent: {name}, {why}." for name, why in found["absent"].items())
+    ratios = [
+        ("ipc live plain / shared memory in place", f"{found['of_in_place']:.2f}", "<= 1.1"),
+        ("those that copy twice / ipc live plain", f"{found['over_copies_twice']:.2f}", ">= 1.5"),
+        ("ipc live verified / those that copy twice", f"{found['verified_of_copies_twice']:.2f}", "<= 1.4"),
+        ("the best of gloo, files, Ray / ipc live plain", f"{found['speedup_best']:.2f}", ">= 2"),
+        ("the middle one of them / ipc live plain", f"{found['speedup_median']:.2f}", ">= 4"),
+    ]
+    size = f"{found['bytes'] / 1e9:.2f} GB, {found['tensors']} tensors, {found['ranks']} ranks"
+    return "\n\n".join(
+        (
+            "## Peers",
+            f"{size}, {found['rounds']} rounds of each in turn; one plain copy by the ranks: {found['limit_s'] * 1e3:.0f} ms.",
+            table(("contender", "stands for", "best ms", "median ms", "x copy", "verified"), rows) + absent,
+            table(("ratio", "found", "wanted"), ratios),
+        )
+    )
+
+
+def _growth(found: dict[str, Any]) -> str:
+    rows = [
+        (
+            axis,
+            f"{point['at']:g}",
+            f"{point['plain_s'] * 1e3:.1f}",
+            f"{point['verified_s'] * 1e3:.1f}",
+            f"{point['limit_s'] * 1e3:.1f}",
+            f"{point['peak_extra_bytes'] / 1e6:.0f}",
+        )
+        for axis, points in found["axes"].items()
+        for point in points
+    ]
+    slopes = [
+        (axis, *(f"{slope[key]:.2f}" for key in ("plain_s", "verified_s", "limit_s")))
+        for axis, slope in found["exponents"].items()
+    ]
+    return "\n\n".join(
+        (
+            "## Growth",
+            table(("axis", "at", "plain ms", "verified ms", "one copy ms", "most extra MB"), rows),
+            table(("exponent of", "plain", "verified", "one copy"), slopes),
+            f"Time per byte, largest size / 0.5 GB: {found['size_ratio']:.2f} (wanted <= 1.15). "
+            f"Most tensors / fewest: {found['tensors_ratio']:.2f} (wanted <= 2).",
+        )
+    )
+
+
+def _idle(found: dict[str, Any]) -> str:
+    rows = []
+    for name, step_s in found["step_s"].items():
+        cost = found.get(name)
+        part = (
+            ("", "")
+            if cost is None
+            else (f"{cost['difference']:+.2%}", f"{cost['low']:+.2%} to {cost['high']:+.2%}")
+        )
+        rows.append((name, f"{step_s * 1e3:.3f}", *part))
+    return "\n\n".join(
+        (
+            "## Idle",
+            f"{found['model']}, tp {found['tp']}; extra collectives of live updates: {found['extra_collectives']:g} a step.",
+            table(("engine", "ms a step", "of a step", "95%"), rows),
+        )
+    )
+
+
+def _torture(found: dict[str, Any]) -> str:
+    keys = (
+        "kills",
+        "rounds",
+        "committed",
+        "restarts",
+        "tokens",
+        "torn_tokens",
+        "late_waits",
+        "leaks",
+        "lost",
+    )
+    rows = [(name, *(str(one[key]) for key in keys)) for name, one in found.items()]
+    return f"## Torture\n\n{table(('target', *keys), rows)}"
+
+
+_TABLES: dict[str, Callable[[dict[str, Any]], str]] = {
+    "peers": _peers,
+    "growth": _growth,
+    "idle": _idle,
+    "torture": _torture,
+}

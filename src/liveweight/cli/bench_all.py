@@ -1,0 +1,92 @@
+"""`liveweight bench all`: every comparison in one run, and the report. Importing this module adds all commands to their group."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from liveweight.cli import bench_growth, bench_idle, bench_peers
+from liveweight.cli.bench import app
+from liveweight.cli.failing import telling
+from liveweight.cli.torture import PROGRAM
+
+__all__ = ["app", "bench_growth", "bench_idle", "bench_peers"]
+
+Out = Annotated[
+    Path, typer.Option(help="Where the report, its pictures and the figures go.", file_okay=False)
+]
+Scale = Annotated[float, typer.Option(min=0.001, max=1.0, help="A part of the full sizes, for a quick look.")]
+Render = Annotated[
+    bool, typer.Option("--render", help="Measure nothing: write the report from figures that are there.")
+]
+
+
+@app.command("all")
+@telling
+def everything(out: Out = Path("bench"), scale: Scale = 1.0, render: Render = False) -> None:
+    """Peers, growth, idle and torture, one after the other; REPORT.md with tables, pictures, the machine and the command.
+
+    For example: liveweight bench all --out bench --scale 0.1
+    """
+    from liveweight.bench.report import write_report
+
+    out.mkdir(parents=True, exist_ok=True)
+    found: dict[str, dict[str, Any]] = {}
+    for name, run in _RUNS.items():
+        place = out / f"{name}.json"
+        if not render:
+            print(f"{name} ...", flush=True)
+            place.write_text(json.dumps(run(scale), indent=2) + "\n", encoding="utf-8")
+        if place.exists():
+            found[name] = json.loads(place.read_text(encoding="utf-8"))
+    how = "--render" if render else f"--scale {scale:g}"
+    print(write_report(out, found, f"liveweight bench all {how}"))
+
+
+def _peers(scale: float) -> dict[str, Any]:
+    from liveweight.bench.peers.run import PeersSettings, bench_peers
+
+    return bench_peers(PeersSettings(size_gb=1.4 * scale))
+
+
+def _growth(scale: float) -> dict[str, Any]:
+    from liveweight.bench.growth import GrowthSettings, bench_growth
+
+    full = GrowthSettings()
+    sizes = tuple(size * scale for size in full.sizes_gb)
+    tensors = tuple(max(10, int(count * scale)) for count in full.tensors)
+    return bench_growth(GrowthSettings(sizes_gb=sizes, tensors=tensors, base_gb=full.base_gb * scale))
+
+
+def _idle(scale: float) -> dict[str, Any]:
+    from liveweight.bench.idle import IdleSettings, bench_idle
+
+    full = IdleSettings()
+    return bench_idle(
+        IdleSettings(size="small" if scale == 1 else "tiny", turns=max(3, int(full.turns * scale)))
+    )
+
+
+def _torture(scale: float) -> dict[str, Any]:
+    from liveweight.bench.torture.run import TortureSettings, torture
+
+    kills = {"embedded": max(5, int(100 * scale)), "in-place": max(5, int(30 * scale))}
+    return {
+        target: torture(
+            TortureSettings(program=PROGRAM, target=target, kills=count),  # type: ignore[arg-type]
+            lambda *_: None,
+        ).to_dict()
+        for target, count in kills.items()
+    }
+
+
+_RUNS: dict[str, Callable[[float], dict[str, Any]]] = {
+    "peers": _peers,
+    "growth": _growth,
+    "idle": _idle,
+    "torture": _torture,
+}
