@@ -1,14 +1,12 @@
 """What `import liveweight as lw` offers: composes the parts, with defaults for one host.
 
-Owns those defaults: where sockets and the secret lie when nobody says. Without arguments both sides of one user on one host find
-the same secret file; across users or hosts, give both the same file.
+Without arguments both sides of one user on one host find the same secret file; across users or hosts, give both the same file.
 """
 
 from __future__ import annotations
 
 import os
 import secrets
-import tempfile
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
@@ -42,6 +40,7 @@ from liveweight.transports.ipc.source import allocate
 from liveweight.transports.registry import TRANSPORTS, check_device
 from liveweight.transports.stock import RingSettings
 from liveweight.wire.credentials import Secret, load_or_create_secret, socket_directory
+from liveweight.wire.defaults import default_directory, default_secret_file
 from liveweight.wire.values import KvPolicy
 from liveweight.worker import receiver as receiving
 from liveweight.worker.agent import StagingSettings
@@ -277,16 +276,6 @@ def share_module(module: torch.nn.Module, *, device: DeviceName | None = None) -
         registry = Registry.of(module)
         there = open_device(device_of(dict(zip(registry.names, registry.tensors(), strict=True))))
     return _share_module(module, partial(allocate, device=there), str(there.torch_device))
-
-
-def default_directory() -> Path:
-    """Where this user's sockets and secret lie when nobody says otherwise."""
-    return Path(tempfile.gettempdir()) / f"liveweight-{os.getuid()}"
-
-
-def default_secret_file() -> Path:
-    """Where this user's secret lies when nobody says otherwise; its directory is made if it is not there."""
-    return socket_directory(default_directory()) / "secret"
 
 
 def _secret(given: Secret | Path | None) -> Secret:

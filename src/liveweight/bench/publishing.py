@@ -52,8 +52,7 @@ def publishing(
     outlet = chosen.outlet(files if files is not None and chosen.reach == "files" else directory, secret)
     ways = Ways([Way(mode=chosen, outlet=outlet)], Bus())
     stack.callback(ways.close)
-    replicas = [WireReplica(address, secret) for address in addresses]
-    deadline = Deadline.after(timeout_s)
+    replicas, deadline = [WireReplica(address, secret) for address in addresses], Deadline.after(timeout_s)
     met = meet_replicas(replicas, deadline)
     offers = Offers(
         source=ModuleSource(shared.module),

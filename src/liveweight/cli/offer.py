@@ -37,8 +37,9 @@ def offer(
 
     And the engine: liveweight serve ./model --weights-from ipc:///run/me/source.sock
     """
-    from liveweight.api import Publisher, default_directory, default_secret_file
+    from liveweight.api import Publisher
     from liveweight.wire.credentials import load_or_create_secret
+    from liveweight.wire.defaults import default_directory, default_secret_file
 
     secret = load_or_create_secret(default_secret_file() if secret_file is None else secret_file)
     where = f"ipc://{default_directory()}/source.sock" if address is None else address

@@ -54,9 +54,10 @@ def push(
 
     For example: liveweight push ./new http://127.0.0.1:8000 --version step_100
     """
-    from liveweight.api import Publisher, default_secret_file
+    from liveweight.api import Publisher
     from liveweight.trainer.replica import WireReplica
     from liveweight.wire.credentials import load_or_create_secret
+    from liveweight.wire.defaults import default_secret_file
 
     key, deadline = key_of(control_key, control_key_file, "control key"), Deadline.after(timeout)
     before = {url: EngineClient(url, key).weights(deadline) for url in urls}

@@ -89,8 +89,8 @@ def _snapshots(given: Mapping[str, Any]) -> Snapshots | None:
 
 
 def _updates(given: Mapping[str, Any]) -> Updates | None:
-    from liveweight.api import default_directory, default_secret_file
     from liveweight.engine.config import Updates
+    from liveweight.wire.defaults import default_directory, default_secret_file
 
     address, secret, source = given["weights_address"], given["secret_file"], given["weights_from"]
     transfer_mode = given["transfer_mode"]

@@ -48,10 +48,8 @@ def line_of(event: ev.AnyEvent) -> tuple[int, str]:
             return DEBUG, f"{event.replica} rank {event.rank}: digesting what it holds"
         case ev.Audited(match=False):
             named = ", ".join(event.differing)
-            return (
-                ERROR,
-                f"{event.replica}: holds {_named(event.serving)}, and {event.count} tensors differ: {named}",
-            )
+            holds = f"holds {_named(event.serving)}, and {event.count} tensors differ: {named}"
+            return ERROR, f"{event.replica}: {holds}"
         case ev.Audited():
             found = "found as it should be" if event.match else "nothing to compare with"
             return INFO, f"{event.replica}: digested {_named(event.serving)} in {event.took_s:.3f} s, {found}"
