@@ -8,6 +8,7 @@ if TYPE_CHECKING:
     from liveweight.api import Publisher, Receiver, share_module
     from liveweight.errors import LiveWeightError, OutcomeUnknown, RoundFailed, Torn
     from liveweight.integrations.paddle import paddle_source
+    from liveweight.integrations.vllm.engine import vllm
     from liveweight.spec.dtype import DType
     from liveweight.spec.layout import Piece
     from liveweight.spec.manifest import TensorSpec, Version
@@ -35,6 +36,7 @@ _HOMES = {
     "box": "liveweight.spec.region",
     "paddle_source": "liveweight.integrations.paddle",
     "share_module": "liveweight.api",
+    "vllm": "liveweight.integrations.vllm.engine",
     "whole": "liveweight.spec.region",
 }
 
@@ -56,6 +58,7 @@ __all__ = [
     "box",
     "paddle_source",
     "share_module",
+    "vllm",
     "whole",
 ]
 

@@ -13,10 +13,10 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias
 
-from liveweight.control.reaching import reached
 from liveweight.devices.cuda import CudaDevice
 from liveweight.devices.device import CPU, CpuDevice, Device, open_device
 from liveweight.devices.kernels import choose_kernels
+from liveweight.integrations.engines import Engine, reached
 from liveweight.integrations.stream import Streaming
 from liveweight.observe.bus import Bus
 from liveweight.observe.events import OfferKind
@@ -30,7 +30,6 @@ from liveweight.trainer.meeting import check_terms, describe_to, meet_replicas, 
 from liveweight.trainer.offers import Offers
 from liveweight.trainer.ranks import Terms, join_ranks
 from liveweight.trainer.registry import Registry
-from liveweight.trainer.replica import Replica
 from liveweight.trainer.settings import Behind, PublisherSettings
 from liveweight.trainer.shares import threads_for
 from liveweight.trainer.shelf import Shelf
@@ -67,7 +66,7 @@ class Publisher(SpmdPublisher):
                 publisher.publish(step)   # RoundFailed: the engines still serve step - 1
 
     `model` is a torch module, what `share_module` returned, a state dict, an HF checkpoint directory or a Source. `engines` are the
-    leaders' addresses, or URLs of engines that say theirs to whoever shows their control key. Manifests are compared
+    leaders' addresses, URLs of engines that say theirs to whoever shows their control key, or `vllm(...)`. Manifests are compared
     here, before training starts. Every method is for one thread. `offer="live"` lets ranks read the parameters where they lie; where
     that is not possible the publisher says why and freezes. `offer="ring"` packs them, for each rank what it owns, into a few segments of
     shared memory (`ring`), and needs no copy of the weights; both wait until all ranks have staged. `device` is where offers lie, and
@@ -92,7 +91,7 @@ class Publisher(SpmdPublisher):
         self,
         model: object,
         *,
-        engines: Sequence[str | Replica] = (),
+        engines: Sequence[Engine] = (),
         address: str | None = None,
         dtype: str | torch.dtype | None = None,
         control_key: str | None = None,
@@ -118,7 +117,8 @@ class Publisher(SpmdPublisher):
         group: ProcessGroup | None = None,
     ) -> None:
         bus = logging_bus() if bus is None else bus
-        held = _secret(secret)
+        held, secret_file = _secret(secret), secret if isinstance(secret, Path) else None
+        reach = partial(reached, secret=held, secret_file=secret_file, key=control_key)
         place = socket_directory(directory or default_directory())
         chosen = in_order(transfer_mode, modes, offer)
         check_terms(engines, address, dtype, offer, ranked=group is not None, modes=len(chosen))
@@ -149,7 +149,7 @@ class Publisher(SpmdPublisher):
                 name=name,
                 run=run,
                 engines=len(engines),
-                connect=lambda _: reached(engines, held, control_key),
+                connect=lambda _: reach(engines),
             )
             self._ranked = join_ranks(model, group, terms)
             self.name, self.run, self.settings, self.address = name, self._ranked.run, settings, None
@@ -158,7 +158,7 @@ class Publisher(SpmdPublisher):
         there, deadline = source_device(_opened(device), shared), Deadline.after(timeout_s)
         check_device(chosen[0], offer, there)
         with ExitStack() as stack:
-            replicas = reached(engines, held, control_key)
+            replicas = reach(engines)
             for replica in replicas:
                 stack.callback(replica.close)
             if engines or address is None:

@@ -119,7 +119,7 @@ class EngineClient:
 
     def _ask(self, method: str, path: str, body: object, deadline: Deadline) -> dict[str, Any]:
         try:
-            status, raw = _exchange(self._parts, method, path, self._key, body, deadline)
+            status, raw = exchange(self._parts, method, path, self._key, body, deadline)
         except TimeoutError:
             raise deadline.exceeded(f"{self.url} to answer {method} {path}") from None
         except OSError as error:
@@ -146,7 +146,7 @@ class EngineClient:
         raise _error(problem.get("code"), f"{self.url}: {problem.get('message')}")
 
 
-def _exchange(
+def exchange(
     url: SplitResult, method: str, path: str, key: str | None, body: object, deadline: Deadline
 ) -> tuple[int, bytes]:
     """One request, one answer. Raises what http.client raises; TimeoutError at the deadline and a little."""

@@ -111,6 +111,12 @@ class WireReplica:
         """Where its leader listened when it was last reached; empty before, if it was never found."""
         return self._address
 
+    @property
+    def connected(self) -> bool:
+        """Whether its leader has been reached, and has not ended since."""
+        self._leave_the_dead()
+        return self._channel is not None
+
     def standing(self, deadline: Deadline) -> m.Standing:
         """See Replica."""
         self._leave_the_dead()

@@ -58,7 +58,7 @@ class StagingSettings:
 
 
 class Agent:
-    """Serves one rank until closed. Construct and close from the rank's main thread."""
+    """Serves one rank until closed. Construct and close from the rank's main thread; what `settings` says is for the next round."""
 
     def __init__(
         self,
@@ -78,7 +78,7 @@ class Agent:
         on_failure: Callable[[], None] | None = None,
     ) -> None:
         self._rank, self._channel, self._target = rank, channel, target
-        self._digest, self._readers, self._settings = digest, readers, settings
+        self._digest, self._readers, self.settings = digest, readers, settings
         self._turnstile, self._replica, self._bus, self._overwrites = turnstile, replica, bus, overwrites
         self._keeping = Keeping(target, optional)
         self._pending: deque[Message] = deque()
@@ -211,7 +211,7 @@ class Agent:
         done = stage(
             reading,
             crew=self._crew,
-            pace_bytes_per_s=self._settings.pace_bytes_per_s,
+            pace_bytes_per_s=self.settings.pace_bytes_per_s,
             stop=lambda: self._stop(order.round),
             deadline=deadline,
             beside=digesting.beside,

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from typing import TypedDict
 
 from liveweight.devices.kernels import Kernels
@@ -127,6 +128,15 @@ class Member:
         """Raised before every exchange of weights, also one that goes back: live memory is what it was while it stays the same.
         For any thread."""
         return self._turnstile.exchanges
+
+    @property
+    def pace_bytes_per_s(self) -> float | None:
+        """What staging may take, from the next round on; None: all that it can."""
+        return self._agent.settings.pace_bytes_per_s
+
+    @pace_bytes_per_s.setter
+    def pace_bytes_per_s(self, bytes_per_s: float | None) -> None:
+        self._agent.settings = replace(self._agent.settings, pace_bytes_per_s=bytes_per_s)
 
     def carry_out(self, decision: Decision) -> Settled:
         """Exchange shadow and live weights, or overwrite these, and learn the outcome.

@@ -1,0 +1,133 @@
+"""The backend that vLLM's workers make: vLLM's words on one side, a rank of ours on the other.
+
+Its constructor, and every method, is called by the worker's main thread, on all workers alike. `update_weights` is the one that changes
+weights, whole versions at a time; `start` and `finish` have nothing to prepare and nothing left to do.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import vllm
+from vllm.distributed.weight_transfer.base import (
+    WeightTransferEngine,
+    WeightTransferInitInfo,
+    WeightTransferUpdateInfo,
+)
+
+from liveweight.errors import EngineConfigInvalid, WrongState
+from liveweight.integrations.vllm import seam
+from liveweight.integrations.vllm.rank import Loading, Seat, Terms, VllmRank
+from liveweight.spec.manifest import Manifest
+from liveweight.trainer.checkpoint import CheckpointSource
+from liveweight.wire.credentials import load_or_create_secret
+from liveweight.wire.defaults import default_secret_file
+from liveweight.worker.boundary import Decision
+
+seam.check_version(vllm.__version__)
+
+SECRET_FILE = "LIVEWEIGHT_SECRET_FILE"
+UNUSED = (".rotary_emb.inv_freq",)
+"""Ends of names that old checkpoints have, and that no model loads: no trainer has to offer them."""
+
+
+@dataclass
+class InitInfo(WeightTransferInitInfo):
+    """What a trainer says when it meets vLLM. `session` names the memory that workers of one host share."""
+
+    address: str
+    session: str
+    secret_file: str | None = None
+    pace_bytes_per_s: float | None = None
+    timeout_s: float = 60.0
+
+
+@dataclass
+class UpdateInfo(WeightTransferUpdateInfo):
+    """The decision of the leader, as the trainer that asked for it passes it on: all workers exchange at the same step."""
+
+    epoch: int
+    undo: bool = False
+    timeout_s: float = 60.0
+
+
+class LiveweightBackend(WeightTransferEngine[InitInfo, UpdateInfo]):
+    """One worker's. It does nothing until a trainer meets it."""
+
+    init_info_cls = InitInfo
+    update_info_cls = UpdateInfo
+    supports_draft_weight_update = False
+
+    _rank: VllmRank | None = None
+
+    def init_transfer_engine(self, init_info: InitInfo) -> None:
+        """Become a rank that the trainer reaches over our wire. Again, for a successor or after a failure, is fine."""
+        terms = Terms(
+            address=init_info.address,
+            session=init_info.session,
+            pace_bytes_per_s=init_info.pace_bytes_per_s,
+            timeout_s=init_info.timeout_s,
+        )
+        if self._rank is None:
+            named = os.environ.get(SECRET_FILE) or init_info.secret_file
+            secret = load_or_create_secret(default_secret_file() if named is None else Path(named))
+            self._rank = VllmRank(self._seat(), self._loading(), terms, secret)
+        self._rank.meet(terms)
+
+    def _seat(self) -> Seat:
+        parallel = self.parallel_config
+        if parallel.data_parallel_size > 1:
+            raise EngineConfigInvalid(
+                f"data_parallel_size {parallel.data_parallel_size}: start one vLLM for each, and name them all as engines"
+            )
+        local_world = getattr(parallel, "local_world_size", parallel.world_size)
+        return Seat(
+            rank=parallel.rank,
+            world=parallel.world_size,
+            local_rank=parallel.rank % local_world,
+            local_world=local_world,
+        )
+
+    def _loading(self) -> Loading:
+        directory = seam.checkpoint_directory(self.model_config, self.vllm_config.load_config)
+        source = CheckpointSource(directory)
+        manifest = source.manifest()
+        used = tuple(spec for spec in manifest if not spec.name.endswith(UNUSED))
+        return Loading(
+            manifest=Manifest(tensors=used),
+            load=partial(seam.load, self.model, self.model_config),
+            restore=partial(seam.restore, self.model, self.model_config),
+            start=source.tensors,
+        )
+
+    def start_weight_update(self) -> None:
+        """Nothing to prepare: what is staged is installed in one call."""
+        if self._rank is None:
+            raise WrongState("not met by a trainer", "an update")
+
+    def update_weights(self, update_info: dict[str, Any]) -> None:
+        """Install what is staged, or go back. A failure that left all workers on their old version is told to the trainer by the leader,
+        and does not raise here."""
+        self.receive_weights(self.parse_update_info(update_info))
+        if self.device.type != "cpu":
+            torch.accelerator.synchronize()
+
+    def receive_weights(self, update_info: UpdateInfo) -> None:
+        """See update_weights."""
+        if self._rank is None:
+            raise WrongState("not met by a trainer", "an update")
+        self._rank.exchange(Decision(update_info.epoch, update_info.undo, update_info.timeout_s))
+
+    def finish_weight_update(self) -> None:
+        """Nothing left to do."""
+
+    def shutdown(self) -> None:
+        """Leave; vLLM goes on with what it has."""
+        if self._rank is not None:
+            self._rank.close()
+            self._rank = None

@@ -1,0 +1,288 @@
+"""What a trainer can tell a vLLM to do, by whatever way it has to it: a URL, or an object in its own process.
+
+A port with its implementations. None of them needs vLLM to be installed where the trainer runs, unless vLLM runs there.
+Every call ends with its deadline; what vLLM says against it is a LiveWeightError.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+from collections.abc import Callable, Coroutine
+from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import TimeoutError as FutureTimeout
+from http.client import HTTPException
+from typing import Any, Literal, Protocol, TypeAlias
+from urllib.parse import urlencode, urlsplit
+
+import msgspec
+
+from liveweight.control.client import exchange, is_url
+from liveweight.errors import ChannelClosed, LiveWeightError, MessageInvalid, Refused, Unavailable
+from liveweight.spec.deadline import Deadline
+
+PauseMode: TypeAlias = Literal["keep", "abort"]
+"""What happens to running requests: they stand still and are computed anew from their tokens, or they end."""
+_SHOWN = 600
+
+
+class Controls(Protocol):
+    """One vLLM. Called by one thread at a time."""
+
+    def init(self, info: dict[str, Any], deadline: Deadline) -> None:
+        """Let every worker meet the trainer."""
+
+    def start(self, deadline: Deadline) -> None:
+        """Begin an update."""
+
+    def update(self, info: dict[str, Any], deadline: Deadline) -> None:
+        """Call every worker's `update_weights`; returns when all have."""
+
+    def name_version(self, version: str, deadline: Deadline) -> None:
+        """Let vLLM say from its next token on that it serves that version."""
+
+    def finish(self, version: str | None, deadline: Deadline) -> None:
+        """End the update; vLLM says that it serves that version, unless it is None."""
+
+    def paused(self, deadline: Deadline) -> bool:
+        """Whether somebody has paused it."""
+
+    def pause(self, mode: PauseMode, deadline: Deadline) -> None:
+        """Let it take no step, and forget the KV that it has."""
+
+    def resume(self, deadline: Deadline) -> None:
+        """Let it go on."""
+
+
+class HttpControls:
+    """A server, by the routes that it has with VLLM_SERVER_DEV_MODE=1."""
+
+    def __init__(self, url: str, key: str | None = None) -> None:
+        self.url, self._key = url.rstrip("/"), key
+        self._parts = urlsplit(self.url)
+        if not is_url(self.url) or self._parts.hostname is None:
+            raise Refused(f"{url} is no URL of a vLLM, such as http://127.0.0.1:8000")
+
+    def init(self, info: dict[str, Any], deadline: Deadline) -> None:
+        """See Controls."""
+        self.ask("POST", "/init_weight_transfer_engine", {"init_info": info}, deadline)
+
+    def start(self, deadline: Deadline) -> None:
+        """See Controls."""
+        self.ask("POST", "/start_weight_update", None, deadline)
+
+    def update(self, info: dict[str, Any], deadline: Deadline) -> None:
+        """See Controls."""
+        self.ask("POST", "/update_weights", {"update_info": info}, deadline)
+
+    def name_version(self, version: str, deadline: Deadline) -> None:
+        """See Controls."""
+        self.ask("POST", "/update_weight_version", {"new_version": version}, deadline)
+
+    def finish(self, version: str | None, deadline: Deadline) -> None:
+        """See Controls."""
+        body = {} if version is None else {"weight_version": version}
+        self.ask("POST", "/finish_weight_update", body, deadline)
+
+    def paused(self, deadline: Deadline) -> bool:
+        """See Controls."""
+        return bool(self.ask("GET", "/is_paused", None, deadline).get("is_paused"))
+
+    def pause(self, mode: PauseMode, deadline: Deadline) -> None:
+        """See Controls."""
+        self.ask("POST", "/pause?" + urlencode({"mode": mode, "clear_cache": "true"}), None, deadline)
+
+    def resume(self, deadline: Deadline) -> None:
+        """See Controls."""
+        self.ask("POST", "/resume", None, deadline)
+
+    def ask(self, method: str, path: str, body: object, deadline: Deadline) -> dict[str, Any]:
+        """One request of any route, one answer."""
+        try:
+            status, raw = exchange(self._parts, method, path, self._key, body, deadline)
+        except TimeoutError:
+            raise deadline.exceeded(f"{self.url} to answer {method} {path}") from None
+        except OSError as error:
+            raise ChannelClosed(f"{self.url} cannot be reached: {error.strerror or error}") from error
+        except (HTTPException, ValueError) as error:
+            raise MessageInvalid(f"{self.url} is no vLLM: {error or type(error).__name__}") from error
+        if status == 404:
+            raise Unavailable(f"{self.url} has no {path}: start vLLM with VLLM_SERVER_DEV_MODE=1")
+        if status != 200:
+            said = raw.decode(errors="replace")[:_SHOWN]
+            raise Unavailable(f"{self.url} answered {method} {path} with status {status}: {said}")
+        try:
+            return msgspec.json.decode(raw, type=dict[str, Any])
+        except msgspec.DecodeError as error:
+            raise MessageInvalid(f"{self.url} is no vLLM: {error}") from error
+
+
+class _Calls:
+    """Calls of an object that have no deadline of their own, in a thread beside the one that waits for them."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._threads = ThreadPoolExecutor(1, thread_name_prefix="liveweight-vllm")
+
+    def call(self, what: str, work: Callable[[], Any], deadline: Deadline) -> Any:
+        return self.result(what, self._threads.submit(work), deadline)
+
+    def result(self, what: str, future: Future[Any], deadline: Deadline) -> Any:
+        try:
+            return future.result(max(0.0, deadline.remaining_s()))
+        except FutureTimeout:
+            raise deadline.exceeded(f"{self._name} to {what}") from None
+        except LiveWeightError:
+            raise
+        except Exception as error:  # vLLM's, of any kind
+            raise Unavailable(f"{self._name}, {what}: {type(error).__name__}: {error}") from error
+
+
+class LlmControls:
+    """An `LLM` of this process. It runs no request between two calls of its `generate`: there is nothing to pause."""
+
+    def __init__(self, llm: Any) -> None:
+        self._llm, self._calls = llm, _Calls("the LLM")
+
+    def init(self, info: dict[str, Any], deadline: Deadline) -> None:
+        """See Controls."""
+        request = {"init_info": info}
+        self._calls.call("meet us", lambda: self._llm.init_weight_transfer_engine(request), deadline)
+
+    def start(self, deadline: Deadline) -> None:
+        """See Controls."""
+        self._calls.call("begin an update", self._llm.start_weight_update, deadline)
+
+    def update(self, info: dict[str, Any], deadline: Deadline) -> None:
+        """See Controls."""
+        self._calls.call("install", lambda: self._llm.update_weights({"update_info": info}), deadline)
+
+    def name_version(self, version: str, deadline: Deadline) -> None:
+        """See Controls."""
+        self._calls.call("name its version", lambda: self._llm.update_weight_version(version), deadline)
+
+    def finish(self, version: str | None, deadline: Deadline) -> None:
+        """See Controls."""
+        self._calls.call("end the update", lambda: self._llm.finish_weight_update(version), deadline)
+
+    def paused(self, deadline: Deadline) -> bool:  # noqa: ARG002 - there is nothing to ask
+        """See Controls."""
+        return False
+
+    def pause(self, mode: PauseMode, deadline: Deadline) -> None:  # noqa: ARG002 - no request runs
+        """Forget the prefixes that it has."""
+        self._calls.call("forget its prefixes", self._llm.reset_prefix_cache, deadline)
+
+    def resume(self, deadline: Deadline) -> None:
+        """It goes on by itself."""
+
+
+class AsyncControls:
+    """An `AsyncLLM` of this process, whose loop runs in another thread than the publisher's."""
+
+    def __init__(self, llm: Any, loop: asyncio.AbstractEventLoop) -> None:
+        self._llm, self._loop, self._calls = llm, loop, _Calls("the AsyncLLM")
+
+    def init(self, info: dict[str, Any], deadline: Deadline) -> None:
+        """See Controls."""
+        from vllm.distributed.weight_transfer.base import WeightTransferInitRequest
+
+        request = WeightTransferInitRequest(init_info=info)
+        self._run("meet us", self._llm.init_weight_transfer_engine(request), deadline)
+
+    def start(self, deadline: Deadline) -> None:
+        """See Controls."""
+        self._run("begin an update", self._llm.start_weight_update(), deadline)
+
+    def update(self, info: dict[str, Any], deadline: Deadline) -> None:
+        """See Controls."""
+        from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
+
+        request = WeightTransferUpdateRequest(update_info=info)
+        self._run("install", self._llm.update_weights(request), deadline)
+
+    def name_version(self, version: str, deadline: Deadline) -> None:
+        """See Controls."""
+        self._run("name its version", self._llm.update_weight_version(version), deadline)
+
+    def finish(self, version: str | None, deadline: Deadline) -> None:
+        """See Controls."""
+        self._run("end the update", self._llm.finish_weight_update(version), deadline)
+
+    def paused(self, deadline: Deadline) -> bool:
+        """See Controls."""
+        return bool(self._run("say whether it is paused", self._llm.is_paused(), deadline))
+
+    def pause(self, mode: PauseMode, deadline: Deadline) -> None:
+        """See Controls."""
+        self._run("pause", self._llm.pause_generation(mode=mode, clear_cache=True), deadline)
+
+    def resume(self, deadline: Deadline) -> None:
+        """See Controls."""
+        self._run("go on", self._llm.resume_generation(), deadline)
+
+    def _run(self, what: str, work: Coroutine[Any, Any, Any], deadline: Deadline) -> Any:
+        return self._calls.result(what, asyncio.run_coroutine_threadsafe(work, self._loop), deadline)
+
+
+class ClientControls:
+    """Any object with the four methods of vLLM's weight sync clients. Pausing is not among them: whoever has the object pauses vLLM around
+    `publish`, or gives it `pause_generation(mode)`, `resume_generation()` and `update_weight_version(version)`, too."""
+
+    def __init__(self, client: Any) -> None:
+        self._client, self._calls = client, _Calls("the client")
+
+    def init(self, info: dict[str, Any], deadline: Deadline) -> None:
+        """See Controls."""
+        self._calls.call("meet us", lambda: self._client.init_weight_transfer_engine(info), deadline)
+
+    def start(self, deadline: Deadline) -> None:
+        """See Controls."""
+        self._calls.call("begin an update", self._client.start_weight_update, deadline)
+
+    def update(self, info: dict[str, Any], deadline: Deadline) -> None:
+        """See Controls."""
+        self._calls.call("install", lambda: self._client.update_weights(info), deadline)
+
+    def name_version(self, version: str, deadline: Deadline) -> None:
+        """See Controls. Without the method for it, the version is named at the end of the update."""
+        if (name := getattr(self._client, "update_weight_version", None)) is not None:
+            self._calls.call("name its version", lambda: name(version), deadline)
+
+    def finish(self, version: str | None, deadline: Deadline) -> None:
+        """See Controls."""
+        self._calls.call("end the update", lambda: self._client.finish_weight_update(version), deadline)
+
+    def paused(self, deadline: Deadline) -> bool:  # noqa: ARG002 - it cannot tell
+        """See Controls."""
+        return False
+
+    def pause(self, mode: PauseMode, deadline: Deadline) -> None:
+        """See Controls."""
+        if (pause := getattr(self._client, "pause_generation", None)) is not None:
+            self._calls.call("pause", lambda: pause(mode), deadline)
+
+    def resume(self, deadline: Deadline) -> None:
+        """See Controls."""
+        if (resume := getattr(self._client, "resume_generation", None)) is not None:
+            self._calls.call("go on", resume, deadline)
+
+
+FOUR = ("init_weight_transfer_engine", "start_weight_update", "update_weights", "finish_weight_update")
+
+
+def controls_of(given: Any, *, key: str | None, loop: asyncio.AbstractEventLoop | None) -> Controls:
+    """The way to a vLLM that a user has named. Refused for anything that is none."""
+    given = getattr(given, "base_url", given)  # vLLM's own client of a server
+    if isinstance(given, str):
+        return HttpControls(given, key)
+    missing = [name for name in FOUR if not hasattr(given, name)]
+    if missing:
+        raise Refused(f"{type(given).__name__} is no vLLM: it has no {', '.join(missing)}")
+    if inspect.iscoroutinefunction(given.start_weight_update):
+        if loop is None:
+            raise Refused(
+                "an AsyncLLM needs the loop that it runs in: vllm(llm, loop=asyncio.get_running_loop())"
+            )
+        return AsyncControls(given, loop)
+    return LlmControls(given) if hasattr(given, "llm_engine") else ClientControls(given)

@@ -1,0 +1,67 @@
+"""`lw.vllm(...)`: how a trainer names a vLLM among its engines."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import xxhash
+
+from liveweight.integrations.vllm.controls import controls_of
+from liveweight.integrations.vllm.replica import VllmReplica
+from liveweight.wire.credentials import Secret
+from liveweight.wire.defaults import default_directory
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VllmEngine:
+    """A vLLM that a publisher shall drive; made by `vllm`."""
+
+    given: Any
+    address: str | None
+    key: str | None
+    loop: asyncio.AbstractEventLoop | None
+    pace_bytes_per_s: float | None
+
+    def replica(self, secret: Secret, secret_file: Path | None) -> VllmReplica:
+        """As a publisher drives it. Its workers read the secret in that file, unless their environment names another."""
+        controls = controls_of(self.given, key=self.key, loop=self.loop)
+        name = getattr(controls, "url", None) or f"vLLM ({type(self.given).__name__})"
+        session = secrets.token_hex(8)
+        # The same for all trainers of one server: the second finds the leader where the first had it.
+        place = xxhash.xxh3_64_hexdigest(str(name).encode()) if hasattr(controls, "url") else session
+        address = self.address or f"ipc://{default_directory()}/vllm-{place}.sock"
+        terms = {
+            "address": address,
+            "session": session,
+            "secret_file": None if secret_file is None else str(secret_file.absolute()),
+            "pace_bytes_per_s": self.pace_bytes_per_s,
+        }
+        return VllmReplica(name, controls, address=address, secret=secret, terms=terms)
+
+
+def vllm(
+    engine: object,
+    *,
+    address: str | None = None,
+    key: str | None = None,
+    loop: asyncio.AbstractEventLoop | None = None,
+    pace_bytes_per_s: float | None = None,
+) -> VllmEngine:
+    """Name a vLLM among a publisher's engines: `lw.Publisher(model, engines=[lw.vllm("http://127.0.0.1:8000")])`.
+
+    `engine` is a server's URL, an `LLM`, an `AsyncLLM` with the `loop` that it runs in, or any object with the four methods of vLLM's
+    weight sync clients. It was started with the weight transfer backend `liveweight`. `address` is where its worker 0 shall listen: by
+    default a socket of this host, for another host `tcp://host:port`. `key` is the server's API key.
+    `pace_bytes_per_s` is what staging may take of a worker, by default all that one thread can.
+    """
+    return VllmEngine(
+        given=engine,
+        address=address,
+        key=key,
+        loop=loop,
+        pace_bytes_per_s=pace_bytes_per_s,
+    )

@@ -1,0 +1,173 @@
+"""A vLLM worker as a rank of a replica: the leader in worker 0, a member in every worker, and the memory that they stage into.
+
+Composes worker/'s parts. Staging, verifying and voting run in background threads while vLLM generates; the exchange is the main thread's,
+in vLLM's `update_weights`, which reaches all workers between the same two steps.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+
+from liveweight.devices.device import CPU
+from liveweight.devices.kernels import choose_kernels
+from liveweight.errors import WrongState
+from liveweight.integrations.vllm.arenas import HostArenas
+from liveweight.integrations.vllm.target import Named, VllmTarget, divide
+from liveweight.observe.bus import Bus
+from liveweight.observe.log import log
+from liveweight.spec.deadline import Deadline
+from liveweight.spec.manifest import Manifest, Version
+from liveweight.transports.registry import TRANSPORTS
+from liveweight.wire.credentials import Secret, socket_directory
+from liveweight.wire.defaults import default_directory
+from liveweight.wire.messages import Settled
+from liveweight.worker.agent import StagingSettings
+from liveweight.worker.boundary import Decision, Slot
+from liveweight.worker.leader import Leader
+from liveweight.worker.member import Member
+
+START = Version(run="start", label="initial")
+"""What vLLM serves before the first round. Its content is in files, and nobody has digested them."""
+RESOLVE_S = 5.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Seat:
+    """Which worker this is: its number among all, and among those of its host."""
+
+    rank: int
+    world: int
+    local_rank: int
+    local_world: int
+
+    @property
+    def host(self) -> int:
+        """The number of its host among the replica's."""
+        return self.rank // self.local_world
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Loading:
+    """How a version gets into the worker's model: all its tensors, what puts a failed attempt right, and what it was started from."""
+
+    manifest: Manifest
+    load: Callable[[Named], None]
+    restore: Callable[[], None]
+    start: Callable[[], Named]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Terms:
+    """What the trainer says when it meets vLLM: where its leader shall listen, and what a round may cost."""
+
+    address: str
+    session: str
+    pace_bytes_per_s: float | None
+    timeout_s: float
+
+
+class VllmRank:
+    """One worker's part. Every method is for its main thread."""
+
+    def __init__(self, seat: Seat, loading: Loading, terms: Terms, secret: Secret) -> None:
+        self._seat, self._secret = seat, secret
+        self._serving: Version | None = START
+        self._bus = Bus()
+        self._bus.subscribe(log)
+        self._kernels = choose_kernels(self._bus, CPU.choose())
+        shares = divide(loading.manifest, seat.local_world)
+        place = socket_directory(default_directory()) / f"vllm-{terms.session}-{seat.host}.fds"
+        self._arenas = HostArenas(
+            Path(place),
+            secret,
+            size_bytes=shares.size_bytes,
+            first=seat.local_rank == 0,
+            deadline=Deadline.after(terms.timeout_s),
+        )
+        self._target = VllmTarget(
+            loading.manifest,
+            self._arenas,
+            shares,
+            local_rank=seat.local_rank,
+            load=loading.load,
+            restore=loading.restore,
+            start=loading.start,
+        )
+        self._member: Member | None = None
+        self._address: str | None = None
+        self._decided = Slot()
+        self._resources = ExitStack()
+
+    def meet(self, terms: Terms) -> None:
+        """Be reached at the trainer's address. Asked again, with the same one, it only ends what an exchange left in doubt,
+        and goes by the new trainer's pace."""
+        if self._member is not None:
+            self._note(self._member.resolve(RESOLVE_S))
+            if terms.address == self._address and self._member.failure is None:
+                self._member.pace_bytes_per_s = terms.pace_bytes_per_s
+                return
+            self._leave()
+        deadline = Deadline.after(terms.timeout_s)
+        with ExitStack() as stack:
+            if self._seat.rank == 0:
+                stack.callback(self._lead(terms).close)
+            member = Member(
+                self._target,
+                address=terms.address,
+                secret=self._secret,
+                kernels=self._kernels,
+                readers={
+                    name: mode.reader(self._secret, self._kernels, CPU) for name, mode in TRANSPORTS.items()
+                },
+                rank=self._seat.rank,
+                serving=self._serving,
+                hooks=(),
+                settings=StagingSettings(pace_bytes_per_s=terms.pace_bytes_per_s),
+                bus=self._bus,
+                deadline=deadline,
+            )
+            stack.callback(member.close)
+            self._resources = stack.pop_all()
+        self._member, self._address = member, terms.address
+
+    def _lead(self, terms: Terms) -> Leader:
+        """What it decides comes back through vLLM's `update_weights`, whose caller has asked for the decision."""
+        return Leader(
+            address=terms.address,
+            secret=self._secret,
+            replica=terms.address,
+            boot=secrets.token_hex(8),
+            world=self._seat.world,
+            bus=self._bus,
+            decisions=self._decided,
+        )
+
+    @property
+    def pace_bytes_per_s(self) -> float | None:
+        """What staging may take of this worker."""
+        return None if self._member is None else self._member.pace_bytes_per_s
+
+    def exchange(self, decision: Decision) -> None:
+        """Install what is staged, on all workers or on none. If it raises, this worker must not serve; `meet` takes it up again."""
+        if self._member is None:
+            raise WrongState("not met by a trainer", "an update")
+        self._decided.take(0.0)  # worker 0's leader learns that it can not be withdrawn any more
+        self._member.resolve(RESOLVE_S)
+        self._note(self._member.carry_out(decision))
+
+    def _note(self, settled: Settled | None) -> None:
+        if settled is not None:
+            self._serving = settled.serving
+
+    def _leave(self) -> None:
+        self._resources.close()
+        self._member = None
+
+    def close(self) -> None:
+        """Leave the replica; the weights stay as they are."""
+        self._leave()
+        self._arenas.close()

@@ -1,0 +1,244 @@
+"""A vLLM as a publisher drives it: rounds over our wire, like any replica's, and vLLM's own calls around the commit.
+
+Owns the order of a commit: begin an update, pause, tell the leader, let the workers install, resume, end the update. Whatever fails before
+the workers install leaves vLLM as it was; afterwards vLLM is resumed only where all workers are known to hold one version.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from typing import Any
+
+from msgspec.structs import replace
+
+from liveweight.errors import ChannelClosed, LiveWeightError, Refused, Torn, Unavailable
+from liveweight.integrations.vllm.controls import Controls, PauseMode
+from liveweight.spec.deadline import Deadline
+from liveweight.spec.manifest import Manifest, Version
+from liveweight.trainer.replica import ReplicaRefused, WireReplica
+from liveweight.wire import messages as m
+from liveweight.wire.credentials import Secret
+from liveweight.wire.values import KvPolicy, RoundId, fault_of
+
+MODES: dict[KvPolicy | None, PauseMode] = {None: "keep", "recompute": "keep", "drop": "abort"}
+"""How requests that run at a commit are held, by KV policy."""
+GRACE_S = 10.0
+"""How long ending an update and resuming may take beyond the deadline: a vLLM that stays paused is worse than a late answer."""
+
+
+class VllmReplica:
+    """Implements trainer/replica's port."""
+
+    def __init__(
+        self, name: str, controls: Controls, *, address: str, secret: Secret, terms: dict[str, Any]
+    ) -> None:
+        """`terms`: what every worker is told when it is met, see backend.InitInfo."""
+        self._name, self._controls, self._terms = name, controls, terms
+        self._wire = WireReplica(address, secret)
+        self._looker = WireReplica(address, secret)
+        self._teller = ThreadPoolExecutor(1, thread_name_prefix="liveweight-vllm-commit")
+        self._policy: KvPolicy | None = None
+        self._lease: Deadline | None = None
+        self._in_doubt = False
+
+    @property
+    def name(self) -> str:
+        """What the user called it."""
+        return self._name
+
+    def standing(self, deadline: Deadline) -> m.Standing:
+        """See Replica."""
+        self._meet(deadline)
+        return self._wire.standing(deadline)
+
+    def _meet(self, deadline: Deadline) -> None:
+        """Let its workers join, unless they have: at first, after a restart, and where an exchange was left in doubt."""
+        if self._wire.connected and not self._in_doubt:
+            return
+        self._controls.init({**self._terms, "timeout_s": max(1.0, deadline.remaining_s())}, deadline)
+        if self._wire.standing(deadline).round is None:
+            self._end_what_was_left(deadline)
+        self._in_doubt = False
+
+    def _end_what_was_left(self, deadline: Deadline) -> None:
+        """An update that is active without a round is one that a trainer did not live to end, and vLLM is paused for it. All workers
+        hold one version: those that do not refuse to be met."""
+        try:
+            self._controls.start(deadline)
+            self._controls.finish(None, deadline)
+        except Unavailable:
+            self._controls.finish(None, deadline)
+            self._controls.resume(deadline)
+
+    def describe(self, structure: str, manifest: Manifest, deadline: Deadline) -> None:
+        """See Replica."""
+        self._wire.describe(structure, manifest, deadline)
+
+    def open(self, body: m.Open, deadline: Deadline) -> m.Opened:
+        """See Replica. The KV policy `reuse` is refused: vLLM would hand old prefixes to new requests, too."""
+        if body.kv_policy not in MODES:
+            error = Refused(
+                f"vLLM has no KV policy {body.kv_policy}: its prefix cache would outlive the weights"
+            )
+            raise ReplicaRefused(fault_of(error, step="open"))
+        self._policy = body.kv_policy
+        self._meet(deadline)
+        return self._wire.open(body, deadline)
+
+    def status(self, round_id: RoundId, until: m.Phase, deadline: Deadline) -> m.Progress:
+        """See Replica."""
+        return self._wire.status(round_id, until, deadline)
+
+    def compare(self, round_id: RoundId, digests: bytes, deadline: Deadline) -> None:
+        """See Replica."""
+        self._wire.compare(round_id, digests, deadline)
+
+    def vote(self, round_id: RoundId, lease_s: float, deadline: Deadline) -> None:
+        """See Replica. Its yes holds for a while, in which vLLM has to come to a standstill."""
+        self._lease = Deadline.after(lease_s)
+        self._wire.vote(round_id, lease_s, deadline)
+
+    def commit(self, round_id: RoundId, deadline: Deadline) -> m.Committed:
+        """See Replica."""
+
+        def decided(_: Future[m.Committed]) -> int | None:
+            phase = self._looker.status(round_id, "committing", deadline).phase
+            return round_id.epoch if phase == "committing" else None
+
+        return self._exchange(lambda: self._wire.commit(round_id, deadline), decided, deadline, undo=False)
+
+    def undo(self, publisher: str, deadline: Deadline) -> m.Committed:
+        """See Replica."""
+
+        def decided(told: Future[m.Committed]) -> int | None:
+            while not told.done():
+                if (found := self._looker.standing(deadline).round) is not None:
+                    return found.epoch
+            return None
+
+        self._meet(deadline)
+        return self._exchange(lambda: self._wire.undo(publisher, deadline), decided, deadline, undo=True)
+
+    def _exchange(
+        self,
+        tell: Callable[[], m.Committed],
+        decided: Callable[[Future[m.Committed]], int | None],
+        deadline: Deadline,
+        *,
+        undo: bool,
+    ) -> m.Committed:
+        """Tell the leader, whose answer comes once all workers have said how it went, and let them do it. `decided` waits until the
+        leader expects that, and has the round's number; None where it refused."""
+        with self._standing_still(
+            deadline, deadline if undo or self._lease is None else self._lease
+        ) as ended:
+            told = self._teller.submit(tell)
+            problem = None
+            try:
+                epoch = decided(told)
+                if epoch is not None:
+                    order = {"epoch": epoch, "undo": undo, "timeout_s": max(0.001, deadline.remaining_s())}
+                    problem = self._install(order, deadline)
+            except (LiveWeightError, ReplicaRefused):
+                ended(None)  # no worker was told
+                told.exception()  # its channel is free before anybody else uses it
+                raise
+            try:
+                committed = told.result()
+            except ReplicaRefused as refused:
+                if problem is None and refused.fault.code != Torn.code:
+                    ended(None)  # every worker has come back from it, with the version before
+                raise
+            self._ended_well(ended, committed)
+            return committed
+
+    def _ended_well(self, ended: Callable[[Version | None], None], committed: m.Committed) -> None:
+        try:
+            ended(committed.serving)
+        except LiveWeightError as error:  # it is committed all the same: whoever asks again hears so
+            raise ChannelClosed(f"{self._name} serves it, and was not resumed: {error}") from error
+
+    def _install(self, order: dict[str, Any], deadline: Deadline) -> LiveWeightError | None:
+        """What vLLM had against it; how it went, the leader says."""
+        try:
+            self._controls.update(order, _later(deadline))
+        except LiveWeightError as error:
+            return error
+        return None
+
+    @contextmanager
+    def _standing_still(
+        self, deadline: Deadline, begun: Deadline
+    ) -> Iterator[Callable[[Version | None], None]]:
+        """vLLM takes no step inside, where it must be by the deadline `begun`. It goes on afterwards if it was said how it ended, or if
+        nothing was begun; else it stays paused, and the error says so."""
+        was_paused = self._begin(begun, deadline)
+        done = False
+
+        def ended(serving: Version | None) -> None:
+            nonlocal done
+            self._end(serving, was_paused=was_paused, deadline=_later(deadline))
+            done = True
+
+        try:
+            yield ended
+        except ReplicaRefused as refused:
+            if done:
+                raise
+            self._in_doubt = True
+            said = f"{refused.fault.message}; {self._name} stays paused"
+            raise ReplicaRefused(replace(refused.fault, message=said), refused.serving) from refused
+        except LiveWeightError:
+            self._in_doubt = True
+            raise
+
+    def _begin(self, begun: Deadline, deadline: Deadline) -> bool:
+        """Begin an update and pause; whether somebody had paused it. What fails here is undone, and refuses the commit."""
+        try:
+            was_paused = self._controls.paused(begun)
+            self._controls.start(begun)
+        except LiveWeightError as error:
+            # An update of somebody else may be active: that is looked after when vLLM is met again.
+            self._in_doubt = True
+            raise ReplicaRefused(fault_of(error, step="commit")) from error
+        try:
+            self._controls.pause(MODES[self._policy], begun)  # a paused one forgets its KV, too
+        except LiveWeightError as error:
+            self._end(None, was_paused=was_paused, deadline=_later(deadline))
+            raise ReplicaRefused(fault_of(error, step="commit")) from error
+        return was_paused
+
+    def _end(self, serving: Version | None, *, was_paused: bool, deadline: Deadline) -> None:
+        """Name the version, resume unless somebody else had paused, and end the update, last of all: as long as vLLM is paused for us,
+        one is active, and tells so to whoever comes after a trainer that died."""
+        if serving is not None:
+            self._controls.name_version(str(serving), deadline)
+        if not was_paused:
+            self._controls.resume(deadline)
+        self._controls.finish(None if serving is None else str(serving), deadline)
+
+    def abort(self, round_id: RoundId, reason: str, deadline: Deadline) -> tuple[int, ...]:
+        """See Replica."""
+        return self._wire.abort(round_id, reason, deadline)
+
+    def verify(self, body: m.Verify, deadline: Deadline) -> m.Verdict:
+        """See Replica. What is digested is the host's copy of what was installed."""
+        self._meet(deadline)
+        return self._wire.verify(body, deadline)
+
+    def interrupt(self) -> None:
+        """See Replica."""
+        self._wire.interrupt()
+        self._looker.interrupt()
+
+    def close(self) -> None:
+        """See Replica. vLLM's workers stay as they are, for the next publisher."""
+        self._teller.shutdown(wait=True)
+        self._wire.close()
+        self._looker.close()
+
+
+def _later(deadline: Deadline) -> Deadline:
+    return Deadline(deadline.ends_s + GRACE_S, deadline.began_s)

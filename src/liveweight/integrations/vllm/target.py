@@ -1,0 +1,192 @@
+"""vLLM's model as a rank's weights: a version is staged in the host's arenas, and an exchange installs it through vLLM's own loading.
+
+Owns which version lies where. vLLM keeps weights in layouts of its own (fused, sliced, packed away), so full tensors are kept beside
+them: those that are installed, and those that were before, which are the way back. At first that is the checkpoint of the start.
+"""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, TypeAlias
+
+from liveweight.devices.memory import Memory
+from liveweight.errors import Torn, WrongState
+from liveweight.integrations.vllm.arenas import HostArenas
+from liveweight.spec.layout import ALIGNMENT_BYTES, Layout, Placement, align, contiguous_strides
+from liveweight.spec.manifest import Manifest, TensorSpec
+from liveweight.spec.region import whole
+
+if TYPE_CHECKING:
+    import torch
+
+Named: TypeAlias = "Iterable[tuple[str, torch.Tensor]]"
+
+
+@dataclass(frozen=True, slots=True)
+class Start:
+    """The checkpoint that vLLM was started from; its tensors are in files."""
+
+
+@dataclass(frozen=True, slots=True)
+class InArena:
+    """A version whose tensors lie in that arena."""
+
+    number: int
+
+
+Content: TypeAlias = Start | InArena
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Share:
+    """What one rank of a host stages: its placements, which lie side by side, from the first byte to the last."""
+
+    layout: Layout
+    first_byte: int
+    last_byte: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shares:
+    """How the ranks of a host divide a version: every tensor is somebody's, and all of them lie in one arena."""
+
+    size_bytes: int
+    offsets: dict[str, int]
+    ranks: tuple[Share, ...]
+
+
+def divide(manifest: Manifest, ranks: int) -> Shares:
+    """Whole tensors, the largest first, to whoever has least so far. The same on every rank."""
+    owned: list[list[TensorSpec]] = [[] for _ in range(ranks)]
+    loads = [0] * ranks
+    for spec in sorted(manifest, key=lambda spec: (-spec.size_bytes, spec.name)):
+        least = loads.index(min(loads))
+        owned[least].append(spec)
+        loads[least] += spec.size_bytes
+    ordered = [spec for specs in owned for spec in specs]
+    ends = itertools.accumulate((align(s.size_bytes, ALIGNMENT_BYTES) for s in ordered), initial=0)
+    offsets = dict(zip((spec.name for spec in ordered), ends, strict=False))
+    total = sum(align(spec.size_bytes, ALIGNMENT_BYTES) for spec in ordered)
+    return Shares(
+        size_bytes=max(total, 1),
+        offsets=offsets,
+        ranks=tuple(_share(specs, offsets, max(total, 1)) for specs in owned),
+    )
+
+
+def _share(specs: Sequence[TensorSpec], offsets: dict[str, int], size_bytes: int) -> Share:
+    placements = tuple(
+        Placement(
+            name=spec.name,
+            region=whole(spec.shape),
+            memory=0,
+            offset_bytes=offsets[spec.name],
+            strides_bytes=contiguous_strides(spec.shape, spec.dtype),
+        )
+        for spec in specs
+    )
+    layout = Layout(tensors=tuple(specs), memories_bytes=(size_bytes,), placements=placements)
+    ends = [offsets[spec.name] + spec.size_bytes for spec in specs]
+    return Share(
+        layout=layout,
+        first_byte=min((offsets[s.name] for s in specs), default=0),
+        last_byte=max(ends, default=0),
+    )
+
+
+class VllmTarget:
+    """Implements worker/target's port. `load` puts all tensors of a version into the model; `restore` follows one that raised."""
+
+    def __init__(
+        self,
+        manifest: Manifest,
+        arenas: HostArenas,
+        shares: Shares,
+        *,
+        local_rank: int,
+        load: Callable[[Named], None],
+        restore: Callable[[], None],
+        start: Callable[[], Named],
+    ) -> None:
+        self._manifest, self._arenas, self._shares = manifest, arenas, shares
+        self._own = shares.ranks[local_rank]
+        self._load, self._restore, self._start = load, restore, start
+        self._sides: tuple[Content, Content] = (Start(), InArena(0))
+
+    @property
+    def layout(self) -> Layout:
+        """What this rank stages, and where in an arena."""
+        return self._own.layout
+
+    def live(self) -> Sequence[Memory]:
+        """The full tensors that were installed. vLLM's own are in its layouts, and can not be read back in general."""
+        match self._sides[0]:
+            case InArena(number=number):
+                return (self._arenas.memory(number),)
+            case Start():
+                raise WrongState("serving the checkpoint of its start, which it holds in files", "verify")
+
+    def shadow(self) -> Sequence[Memory]:
+        """The arena that is not installed. What was installed before, or the way back to the start, is given up."""
+        live, _ = self._sides
+        number = 0 if isinstance(live, Start) else 1 - live.number
+        self._arenas.fill(number, self._own.first_byte, self._own.last_byte)
+        self._sides = (live, InArena(number))
+        return (self._arenas.memory(number),)
+
+    def keep(self, tensors: Collection[str]) -> None:
+        """Nothing may be left out of a version for vLLM."""
+        if tensors:
+            raise WrongState("loading whole checkpoints", f"keeping {', '.join(sorted(tensors))}")
+
+    def swap(self) -> None:
+        """Install what is staged; its own inverse. If that fails, what was installed is installed again; Torn if that fails, too."""
+        live, shadow = self._sides
+        try:
+            self._load(self._tensors(shadow))
+        except Exception as error:
+            self._install_again(live, error)
+            raise
+        self._sides = (shadow, live)
+
+    def _install_again(self, live: Content, cause: Exception) -> None:
+        try:
+            self._restore()
+            self._load(self._tensors(live))
+        except Exception as error:
+            raise Torn(
+                f"installing failed ({type(cause).__name__}: {cause}), and so did installing the version before: {error}"
+            ) from error
+
+    def _tensors(self, content: Content) -> Named:
+        match content:
+            case Start():
+                return self._start()
+            case InArena(number=number):
+                return self._in_arena(number)
+
+    def _in_arena(self, number: int) -> Iterator[tuple[str, torch.Tensor]]:
+        """Views of the arena, layer after layer: vLLM holds what it has of a layer until all of it is there."""
+        import torch
+
+        pages = self._arenas.memory(number).tensor()
+        for spec in in_layers(self._manifest):
+            offset = self._shares.offsets[spec.name]
+            part = pages[offset : offset + spec.size_bytes]
+            yield spec.name, part.view(getattr(torch, spec.dtype.value)).view(spec.shape)
+
+    def release_shadow(self) -> None:
+        """Arenas are kept across rounds."""
+
+
+def in_layers(manifest: Manifest) -> list[TensorSpec]:
+    """The tensors by the first number in their names, which is their layer's; what has none comes first."""
+
+    def layer(spec: TensorSpec) -> tuple[str, int]:
+        prefix, number, _ = re.match(r"(.*?)(?:\.(\d+)\.(.*))?$", spec.name).groups()  # type: ignore[union-attr]
+        return ("", -1) if number is None else (prefix, int(number))
+
+    return sorted(manifest, key=layer)

@@ -1,0 +1,75 @@
+"""A publisher composed for one host, with one transfer mode: for programs that have nothing else to choose."""
+
+from __future__ import annotations
+
+import os
+import secrets
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+
+from liveweight.devices.kernels import choose
+from liveweight.observe.bus import Bus
+from liveweight.spec.deadline import Deadline
+from liveweight.trainer.live import SharedModule
+from liveweight.trainer.meeting import describe_to, meet_replicas
+from liveweight.trainer.offers import Offers
+from liveweight.trainer.publisher import Publisher
+from liveweight.trainer.replica import Replica
+from liveweight.trainer.settings import PublisherSettings
+from liveweight.trainer.source import Source
+from liveweight.trainer.ways import Way, Ways
+from liveweight.transports.registry import mode
+from liveweight.transports.stock import RingSettings
+from liveweight.wire.credentials import Secret
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Publishing:
+    """A publisher that has met its replica, and the offers it makes."""
+
+    publisher: Publisher
+    offers: Offers
+
+
+def publishing_to(
+    replicas: Sequence[Replica],
+    source: Source,
+    *,
+    name: str,
+    directory: Path,
+    secret: Secret,
+    timeout_s: float,
+    stack: ExitStack,
+    shared: SharedModule | None = None,
+    ring: RingSettings | None = None,
+    transfer_mode: str = "ipc",
+    files: Path | None = None,
+) -> Publishing:
+    """Meet replicas; everything ends with the stack. `shared`, if the source's parameters can be read where they lie. A mode that writes
+    files writes them to `files`, where it is given."""
+    chosen = mode(transfer_mode)
+    outlet = chosen.outlet(files if files is not None and chosen.reach == "files" else directory, secret)
+    ways, deadline = Ways([Way(mode=chosen, outlet=outlet)], Bus()), Deadline.after(timeout_s)
+    stack.callback(ways.close)
+    met = meet_replicas(replicas, deadline)
+    offers = Offers(
+        source=source,
+        expected=met.expected,
+        ways=ways,
+        kernels=choose().kernels,
+        shared=shared,
+        threads=os.cpu_count() or 1,
+        bus=Bus(),
+        ring=ring,
+    )
+    describe_to(replicas, offers, met, deadline)
+    publisher = Publisher(
+        name=name,
+        run=secrets.token_hex(4),
+        replicas=replicas,
+        offers=offers,
+        settings=PublisherSettings(timeout_s=timeout_s),
+    )
+    return Publishing(publisher=stack.enter_context(publisher), offers=offers)

@@ -1,0 +1,161 @@
+"""A double of vLLM: workers as threads, each with a model of its own, driven by the four calls of vLLM's clients.
+
+What vLLM itself does is the double's (lockstep calls, an update that is begun and ended, loading that may fail); all else is real.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from liveweight.integrations.vllm.rank import Loading, Seat, Terms, VllmRank
+from liveweight.integrations.vllm.target import Named
+from liveweight.spec.dtype import DType
+from liveweight.spec.manifest import Manifest, TensorSpec
+from liveweight.wire.credentials import load_or_create_secret
+from liveweight.worker.boundary import Decision
+
+Weights = Mapping[str, torch.Tensor]
+
+
+def weights(seed: int) -> dict[str, torch.Tensor]:
+    """A version of a small model: layers out of order, a head, a scalar and an empty tensor."""
+    generator = torch.Generator().manual_seed(seed)
+    shapes: dict[str, tuple[int, ...]] = {"lm_head.weight": (24, 16), "model.embed_tokens.weight": (24, 16)}
+    for layer in (10, 2, 0):
+        shapes |= {f"model.layers.{layer}.{name}.weight": (16, 16) for name in ("q", "k", "norm")}
+    shapes |= {"model.scale": (), "model.empty": (0, 4)}
+    return {
+        name: torch.randn(shape, generator=generator).to(torch.bfloat16) for name, shape in shapes.items()
+    }
+
+
+class Worker:
+    """One worker's model, and how many of its next loads fail, each after so many tensors."""
+
+    def __init__(self, start: Weights) -> None:
+        self.holds = dict(start)
+        self.order: list[str] = []
+        self.failures: list[int] = []
+        self.restored = 0
+
+    def load(self, tensors: Named) -> None:
+        """As vLLM loads: tensor after tensor, into what serves."""
+        after, self.order = (self.failures.pop(0) if self.failures else None), []
+        for number, (name, tensor) in enumerate(tensors):
+            if number == after:
+                raise RuntimeError(f"{name} does not load")
+            self.order.append(name)
+            self.holds[name] = tensor.clone()
+
+    def restore(self) -> None:
+        """Layers have their tensors again."""
+        self.restored += 1
+
+
+class VllmWorkers:
+    """The four calls, and pausing. `on_update` runs before workers are told to install."""
+
+    def __init__(self, world: int, secret: Path, start: Weights) -> None:
+        self.workers = [Worker(start) for _ in range(world)]
+        self.secret, self.start = secret, dict(start)
+        self.paused, self.active, self.version = False, False, "default"
+        self.calls: list[str] = []
+        self.resumes_refused = 0
+        self.on_call: Callable[[], None] = lambda: None
+        self.on_update: Callable[[], None] = lambda: None
+        self.ranks: list[VllmRank] = []
+        self._threads = ThreadPoolExecutor(world)
+
+    def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
+        """Every worker meets the trainer."""
+        self._note("init")
+        named = {name: init_info[name] for name in ("address", "session", "pace_bytes_per_s")}
+        terms = Terms(**named, timeout_s=init_info["timeout_s"])
+        if not self.ranks:
+            self.ranks = self._together(lambda rank: self._made(rank, terms))
+        self._together(lambda rank: self.ranks[rank].meet(terms))
+
+    def _made(self, rank: int, terms: Terms) -> VllmRank:
+        world, worker = len(self.workers), self.workers[rank]
+        seat = Seat(rank=rank, world=world, local_rank=rank, local_world=world)
+        specs = (
+            TensorSpec(
+                name=name, dtype=DType(str(tensor.dtype).removeprefix("torch.")), shape=tuple(tensor.shape)
+            )
+            for name, tensor in self.start.items()
+        )
+        loading = Loading(
+            manifest=Manifest(tensors=tuple(specs)),
+            load=worker.load,
+            restore=worker.restore,
+            start=partial(_pairs, self.start),
+        )
+        return VllmRank(seat, loading, terms, load_or_create_secret(self.secret))
+
+    def start_weight_update(self) -> None:
+        """Refused while one is active, as vLLM does."""
+        self._note("start")
+        if self.active:
+            raise RuntimeError("a weight update is already active")
+        self.active = True
+
+    def update_weights(self, update_info: dict[str, Any]) -> None:
+        """Every worker installs, all at once."""
+        self._note("update")
+        self.on_update()
+        self._together(lambda rank: self.ranks[rank].exchange(Decision(**update_info)))
+
+    def finish_weight_update(self, weight_version: str | None = None) -> None:
+        """The update is over."""
+        self._note("finish")
+        if not self.active:
+            raise RuntimeError("no weight update is active")
+        self.active = False
+        self.version = self.version if weight_version is None else weight_version
+
+    def update_weight_version(self, new_version: str) -> None:
+        """What it says that it serves."""
+        self.version = new_version
+
+    def pause_generation(self, mode: str) -> None:
+        """No step is taken from here on."""
+        self._note(f"pause {mode}")
+        self.paused = True
+
+    def resume_generation(self) -> None:
+        """Steps are taken again, unless the test wants otherwise."""
+        self._note("resume")
+        if self.resumes_refused > 0:
+            self.resumes_refused -= 1
+            raise RuntimeError("a test wants no resume")
+        self.paused = False
+
+    def close(self) -> None:
+        """End all workers."""
+        self._together(lambda rank: self.ranks[rank].close() if self.ranks else None)
+        self._threads.shutdown()
+
+    def holds(self, wanted: Weights) -> bool:
+        """Whether every worker's model is that version, to the bit."""
+        return all(
+            set(worker.holds) == set(wanted)
+            and all(torch.equal(worker.holds[n], t) for n, t in wanted.items())
+            for worker in self.workers
+        )
+
+    def _note(self, call: str) -> None:
+        self.calls.append(call)
+        self.on_call()
+
+    def _together(self, work: Callable[[int], Any]) -> list[Any]:
+        return list(self._threads.map(work, range(len(self.workers))))
+
+
+def _pairs(start: Weights) -> Iterator[tuple[str, torch.Tensor]]:
+    yield from start.items()

@@ -1,0 +1,125 @@
+"""The parts of vLLM's integration that need no process: which versions are known, how ranks divide a version, and the middleware."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import json
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from liveweight.errors import Unavailable
+from liveweight.integrations.vllm.middleware import App, Versions
+from liveweight.integrations.vllm.seam import check_version
+from liveweight.integrations.vllm.target import divide, in_layers
+from liveweight.plan.tally import Tally
+from liveweight.spec.dtype import DType
+from liveweight.spec.manifest import Manifest, TensorSpec
+
+
+@pytest.mark.parametrize("version", ["0.28.0", "0.30.1", "0.32.0+cpu", "0.32.1rc1"])
+def test_versions_with_the_known_contract_are_taken(version: str) -> None:
+    check_version(version)
+
+
+@pytest.mark.parametrize("version", ["0.27.1", "0.33.0", "1.0", "dev", ""])
+def test_other_versions_are_refused_with_those_that_are_known(version: str) -> None:
+    with pytest.raises(Unavailable, match=r"which knows 0\.28 to 0\.32"):
+        check_version(version)
+
+
+def manifest(*shapes: tuple[str, tuple[int, ...]]) -> Manifest:
+    return Manifest(tensors=tuple(TensorSpec(name=n, dtype=DType.BFLOAT16, shape=s) for n, s in shapes))
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 8])
+def test_ranks_of_a_host_divide_a_version_and_together_have_all_of_it(ranks: int) -> None:
+    whole = manifest(("a", (100, 3)), ("b", (7,)), ("c", ()), ("d", (0, 4)), ("e", (50, 6)))
+    shares = divide(whole, ranks)
+    assert Tally([share.layout for share in shares.ranks]).expected.names_digest() == whole.names_digest()
+    spans = sorted((s.first_byte, s.last_byte) for s in shares.ranks if s.layout.placed_bytes)
+    assert all(end <= start for (_, end), (start, _) in itertools.pairwise(spans))
+    assert spans[-1][1] <= shares.size_bytes
+
+
+def test_tensors_are_installed_layer_by_layer_in_the_order_of_their_numbers() -> None:
+    names = [
+        "lm_head",
+        "model.layers.10.q",
+        "model.layers.2.mlp.experts.7.up",
+        "model.layers.2.q",
+        "model.norm",
+    ]
+    ordered = [spec.name for spec in in_layers(manifest(*((name, (1,)) for name in names)))]
+    assert ordered == [
+        "lm_head",
+        "model.norm",
+        "model.layers.2.mlp.experts.7.up",
+        "model.layers.2.q",
+        "model.layers.10.q",
+    ]
+
+
+class Engine:
+    """Says what it serves; another version each time that it is asked."""
+
+    def __init__(self, *versions: str) -> None:
+        self._versions = iter(versions)
+
+    async def get_weight_version(self) -> str:
+        """The next one."""
+        return next(self._versions)
+
+
+def answered(app: App, engine: Engine, path: str = "/v1/completions") -> list[dict[str, Any]]:
+    """What is sent for one request."""
+    sent: list[dict[str, Any]] = []
+
+    async def send(message: Any) -> None:
+        sent.append(dict(message))
+
+    async def receive() -> dict[str, Any]:
+        return {"type": "http.request"}
+
+    scope = {
+        "type": "http",
+        "path": path,
+        "app": SimpleNamespace(state=SimpleNamespace(engine_client=engine)),
+    }
+    asyncio.run(Versions(app)(scope, receive, send))
+    return sent
+
+
+def replies(kind: bytes, *bodies: bytes) -> App:
+    """An application that answers this."""
+
+    async def app(_scope: Any, _receive: Any, send: Any) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": [(b"content-type", kind)]})
+        for body in bodies:
+            await send({"type": "http.response.body", "body": body, "more_body": True})
+        await send({"type": "http.response.body", "body": b""})
+
+    return app
+
+
+def test_an_answer_in_one_piece_has_both_versions_in_its_headers() -> None:
+    start, *_ = answered(replies(b"application/json", b"{}"), Engine("step_1", "step_2"))
+    headers = dict(start["headers"])
+    assert (headers[b"x-weight-version"], headers[b"x-weight-version-finished"]) == (b"step_1", b"step_2")
+
+
+def test_a_stream_ends_with_a_comment_that_has_both() -> None:
+    start, first, comment, last = answered(replies(b"text/event-stream", b"data: {}\n\n"), Engine("a", "b"))
+    assert dict(start["headers"])[b"x-weight-version"] == b"a"
+    assert first["body"] == b"data: {}\n\n"
+    text = comment["body"].decode()
+    assert text.startswith(": weight-version ") and text.endswith("\n\n")
+    assert json.loads(text.removeprefix(": weight-version ")) == {"admitted": "a", "finished": "b"}
+    assert (last["body"], last.get("more_body", False)) == (b"", False)
+
+
+def test_other_routes_are_left_alone() -> None:
+    start, *_ = answered(replies(b"application/json"), Engine(), path="/health")
+    assert start["headers"] == [(b"content-type", b"application/json")]
