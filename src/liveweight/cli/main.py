@@ -9,6 +9,7 @@ import typer
 
 from liveweight.cli import (
     bench_all,
+    bench_vllm,
     control,
     demo_app,
     doctor,
@@ -33,6 +34,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 app.add_typer(bench_all.app, name="bench")
+bench_all.app.command("vllm")(telling(bench_vllm.vllm))
 app.add_typer(demo_app.app, name="demo")
 app.add_typer(snapshot.app, name="snapshot")
 COMMANDS: dict[str, Callable[..., None]] = {

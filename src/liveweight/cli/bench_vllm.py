@@ -1,0 +1,45 @@
+"""`liveweight bench vllm`: what an update costs a vLLM that serves."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from liveweight.cli.bench import JsonTo, tell
+
+
+def vllm(
+    python: Annotated[
+        Path, typer.Option(help="The Python of vLLM's environment, which has liveweight, too.", exists=True)
+    ],
+    updates: Annotated[int, typer.Option(min=1, help="How often every contender takes its turn.")] = 3,
+    clients: Annotated[int, typer.Option(min=1, help="How many stream all the time.")] = 2,
+    json_to: JsonTo = None,
+) -> None:
+    """The pause and the time of an update of vLLM, beside its own reload from files and a plain backend.
+
+    For example: liveweight bench vllm --python .venv-vllm/0.32.0/bin/python
+    """
+    from liveweight.bench.vllm import VllmSettings, bench_vllm
+
+    settings = VllmSettings(
+        python=python.absolute(), environment=dict(os.environ), updates=updates, clients=clients
+    )
+    report = bench_vllm(settings)
+    tell(report, json_to, lambda: _show(report))
+
+
+def _show(report: dict[str, Any]) -> None:
+    print(
+        f"{report['bytes'] / 1e9:.2f} GB, {report['clients']} clients, {report['usual_gap_s'] * 1e3:.0f} ms between tokens"
+    )
+    for name in ("ours", "reload", "plain"):
+        found = report[name]
+        print(f"{name:8} pause {found['pause_s'] * 1e3:8.0f} ms   total {found['total_s'] * 1e3:8.0f} ms")
+    for name in ("reload", "plain"):
+        print(
+            f"ours / {name:8} pause {report['pause_ratio'][name]:5.2f}   total {report['total_ratio'][name]:5.2f}"
+        )
