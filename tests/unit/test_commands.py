@@ -135,6 +135,7 @@ ERRORS: dict[str, tuple[Sequence[str], str]] = {
     "snapshot prune": (("NOWHERE", "--keep", "1"), "LW-110"),
     "bench engine": (("--model", "NOWHERE"), "LW-701"),
     "bench live": (("--model", "NOWHERE"), "LW-701"),
+    "bench vllm": (("--python", "NOWHERE"), "[Errno"),
     "bench snapshot": (("--directory", "NOWHERE", "--size-gb", "0.001"), "[Errno"),
 }
 """Arguments that cannot work, and how the line begins. Those of other commands are provoked below."""

@@ -185,7 +185,7 @@ def _scene(settings: VllmSettings, directory: Path, shared: Path, stack: ExitSta
     weights = {name: tensor.clone() for name, tensor in versions[0].items()}
     held = load_or_create_secret(directory / "secret")
     published = publishing_to(
-        vllm(url).replica(held, directory / "secret"),
+        [vllm(url).replica(held, directory / "secret")],
         as_source(weights),
         name="bench",
         directory=directory,

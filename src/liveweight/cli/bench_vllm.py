@@ -13,7 +13,7 @@ from liveweight.cli.bench import JsonTo, tell
 
 def vllm(
     python: Annotated[
-        Path, typer.Option(help="The Python of vLLM's environment, which has liveweight, too.", exists=True)
+        Path, typer.Option(help="The Python of vLLM's environment, which has liveweight, too.")
     ],
     updates: Annotated[int, typer.Option(min=1, help="How often every contender takes its turn.")] = 3,
     clients: Annotated[int, typer.Option(min=1, help="How many stream all the time.")] = 2,
@@ -25,6 +25,7 @@ def vllm(
     """
     from liveweight.bench.vllm import VllmSettings, bench_vllm
 
+    python.stat()  # one that is not there is told before a model is made
     settings = VllmSettings(
         python=python.absolute(), environment=dict(os.environ), updates=updates, clients=clients
     )
