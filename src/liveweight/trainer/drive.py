@@ -91,6 +91,8 @@ class Drive:
         if all(part.unchanged for part in self._in()):
             return
         self._each("stage", lambda part: self._until(part, "staged"))
+        if self.patience is not None and self.patience.over:
+            self.patience = None  # one that lagged had it all: the others verify in the round's own time
         digests = self.on_staged()
         in_place = any(part.in_place for part in self._in())
         if not in_place:
@@ -120,14 +122,17 @@ class Drive:
 
     def _verified(self, part: Part, digests: bytes | None) -> None:
         if digests is not None and part.round_id is not None:
-            part.replica.compare(part.round_id, digests, self._patience)
+            within = Deadline.after(max(LOOK_S, self._patience.remaining_s()))
+            part.replica.compare(part.round_id, digests, within)
         self._until(part, "verified")
 
     def _until(self, part: Part, phase: m.Phase) -> None:
         """Wait until a replica has come that far; its failure, or the deadline, puts it out of the round."""
         while part.round_id is not None:
             try:
-                part.progress = part.replica.status(part.round_id, phase, self._patience.within(LOOK_S))
+                # From now, also where one that lags took all the time: who has come that far says so at once.
+                look = Deadline.after(min(LOOK_S, self._patience.remaining_s()))
+                part.progress = part.replica.status(part.round_id, phase, look)
             except DeadlineExceeded:
                 if self._patience.over:
                     raise self._silent(part, phase) from None
