@@ -103,7 +103,7 @@ def _scene(
     with ExitStack() as stack:
         files = Path(
             stack.enter_context(
-                tempfile.TemporaryDirectory(prefix="lw-peers-", dir=MEMORY if MEMORY.is_dir() else None)
+                tempfile.TemporaryDirectory(prefix="peers-of-lw-", dir=MEMORY if MEMORY.is_dir() else None)
             )
         )
         modes = tuple(sorted({mode for mode, _, _ in OURS} - set(absent)))
