@@ -120,7 +120,7 @@ class _Demo:
                     self._served[side].url,
                     clients=settings.clients,
                     tokens=settings.tokens,
-                    finished=lambda answer, side=side: tally.put(side, answer),  # type: ignore[misc]
+                    finished=lambda answer, side=side: tally.put((side, answer)),  # type: ignore[misc]
                 )
             )
             for side in SIDES

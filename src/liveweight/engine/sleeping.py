@@ -160,11 +160,10 @@ class Sleeping:
 
     def _ask(self, entry: Nap) -> int:
         """All ranks' answers to an entry: the bytes of all; the first one's fault is raised."""
-        answers = self._pump.send_between(entry)
+        answers, waiting = self._pump.send_between(entry), Deadline.after(entry.timeout_s + MARGIN_S)
         try:
-            said = answers.result(entry.timeout_s + MARGIN_S)
+            said = answers.result(waiting.remaining_s())
         except FutureTimeout:
-            waiting = Deadline.after(0.0)
             raise waiting.exceeded(f"the ranks to answer {type(entry).__name__}") from None
         for answer in said:
             if answer.fault is not None:

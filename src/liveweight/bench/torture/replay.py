@@ -6,17 +6,13 @@ Logits so near that rounding decides are no evidence, and count for the engine.
 
 from __future__ import annotations
 
-import queue
-import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import TracebackType
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING
 
+from liveweight.bench.replaying import Replaying
 from liveweight.bench.torn_judge import drawable, loaded, logits
-from liveweight.errors import LiveWeightError
-from liveweight.spec.deadline import Deadline
 
 if TYPE_CHECKING:
     import torch
@@ -49,48 +45,18 @@ class Versions:
         return 0 if label == "initial" else self.of_label(int(label))
 
 
-class Replay:
-    """Counts. `put` is for any thread, and waits while too many answers are behind; the replaying ends with the `with`."""
+class Replay(Replaying[Answer]):
+    """Counts tokens, and those of them that are torn."""
 
     def __init__(self, versions: Versions, *, attributed: bool) -> None:
+        super().__init__(self._count, backlog=BACKLOG)
         self.tokens = self.torn = 0
         self._versions, self._attributed = versions, attributed
         self._models = [loaded(directory) for directory in versions.directories]
-        self._answers: queue.Queue[Answer | None] = queue.Queue(BACKLOG)
-        self._fault: Exception | None = None
-        self._thread = threading.Thread(target=self._run, name="replay", daemon=True)
-
-    def put(self, answer: Answer) -> None:
-        """An answer that nothing is added to any more."""
-        self._answers.put(answer)
-
-    def finish(self, deadline: Deadline) -> None:
-        """Everything that was put is counted on return."""
-        self._answers.put(None)
-        self._thread.join(deadline.remaining_s())
-        if self._fault is not None:
-            raise LiveWeightError(f"replaying failed: {self._fault}") from self._fault
-        if self._thread.is_alive():
-            raise deadline.exceeded("every answer to be replayed")
-
-    def __enter__(self) -> Self:
-        self._thread.start()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        """The thread is daemonic, and whoever left by an error does not wait for what is behind."""
-
-    def _run(self) -> None:
-        while (answer := self._answers.get()) is not None:
-            if self._fault is None and answer.tokens:
-                try:
-                    self._count(answer)
-                except Exception as error:  # told by `finish`
-                    self._fault = error
 
     def _count(self, answer: Answer) -> None:
+        if not answer.tokens:
+            return
         numbers = [self._versions.of_weights(weights) for weights in answer.weights]
         whole = [*answer.prompt, *answer.tokens]
         asked = set(numbers) if self._attributed else set(range(len(self._models)))
