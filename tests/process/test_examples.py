@@ -23,9 +23,14 @@ SHOWN = {
 """What is run, and what it says."""
 
 
-def test_every_example_is_run_here() -> None:
+BESIDE_VLLM = {"vllm_live_update.py": ROOT / "tests" / "vllm" / "test_vllm_programs.py"}
+"""What needs another environment, and which tests run it there."""
+
+
+def test_every_example_is_run() -> None:
     names = {path.name for path in EXAMPLES.iterdir() if path.is_file()}
-    assert {command.split()[0] for command in SHOWN} == names
+    assert {command.split()[0] for command in SHOWN} | set(BESIDE_VLLM) == names
+    assert all(f'"examples/{name}"' in tests.read_text() for name, tests in BESIDE_VLLM.items())
 
 
 @pytest.mark.timeout(300)
