@@ -135,7 +135,7 @@ def bench_vllm(settings: VllmSettings) -> dict[str, Any]:
     """The report, as it is written: seconds of every contender, the best of its updates, and ours divided by theirs."""
     with ExitStack() as stack:
         directory, shared = (
-            Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="lw-", dir=place)))
+            Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="vllm-of-lw-", dir=place)))
             for place in (None, SHARED)
         )
         scene = _scene(settings, directory, shared, stack)
