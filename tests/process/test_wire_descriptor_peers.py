@@ -29,20 +29,10 @@ from liveweight.wire.limits import Limits
 from tests.support.wire import (
     SECRET,
     leaving_nothing,
+    memory,
     soon,
     wait_until,
 )
-
-
-@contextmanager
-def memory(content: bytes = b"") -> Iterator[int]:
-    """An open memfd."""
-    descriptor = os.memfd_create("test", os.MFD_CLOEXEC)
-    try:
-        os.write(descriptor, content)
-        yield descriptor
-    finally:
-        os.close(descriptor)
 
 
 @pytest.fixture

@@ -8,7 +8,6 @@ import resource
 import socket
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
 from multiprocessing.connection import Connection
 from pathlib import Path
 
@@ -29,22 +28,12 @@ from tests.support.wire import (
     OTHER_SECRET,
     SECRET,
     leaving_nothing,
+    memory,
     process,
     said,
     soon,
     wait_until,
 )
-
-
-@contextmanager
-def memory(content: bytes = b"") -> Iterator[int]:
-    """An open memfd."""
-    descriptor = os.memfd_create("test", os.MFD_CLOEXEC)
-    try:
-        os.write(descriptor, content)
-        yield descriptor
-    finally:
-        os.close(descriptor)
 
 
 @pytest.fixture

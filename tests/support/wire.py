@@ -67,6 +67,17 @@ def wait_until(what: str, holds: Callable[[], bool], deadline: Deadline | None =
         look.wait(0.005)
 
 
+@contextmanager
+def memory(content: bytes = b"") -> Iterator[int]:
+    """An open memfd."""
+    descriptor = os.memfd_create("test", os.MFD_CLOEXEC)
+    try:
+        os.write(descriptor, content)
+        yield descriptor
+    finally:
+        os.close(descriptor)
+
+
 def descriptors() -> int:
     """How many descriptors this process holds."""
     return len(os.listdir("/proc/self/fd"))  # noqa: PTH208

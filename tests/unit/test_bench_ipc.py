@@ -35,8 +35,9 @@ def test_a_small_run_has_every_figure() -> None:
 
 
 @pytest.mark.timeout(400)
-def test_forty_thousand_tensors_make_a_round() -> None:
+@pytest.mark.parametrize("tensors", [4_000, pytest.param(40_000, marks=pytest.mark.soak)])
+def test_thousands_of_small_tensors_make_a_round(tensors: int) -> None:
     report = bench_ipc(
-        IpcSettings(size_gb=0.0103, ranks=2, rounds=1, tensors=40_000, cast=False, sharded=False)
+        IpcSettings(size_gb=0.0103, ranks=2, rounds=1, tensors=tensors, cast=False, sharded=False)
     )
-    assert report["tensors"] == 40_000
+    assert report["tensors"] == tensors
