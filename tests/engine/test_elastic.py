@@ -6,6 +6,7 @@ import os
 import shutil
 import signal
 import threading
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ import pytest
 
 import liveweight as lw
 from liveweight.bench.torture.blows import cut
+from liveweight.bench.torture.leaks import kinds_of
 from liveweight.engine.config import Restarts
 from liveweight.engine.ranks import Process
 from liveweight.engine.requested import Wish
@@ -28,16 +30,22 @@ from liveweight.observe.events import AnyEvent, Recovered, RecoveryBegan, RoundO
 from liveweight.transports.snapshot.store import Store
 from tests.support.elastic import Gate, kill, load, recovered, saved
 from tests.support.engines import WITHIN_S, Answer, Logits, Models, answers, ask, greedy
+from tests.support.real_servers import until
 from tests.support.versions import mixtures
 
 Elastic = Callable[..., RestartingEngine]
 PROMPTS = [[5, 6, 7, 8], [9, 10, 11], [300, 20, 7, 7, 7, 100]]
-KILLS = 10
+KILLS, RESTARTS = 10, 5
 CONNECTIONS = 16
 
 
 def tokens_of(engine: Any) -> list[list[int]]:
     return [answer.ids for answer in answers(engine, PROMPTS, greedy(16))]
+
+
+def held() -> Counter[str]:
+    """The descriptors of this process, by kind, and its threads."""
+    return kinds_of(os.getpid()) + Counter(threads=threading.active_count())
 
 
 def recovery_of(engine: RestartingEngine) -> RecoveryStatus:
@@ -74,6 +82,42 @@ def test_ranks_killed_under_load_ten_times_in_a_row_come_back_at_the_same_versio
     assert mixtures(whole, lambda _: transformers_logits(new)) == []
     assert {token.weights for _, answer in whole for token in answer.tokens} == {f"1@{version.digest}"}
     assert engine.status().counts.finished["error"] == len(failed)
+
+
+def test_restarts_leave_no_descriptor_and_no_thread_behind(
+    elastic: Elastic, publisher: Any, models: Models, short_path: Path
+) -> None:
+    """Neither in the engine's process nor in its publisher's and its source's, which are here, too."""
+    with lw.Publisher(
+        models.directory(seed=2),
+        address=f"ipc://{short_path}/source.sock",
+        secret=short_path / "secret",
+        directory=short_path / "source",
+        dtype="float32",
+    ) as source:
+        source.offer("offered")
+        engine = elastic(models.directory(), updates={"source": source.address})
+        trainer = publisher(engine, models.directory(seed=1))
+
+        def use(number: int) -> None:
+            """Restart it, and let it do all that opens a connection."""
+            kill(engine, 0)
+            recovered(engine, number)
+            assert engine.update_weights(Wish(call=f"call {number}")).version.label == "offered"
+            trainer.publish(number)
+            assert engine.verify(Question()).verdict.match
+            assert engine.verify(Question(against="source")).verdict.match is False
+            back = engine.undo(WITHIN_S)
+            assert trainer.fleet().behind
+            assert back is not None
+            saved(engine, back)
+
+        for number in (1, 2):  # both shadows are bound
+            use(number)
+        before = held()
+        for number in range(3, 3 + RESTARTS):
+            use(number)
+        until(lambda: held() <= before, f"no more than {before} to be held; now it is {held()}")
 
 
 def test_a_rank_that_was_cut_off_from_its_leader_is_replaced_also_when_nobody_asks(

@@ -1,5 +1,5 @@
-"""What comes from outside a round, at every step of it: strangers at the sockets, memory that cannot be had, a boundary that raised,
-a publisher that is closed while a replica stands still.
+"""What comes from outside a round, at every step of it: strangers at the sockets, somebody who asks all the time, a connection that is
+cut, memory that cannot be had, a boundary that raised, a publisher that is closed while a replica stands still.
 """
 
 from __future__ import annotations
@@ -7,7 +7,7 @@ from __future__ import annotations
 import signal
 import socket
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -15,17 +15,20 @@ import pytest
 import torch
 
 import liveweight as lw
+from liveweight.bench.torture.blows import cut
 from liveweight.devices.memory import Memory
 from liveweight.errors import ChannelClosed, RoundFailed, WrongSecret
 from liveweight.spec.deadline import Deadline
+from liveweight.trainer.replica import WireReplica
 from liveweight.transports.registry import TRANSPORTS
 from liveweight.wire.channel import Channel
 from liveweight.wire.codec import Codec
-from liveweight.wire.credentials import Secret
+from liveweight.wire.credentials import Secret, load_or_create_secret
 from liveweight.wire.messages import Message
 from liveweight.worker.torch_target import TensorTarget
 from tests.support import model
 from tests.support.cluster import Cluster, Program
+from tests.support.engines import WITHIN_S
 from tests.support.program import REPLICA
 from tests.support.rounds import WORLD, assert_holds, assert_no_growth, ready, weights_of
 from tests.support.stepping import publisher
@@ -89,6 +92,60 @@ def test_a_trainer_without_the_secret_is_told_so(cluster: Cluster) -> None:
     assert stranger.ended() == 1
     assert "error" not in trainer.ask("publish", label=2)
     assert_holds(ranks, 2)
+
+
+# Those who ask, and those who are cut off.
+
+LONG_S = 3600.0
+"""For rounds that must not end by their own deadline."""
+CONNECTIONS = 8
+
+
+@pytest.fixture
+def leader(cluster: Cluster) -> Iterator[WireReplica]:
+    """Whoever asks the leader how it is."""
+    replica = WireReplica(cluster.address(), load_or_create_secret(cluster.secret))
+    yield replica
+    replica.close()
+
+
+def ask_until_free(leader: WireReplica) -> None:
+    """Ask without a pause until no round is open."""
+    deadline = Deadline.after(WITHIN_S)
+    while leader.standing(deadline).round is not None:
+        deadline.check("the round to be given up")
+
+
+def test_a_trainer_that_ends_is_noticed_also_where_somebody_asks_all_the_time(
+    cluster: Cluster, leader: WireReplica
+) -> None:
+    ranks, trainer = ready(cluster, "frozen", timeout_s=LONG_S, lease_s=LONG_S)
+    trainer.ask("hold", event="Committing")
+    trainer.begin("publish", label=2)
+    trainer.held("Committing")
+    assert leader.standing(Deadline.after(WITHIN_S)).round is not None
+    trainer.kill()
+    ask_until_free(leader)
+    assert_holds(ranks, 1)
+
+
+def test_a_trainer_that_is_cut_off_gives_its_round_up_over_another_connection(
+    cluster: Cluster, leader: WireReplica
+) -> None:
+    ranks, trainer = ready(cluster, "frozen", timeout_s=LONG_S, lease_s=LONG_S)
+    trainer.ask("hold", event="Voting")
+    call = trainer.begin("publish", label=2)
+    trainer.held("Voting")
+    for number in range(CONNECTIONS):
+        cut(trainer.pid, number)
+    trainer.ask("go")
+    error = trainer.end(call)["error"]
+    assert (error["code"], error["serving"], error["retryable"]) == ("LW-205", "1", True)
+    assert leader.standing(Deadline.after(WITHIN_S)).round is None
+    assert_holds(ranks, 1)
+    assert "error" not in cluster.trainer(run="other").ask("publish", label=3)
+    assert "error" not in trainer.ask("publish", label=4)
+    assert_holds(ranks, 4)
 
 
 # Memory that cannot be had.

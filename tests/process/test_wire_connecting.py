@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import threading
 import time
 from multiprocessing.connection import Connection
@@ -11,6 +12,7 @@ import pytest
 import zmq
 
 from liveweight.errors import (
+    ChannelClosed,
     CredentialsUnsafe,
     DeadlineExceeded,
     ProtocolMismatch,
@@ -127,6 +129,38 @@ def test_where_nobody_listens_the_wait_ends_at_the_deadline_and_names_the_addres
         assert 0.3 <= late.value.waited_s < PROMPTLY_S
     with Echo(f"ipc://{stale}") as echo, channel(echo.address):
         pass
+
+
+def test_one_that_was_there_is_gone_where_nobody_listens_any_more(tmp_path: Path) -> None:
+    stale = tmp_path / "stale"
+    with process(echo_process, f"ipc://{stale}", None) as (child, pipe):
+        said(pipe)
+        with Channel(f"ipc://{stale}", SECRET, CODEC, deadline=soon(), waits=False) as asking:
+            assert asking.request(Ping(1), soon(), "a pong") == Pong(1)
+        child.kill()
+        child.join()
+    for address in (f"ipc://{tmp_path}/absent", f"ipc://{stale}"):
+        with leaving_nothing(), pytest.raises(ChannelClosed, match="gone: nobody listens"):
+            Channel(address, SECRET, CODEC, deadline=soon(), waits=False)
+
+
+@pytest.mark.parametrize("family", ["ipc", "tcp"])
+def test_one_that_ends_during_the_hand_shake_is_gone(tmp_path: Path, family: str) -> None:
+    path = str(tmp_path / "socket")
+    dying = socket.socket(socket.AF_UNIX if family == "ipc" else socket.AF_INET)
+    dying.bind(path if family == "ipc" else ("127.0.0.1", 0))
+    address = f"ipc://{path}" if family == "ipc" else f"tcp://127.0.0.1:{dying.getsockname()[1]}"
+    dying.listen()
+
+    def die() -> None:
+        with dying, dying.accept()[0]:
+            dying.shutdown(socket.SHUT_RDWR)
+
+    thread = threading.Thread(target=die)
+    thread.start()
+    with pytest.raises(ChannelClosed, match="gone: nobody listens"):
+        Channel(address, SECRET, CODEC, deadline=soon(), waits=False)
+    thread.join()
 
 
 def test_a_channel_waits_for_a_listener_that_comes_later(tmp_path: Path) -> None:

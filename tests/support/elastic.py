@@ -11,11 +11,12 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from liveweight.bench.torture.nursery import Forked
 from liveweight.engine.ranks import Launch, Process
 from liveweight.engine.restarting import RestartingEngine
 from liveweight.errors import LiveWeightError
 from liveweight.spec.manifest import Version
-from tests.support.engines import WITHIN_S, Answer, Forked, ask, greedy
+from tests.support.engines import WITHIN_S, Answer, ask, greedy
 from tests.support.real_servers import until
 from tests.support.zygote import Zygote
 

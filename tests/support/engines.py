@@ -2,13 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
-import os
 import queue
-import select
-import signal
 import socket
-import subprocess
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,6 +11,7 @@ from typing import Literal, Protocol
 
 import torch
 
+from liveweight.bench.torture.nursery import Forked
 from liveweight.engine.init_model.checkpoint import init_model
 from liveweight.engine.init_model.sizes import SIZES
 from liveweight.engine.models.spec import ModelSpec
@@ -30,29 +26,6 @@ Arch = Literal["qwen3", "qwen3_moe"]
 Dtype = Literal["float32", "bfloat16"]
 
 torch.set_num_threads(1)  # threads that wait for each other on a busy machine cost more than they bring here
-
-
-class Forked:
-    """A process that is the zygote's child, not ours: its end is seen, its exit code is not."""
-
-    def __init__(self, pid: int) -> None:
-        self.pid = pid
-        self._pidfd = os.pidfd_open(pid)
-
-    def poll(self) -> int | None:
-        """Zero once it has ended."""
-        return 0 if select.select([self._pidfd], [], [], 0)[0] else None
-
-    def kill(self) -> None:
-        """End it; as with a process of ours, that is no error if it has ended already."""
-        with contextlib.suppress(ProcessLookupError):
-            signal.pidfd_send_signal(self._pidfd, signal.SIGKILL)
-
-    def wait(self, timeout: float | None = None) -> int:
-        """Until it has ended."""
-        if not select.select([self._pidfd], [], [], timeout)[0]:
-            raise subprocess.TimeoutExpired("rank", timeout or 0.0)
-        return 0
 
 
 def forking(zygote: Zygote, environ: dict[str, str] | None = None) -> Launch:

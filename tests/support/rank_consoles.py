@@ -5,9 +5,9 @@ from __future__ import annotations
 import socket
 from pathlib import Path
 
+from liveweight.bench.torture.nursery import Forked
 from liveweight.engine.ranks import Launch, Process
 from tests.support.conversation import ANSWER_S, Conversation
-from tests.support.engines import Forked
 from tests.support.zygote import Zygote
 
 

@@ -59,11 +59,11 @@ class Verifying:
         WeightsExchanged where rounds left no time; DeadlineExceeded with the ranks that did not answer."""
         deadline = Deadline.after(question.timeout_s)
         compared_with, manifest = None, question.manifest
-        if question.against == "source":
-            compared_with, manifest = self._offered(question, deadline)
         if not self._asking.acquire(timeout=deadline.remaining_s()):
             raise deadline.exceeded("another verification to end")
         try:
+            if question.against == "source":
+                compared_with, manifest = self._offered(question, deadline)
             verdict = self._ask(question, manifest, deadline)
         finally:
             self._asking.release()
@@ -77,6 +77,7 @@ class Verifying:
         self._replica.interrupt()
         with self._asking:
             self._replica.close()
+            self._cancel.close()
 
     def _ask(self, question: Question, manifest: Manifest | None, deadline: Deadline) -> Verdict:
         body = Verify(

@@ -154,11 +154,13 @@ class WireReplica:
         return self._ask(body, m.Committed, _with_grace(deadline), "commit")
 
     def abort(self, round_id: RoundId, reason: str, deadline: Deadline) -> tuple[int, ...]:
-        """See Replica. A leader whose connection is gone knows nothing of the round any more, and its successor never did."""
-        if self._channel is None:
-            raise ChannelClosed(f"{self.name}, where the round was open, is gone")
+        """See Replica. Where only the connection was lost, the leader hears it over another one; a successor refuses: it knows
+        nothing of the round."""
         body = m.Abort(round=round_id, reason=reason, wait_s=deadline.remaining_s())
-        return self._ask(body, m.Aborted, _with_grace(deadline), "abort", interruptible=False).readers
+        later = _with_grace(deadline)
+        if self._channel is None:
+            self._channel = self._connect(later, waits=False)
+        return self._ask(body, m.Aborted, later, "abort", interruptible=False).readers
 
     def stand_back(self, version: Version, reason: str, deadline: Deadline) -> None:
         """See Replica. A connection that is gone is not made anew for it."""
@@ -225,10 +227,18 @@ class WireReplica:
         if self._channel is None:
             if self._found is not None:
                 self._address = self._found(deadline)
-            self._channel = Channel(
-                self._address, self._secret, Codec(m.Message), deadline=deadline, cancel=self._interrupt
-            )
+            self._channel = self._connect(deadline)
         return self._channel
+
+    def _connect(self, deadline: Deadline, *, waits: bool = True) -> Channel[m.Message]:
+        return Channel(
+            self._address,
+            self._secret,
+            Codec(m.Message),
+            deadline=deadline,
+            cancel=self._interrupt,
+            waits=waits,
+        )
 
     def _disconnect(self) -> None:
         if self._channel is not None:

@@ -6,7 +6,6 @@ mode's.
 
 from __future__ import annotations
 
-import socket
 import threading
 from collections.abc import Callable
 from contextlib import suppress
@@ -20,11 +19,9 @@ from liveweight.wire.credentials import Secret
 from liveweight.wire.limits import Limits
 from liveweight.wire.listener import Incoming, Listener
 from liveweight.wire.messages import Attach, Attached, Message, Refusal, Survey
-from liveweight.wire.sockets import unix_path
 from liveweight.wire.values import Offer, fault_of
 
 _IDLE_S = 3600.0
-_PROBE_S = 2.0
 
 
 Question = TypeVar("Question", Attach, Survey)
@@ -96,9 +93,7 @@ def ask_source(
     offer: Offer, layout: str, secret: Secret, codec: Codec[Message], limits: Limits, deadline: Deadline
 ) -> Attached:
     """Where the offer's memory lies, as the source says; its layout is the one that was offered."""
-    if nobody_listens(offer.source, deadline):
-        raise ChannelClosed(f"{offer.source} is gone: nobody listens there")
-    with Channel(offer.source, secret, codec, limits, deadline=deadline) as channel:
+    with Channel(offer.source, secret, codec, limits, deadline=deadline, waits=False) as channel:
         reply = channel.request(
             Attach(layout=layout, kind=offer.kind),
             deadline,
@@ -113,19 +108,3 @@ def ask_source(
             raise fault.to_error()
         case _:
             raise MessageInvalid(f"{offer.source} answered with {type(reply).__name__}")
-
-
-def nobody_listens(address: str, deadline: Deadline) -> bool:
-    """Whether an address refuses at once: a socket file whose process was killed, a port that nobody holds."""
-    path = unix_path(address)
-    family = socket.AF_INET if path is None else socket.AF_UNIX
-    host, _, port = address.removeprefix("tcp://").rpartition(":")
-    with socket.socket(family, socket.SOCK_STREAM) as probe:
-        probe.settimeout(0.0 if path is not None else min(_PROBE_S, deadline.remaining_s()))
-        try:
-            probe.connect((host, int(port)) if path is None else str(path))
-        except (FileNotFoundError, ConnectionRefusedError):
-            return True
-        except OSError:  # busy, for instance: somebody is there, or the connect proper will say what is wrong
-            return False
-    return False

@@ -19,7 +19,7 @@ from liveweight.plan.loops import Table
 from liveweight.plan.owners import divide
 from liveweight.spec.deadline import Deadline
 from liveweight.spec.layout import Layout
-from liveweight.transports.attaching import AttachServer, nobody_listens
+from liveweight.transports.attaching import AttachServer
 from liveweight.transports.kept import shorten
 from liveweight.transports.port import GoOn, Reader, Reading, patient
 from liveweight.wire.channel import Channel
@@ -27,6 +27,7 @@ from liveweight.wire.codec import Codec
 from liveweight.wire.credentials import Secret
 from liveweight.wire.limits import Limits
 from liveweight.wire.messages import Message, Refusal, Survey, Surveyed
+from liveweight.wire.sockets import nobody_listens
 from liveweight.wire.values import Offer, Shard, fault_of
 
 _DIVISIONS_KEPT = 4
@@ -182,7 +183,7 @@ def survey(source: str, layouts: Sequence[str], secret: Secret, deadline: Deadli
     if nobody_listens(source, deadline):
         raise ChannelClosed(f"trainer rank 0 is gone: nobody listens at {source}")
     found: dict[str, Layout] = {}
-    with Channel(source, secret, Codec[Message](Message), deadline=deadline) as channel:
+    with Channel(source, secret, Codec[Message](Message), deadline=deadline, waits=False) as channel:
         for wanted in layouts:
             reply = channel.request(Survey(layout=wanted), deadline, "trainer rank 0 to say who holds what")
             match reply:

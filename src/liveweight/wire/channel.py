@@ -40,11 +40,13 @@ class Channel(Generic[Message]):
         *,
         deadline: Deadline,
         cancel: Waker | None = None,
+        waits: bool = True,
     ) -> None:
         """Connect, prove the secret both ways and compare protocol versions, or raise and leave nothing open.
 
         WrongSecret, ProtocolMismatch and ChannelClosed come as soon as they are known. Where nobody listens yet, or
-        the listener's owner does not receive, the wait lasts until the deadline. `cancel`, once woken by another
+        the listener's owner does not receive, the wait lasts until the deadline; `waits` False is for a peer that was
+        there: where nobody listens, it has ended. `cancel`, once woken by another
         thread, ends this wait and every later request that does not ask otherwise with ChannelClosed.
         """
         unix_path(address)
@@ -60,7 +62,7 @@ class Channel(Generic[Message]):
             acquired.callback(self._waker.close)
             context: Context = zmq.Context()
             acquired.callback(terminate, context)
-            self._link = establish(context, address, secret, self._limits, deadline, cancel)
+            self._link = establish(context, address, secret, self._limits, deadline, cancel, waits=waits)
             acquired.callback(self._link.close)
             self._greet(deadline)
             self._acquired = acquired.pop_all()

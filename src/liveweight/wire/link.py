@@ -18,7 +18,7 @@ from liveweight.errors import AddressUnusable, ChannelClosed, WrongSecret
 from liveweight.spec.deadline import Deadline
 from liveweight.wire.credentials import Secret, client_keys, server_keys
 from liveweight.wire.limits import Limits
-from liveweight.wire.sockets import Context, configure, make, milliseconds, signals_held, wait
+from liveweight.wire.sockets import Context, configure, make, milliseconds, nobody_listens, signals_held, wait
 from liveweight.wire.waker import Waker
 
 _NEVER_AGAIN_MS = 24 * 3600 * 1000
@@ -131,10 +131,13 @@ def establish(
     limits: Limits,
     deadline: Deadline,
     cancel: Waker | None = None,
+    *,
+    waits: bool = True,
 ) -> Link:
     """A link whose hand-shake succeeded. Tries until the deadline, or until it is cancelled, where nobody listens yet.
 
-    Raises WrongSecret, without waiting longer, when somebody does listen but does not hold the secret.
+    Raises WrongSecret, without waiting longer, when somebody does listen but does not hold the secret; and ChannelClosed, unless it
+    `waits`, when nobody does.
     """
     drops = 0
     pause_s = _FIRST_PAUSE_S
@@ -151,6 +154,8 @@ def establish(
         drops += state is State.DROPPED
         if state is State.REFUSED or drops > _DROPS_TOLERATED:
             raise WrongSecret(f"{address}: {state.value}; the peer does not hold our secret, or we not its")
+        if not waits and nobody_listens(address, deadline):
+            raise ChannelClosed(f"{address} is gone: nobody listens there")
         if cancel is not None and cancel.woken:
             raise ChannelClosed(f"the wait for {address}, where {_missing(state)}, was ended from this side")
         deadline.check(f"{address}, where {_missing(state)}")

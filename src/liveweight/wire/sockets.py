@@ -30,6 +30,7 @@ _ENCRYPTION_BYTES = 64
 """By how much a frame grows when CURVE seals it, rounded up."""
 _LONGEST_POLL_S = 3600.0
 _LAST_PORT = 0xFFFF
+_PROBE_S = 2.0
 
 
 def milliseconds(deadline: Deadline) -> int:
@@ -107,6 +108,22 @@ def refuse_if_taken(path: Path) -> None:
     except OSError as error:
         raise AddressUnusable(f"cannot listen at {path}: {error}") from error
     raise AddressUnusable(f"another process listens at {path}")
+
+
+def nobody_listens(address: str, deadline: Deadline) -> bool:
+    """Whether an address refuses at once: a socket file whose process was killed, a port that nobody holds."""
+    path = unix_path(address)
+    family = socket.AF_INET if path is None else socket.AF_UNIX
+    host, _, port = address.removeprefix(_TCP).rpartition(":")
+    with socket.socket(family, socket.SOCK_STREAM) as probe:
+        probe.settimeout(0.0 if path is not None else min(_PROBE_S, deadline.remaining_s()))
+        try:
+            probe.connect((host, int(port)) if path is None else str(path))
+        except (FileNotFoundError, ConnectionRefusedError):
+            return True
+        except OSError:  # busy, for instance: somebody is there, or the connect proper will say what is wrong
+            return False
+    return False
 
 
 def unlink_if_same(path: Path, bound: os.stat_result) -> None:

@@ -48,6 +48,7 @@ class Leader:
         self._decisions, self._bus = decisions, bus
         self._scheduler = Scheduler(replica=replica, boot=boot, world=world)
         self._watch: Watch[int] = Watch()
+        self._look_s = 0.0
         self._closing = False
         listener: Listener[Message] = Listener(address, secret, Codec(Message))
         self.address, self._waker = listener.address, listener.waker()
@@ -88,9 +89,10 @@ class Leader:
 
     def _next(self, listener: Listener[Message]) -> list[Action]:
         """Wait for a message or for time to pass, and let the scheduler say what follows."""
-        until_s = min(self._scheduler.next_s() - time.monotonic(), IDLE_S)
+        now_s = time.monotonic()
+        until_s = min(self._scheduler.next_s() - now_s, IDLE_S)
         if self._scheduler.needs_ranks:
-            until_s = min(until_s, WATCH_S)  # only then does a rank's death matter at once
+            until_s = min(until_s, self._look_s - now_s)  # only then does a rank's death matter at once
         try:
             incoming = listener.receive_or_wake(Deadline.after(max(0.0, until_s)), "a message")
         except DeadlineExceeded:
@@ -100,7 +102,7 @@ class Leader:
             return self._deaths(now_s) + self._scheduler.on_time(now_s)
         actions = self._scheduler.on_message(now_s, incoming.peer, incoming.call, incoming.body)
         self._watch_over(incoming)
-        return actions
+        return actions + self._deaths(now_s)
 
     def _watch_over(self, incoming: Incoming[Message]) -> None:
         match incoming.body:
@@ -115,6 +117,10 @@ class Leader:
                 return
 
     def _deaths(self, now_s: float) -> list[Action]:
+        """Now and then, however many messages come: others may ask all the time."""
+        if now_s < self._look_s:
+            return []
+        self._look_s = now_s + WATCH_S
         actions: list[Action] = []
         for who in self._watch.ended():
             if who == PUBLISHER:

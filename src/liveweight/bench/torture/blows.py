@@ -102,7 +102,11 @@ def _connection(process: int, number: int) -> socket.socket | None:
         if ctypes.get_errno() == 1:
             raise Unavailable("cutting a process's connection needs the right to trace it (ptrace)")
         return None
-    found = socket.socket(fileno=descriptor)
+    try:
+        found = socket.socket(fileno=descriptor)
+    except OSError:  # its number stands for a file by now
+        os.close(descriptor)
+        return None
     try:
         if not found.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN) and (
             found.getsockname() or found.getpeername()

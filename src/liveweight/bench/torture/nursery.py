@@ -15,6 +15,7 @@ import sys
 import threading
 import traceback
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from types import TracebackType
 from typing import Self
 
@@ -25,12 +26,12 @@ _ROLE_BYTES = 256
 
 
 class Forked:
-    """A process that is the nursery's child, not ours: its end is seen, its exit code is not. See engine/ranks.Process."""
+    """A process that is somebody else's child: its end is seen, its exit code is not. See engine/ranks.Process. For any thread."""
 
     def __init__(self, pid: int) -> None:
         self.pid = pid
         self._pidfd = os.pidfd_open(pid)
-        self._ended = False
+        self._ended, self._lock = False, threading.Lock()
 
     def poll(self) -> int | None:
         """Zero once it has ended."""
@@ -41,11 +42,9 @@ class Forked:
 
     def send(self, number: int) -> None:
         """A signal; nothing happens if it has ended."""
-        if not self._ended:
-            try:
+        with self._lock, suppress(ProcessLookupError):
+            if not self._ended:
                 signal.pidfd_send_signal(self._pidfd, number)
-            except ProcessLookupError:
-                self.wait(END_S)
 
     def kill(self) -> None:
         """End it."""
@@ -53,11 +52,21 @@ class Forked:
 
     def wait(self, timeout: float | None = None) -> int:
         """Until it has ended; subprocess.TimeoutExpired."""
-        if not self._ended:
-            if not select.select([self._pidfd], [], [], timeout)[0]:
+        with self._lock:
+            if self._ended:
+                return 0
+            waited = os.dup(
+                self._pidfd
+            )  # another thread may be the first to see its end, and close the other one
+        try:
+            if not select.select([waited], [], [], timeout)[0]:
                 raise subprocess.TimeoutExpired(f"process {self.pid}", timeout or 0.0)
-            self._ended = True
-            os.close(self._pidfd)
+        finally:
+            os.close(waited)
+        with self._lock:
+            if not self._ended:
+                self._ended = True
+                os.close(self._pidfd)
         return 0
 
 

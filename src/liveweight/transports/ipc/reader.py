@@ -22,7 +22,7 @@ from liveweight.plan.copies import CopyPlans, split
 from liveweight.plan.loops import Table
 from liveweight.spec.deadline import Deadline
 from liveweight.spec.layout import Layout
-from liveweight.transports.attaching import ask_source, nobody_listens
+from liveweight.transports.attaching import ask_source
 from liveweight.transports.ipc.arena import CLOSED, MappedArena, combined
 from liveweight.transports.ipc.device_arena import TOKEN_BYTES, BorrowedArena, RankArena, ask_for
 from liveweight.transports.ipc.ring_attaching import RingReader
@@ -33,6 +33,7 @@ from liveweight.wire.credentials import Secret
 from liveweight.wire.descriptors import close_all, fetch
 from liveweight.wire.limits import Limits
 from liveweight.wire.messages import Message
+from liveweight.wire.sockets import nobody_listens
 from liveweight.wire.values import Offer
 
 ROW_BYTES = 4 << 20

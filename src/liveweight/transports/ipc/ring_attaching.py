@@ -21,7 +21,7 @@ from liveweight.plan.copies import row_bytes, split
 from liveweight.plan.parcels import BLOCK_BYTES, ParcelPlan, in_blocks, plan_parcels
 from liveweight.spec.deadline import Deadline
 from liveweight.spec.layout import Layout
-from liveweight.transports.attaching import ask_source, nobody_listens
+from liveweight.transports.attaching import ask_source
 from liveweight.transports.ipc.arena import CLOSED, MappedArena, combined
 from liveweight.transports.ipc.ring_arena import segments_of
 from liveweight.transports.ipc.ring_reader import RingBinding, RingLink, RingReading
@@ -32,6 +32,7 @@ from liveweight.wire.credentials import Secret
 from liveweight.wire.descriptors import close_all, fetch
 from liveweight.wire.limits import Limits
 from liveweight.wire.messages import Attached, Message
+from liveweight.wire.sockets import nobody_listens
 from liveweight.wire.values import Offer, RingTerms
 
 _KEPT = 4
