@@ -410,7 +410,7 @@ def offering(place: Path, *arguments: object) -> Iterator[subprocess.Popen[str]]
         try:
             assert started.stdout is not None
             line = started.stdout.readline()
-            assert line.startswith(f"offering step_1 at ipc://{place}"), line + started.communicate()[1]
+            assert re.match(rf"offering step_\d+ at ipc://{place}", line), line + started.communicate()[1]
             yield started
         finally:
             started.kill()

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import json
+import shlex
+import subprocess
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 
 from liveweight.engine.config import Updates
 from liveweight.errors import EngineConfigInvalid, Refused
-from tests.control.test_push import liveweight, said, secret_file
+from tests.control.test_push import ASK, liveweight, said, secret_file, served_program
 from tests.control.test_requested import offering
 from tests.support.engines import WITHIN_S, Models
 from tests.support.serve_processes import program, url_of
@@ -39,6 +43,31 @@ def test_an_engine_started_for_gdr_refuses_other_offers_unless_asked_and_ucx_wri
     assert "over gdr, the source offers step_1 over ipc" in refused.stderr
     assert (label, server.returncode) == ("step_1", 0)
     assert (output, errors) == ("", "")
+
+
+@pytest.mark.parametrize("mode", ["gdr", "ipc"])
+def test_the_seeds_own_curl_line_updates_an_engine_that_awaits_its_weights(
+    models: Models, short_path: Path, mode: str
+) -> None:
+    if mode == "gdr":
+        pytest.importorskip("nixl")
+    address, secret = f"ipc://{short_path}/s/source.sock", str(secret_file(short_path))
+    source = (models.directory(seed=1), "--version", "step_100", "--address", address)
+    waiting = ("--weights-from", address, "--await-weights", "--fastdeploy")
+    with served_program(short_path, models.directory(), *waiting) as (url, _):
+        health = httpx.get(f"{url}/health", timeout=WITHIN_S)
+        assert (health.status_code, health.json()["status"]) == (503, "pending_weights")
+        refused = httpx.post(f"{url}/v1/completions", json=ASK, timeout=WITHIN_S)
+        assert (refused.status_code, refused.json()["error"]["code"]) == (503, "LW-707")
+        with offering(short_path, *source, "--secret-file", secret, "--transfer-mode", mode):
+            curl = f"""curl -s -X POST {url}/v1/update_weights -H "Content-Type: application/json" """
+            line = curl + f"""-d '{{"version": "step_100", "transfer_mode": "{mode}"}}'"""
+            ran = subprocess.run(shlex.split(line), capture_output=True, timeout=WITHIN_S, check=True)
+        answer = json.loads(ran.stdout)
+        assert (answer["status"], answer["error_message"]) == ("success", None), answer
+        assert [one["version"] for one in answer["result"]] == ["step_100"] * 2
+        assert httpx.get(f"{url}/health", timeout=WITHIN_S).status_code == 200
+        assert said(url)["weight_version"]["label"] == "step_100"
 
 
 def test_a_push_over_gdr_reaches_an_engine(models: Models, short_path: Path) -> None:

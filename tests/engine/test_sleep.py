@@ -6,6 +6,7 @@ import threading
 from collections.abc import Callable
 from pathlib import Path
 
+import httpx
 import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
@@ -14,17 +15,22 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule, run_stat
 import liveweight as lw
 from liveweight.engine.engine import Engine
 from liveweight.engine.init_model.checkpoint import init_model
-from liveweight.engine.init_model.sizes import SIZES
+from liveweight.engine.init_model.sizes import SIZES, Size
 from liveweight.engine.sleeping import TAGS, Tag
 from liveweight.engine.verifying import Question
 from liveweight.errors import Damage, OutOfSpace, RoundFailed, RoundOpen, WrongState
 from tests.support.engines import WITHIN_S, Answer, Models, ask, greedy
+from tests.support.http_server import serving
 from tests.support.real_servers import until
 
 PROMPT = [5, 6, 7, 8]
 Start = Callable[..., Engine]
 Publishers = Callable[..., lw.Publisher]
 BOTH: tuple[Tag, ...] = TAGS
+MIDDLING = Size(
+    hidden=256, layers=4, heads=4, kv_heads=2, head_dim=64, intermediate=1024, vocab=4096, max_positions=2048
+)
+"""5 M parameters: they show in the memory of the ranks, and are written in no time."""
 SOME = st.sampled_from([("weight",), ("kv_cache",), BOTH])
 
 
@@ -182,31 +188,40 @@ def test_weights_that_were_damaged_on_disk_are_named_and_leave_it_asleep(
 
 
 class Nights(RuleBasedStateMachine):
-    """Sleeps, wake-ups, pauses, rounds and requests in any order, beside a model of what is asleep."""
+    """Sleeps, wake-ups, pauses, rounds and requests in any order, beside a model of what is asleep. Told over HTTP."""
 
     engine: Engine
+    http: httpx.Client
     publishers: list[lw.Publisher]
     expected: list[list[int]]
-    count = 0
+    size_bytes: int
+    """Of the weights, on all ranks."""
+    count = serving = 0
 
     def __init__(self) -> None:
         super().__init__()
         self.asleep: set[str] = set()
         self.paused = False
         self.waiting: list[tuple[Answer, int]] = []
-        self.serving = getattr(type(self), "left_at", 0)
 
     @rule(tags=SOME)
     def sleep(self, tags: tuple[Tag, ...]) -> None:
-        told = self.engine.sleep(tags, WITHIN_S)
-        assert set(told.changed) == set(tags) - self.asleep
+        before = resident(self.engine)
+        told = self._told("/v1/sleep", tags)
+        assert set(told) == set(tags) - self.asleep
+        if "weight" in told:
+            assert before - resident(self.engine) > 0.6 * self.size_bytes
         self.asleep |= set(tags)
 
     @rule(tags=SOME)
     def wake(self, tags: tuple[Tag, ...]) -> None:
-        told = self.engine.wake(tags, WITHIN_S)
-        assert set(told.changed) == set(tags) & self.asleep
+        before = resident(self.engine)
+        told = self._told("/v1/wakeup", tags)
+        assert set(told) == set(tags) & self.asleep
+        if "weight" in told:
+            assert resident(self.engine) - before > 0.6 * self.size_bytes
         self.asleep -= set(tags)
+        self._settle()
 
     @rule()
     def ask(self) -> None:
@@ -215,18 +230,25 @@ class Nights(RuleBasedStateMachine):
 
     @rule()
     def pause(self) -> None:
-        self.engine.pause("keep", WITHIN_S)
+        assert self.http.post("/v1/pause", json={"mode": "keep"}).status_code == 200
         self.paused = True
 
     @rule()
     def resume(self) -> None:
-        if self.asleep:
-            with pytest.raises(WrongState):
-                self.engine.resume()
-            return
-        self.engine.resume()
-        self.paused = False
+        assert self.http.post("/v1/resume").status_code == (409 if self.asleep else 200)
+        self.paused = self.paused and bool(self.asleep)
         self._settle()
+
+    @rule()
+    def verify(self) -> None:
+        found = self.http.post("/v1/weights/verify")
+        assert found.status_code == (409 if "weight" in self.asleep else 200)
+        assert "weight" in self.asleep or found.json()["match"]
+
+    @rule()
+    def go_back(self) -> None:
+        if self.asleep:
+            assert self.http.post("/v1/weights/undo").status_code == 409
 
     @rule(which=st.integers(0, 1))
     def publish(self, which: int) -> None:
@@ -236,8 +258,15 @@ class Nights(RuleBasedStateMachine):
                 self.publishers[which].publish(f"step_{self.count}")
             return
         self.publishers[which].publish(f"step_{self.count}")
-        self.serving = type(self).left_at = which
+        type(self).serving = which
         self.waiting = [(answer, -1) for answer, _ in self.waiting]
+
+    def _told(self, route: str, tags: tuple[Tag, ...]) -> list[str]:
+        """What changed."""
+        answer = self.http.post(route, json={"tags": tags})
+        assert answer.status_code == 200, answer.text
+        changed: list[str] = answer.json()["changed"]
+        return changed
 
     def _settle(self) -> None:
         if self.asleep or self.paused:
@@ -254,27 +283,36 @@ class Nights(RuleBasedStateMachine):
         assert status.state == ("asleep" if self.asleep else "running")
 
     def teardown(self) -> None:
-        self.engine.wake(BOTH, WITHIN_S)
-        self.engine.resume()
-        self.asleep, self.paused = set(), False
-        self._settle()
+        self.wake(BOTH)
+        self.resume()
 
 
-@pytest.mark.timeout(600)
-def test_two_hundred_nights_in_any_order(start: Start, publisher: Publishers, models: Models) -> None:
-    engine = start(models.directory(), tp=2, kv_bytes=4 << 20)
-    Nights.engine = engine
-    Nights.publishers = [publisher(engine, models.directory(seed=seed), run=f"run{seed}") for seed in (1, 2)]
-    Nights.expected = []
-    for made in Nights.publishers:
-        made.publish("first")
-        Nights.expected.append(said(engine)[:4])
-    Nights.publishers[0].publish("again")
-    assert Nights.expected[0] != Nights.expected[1]
-    run_state_machine_as_test(
-        Nights,
-        settings=settings(
-            max_examples=20, stateful_step_count=10, deadline=None, suppress_health_check=list(HealthCheck)
-        ),
-    )
-    until(lambda: engine.status().running == 0, "an engine without requests")
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("nights", [20, pytest.param(200, marks=pytest.mark.soak)])
+def test_nights_in_any_order(start: Start, publisher: Publishers, tmp_path: Path, nights: int) -> None:
+    directories = [tmp_path / str(seed) for seed in range(3)]
+    for seed, path in enumerate(directories):
+        init_model(path, MIDDLING, mtp=False, tied=True, seed=seed, dtype="float32")
+    engine = start(directories[0], tp=2, kv_bytes=4 << 20)
+    with serving(engine) as served, served.http() as http:
+        http.timeout = WITHIN_S
+        Nights.engine, Nights.http = engine, http
+        Nights.size_bytes = sum(file.stat().st_size for file in directories[0].glob("*.safetensors"))
+        Nights.publishers = [publisher(engine, path, run=path.name) for path in directories[1:]]
+        Nights.expected = []
+        for made in Nights.publishers:
+            made.publish("first")
+            Nights.expected.append(said(engine)[:4])
+        Nights.publishers[0].publish("again")
+        Nights.serving = 0
+        assert Nights.expected[0] != Nights.expected[1]
+        run_state_machine_as_test(
+            Nights,
+            settings=settings(
+                max_examples=nights,
+                stateful_step_count=10,
+                deadline=None,
+                suppress_health_check=list(HealthCheck),
+            ),
+        )
+        until(lambda: engine.status().running == 0, "an engine without requests")

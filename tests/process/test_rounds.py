@@ -104,6 +104,32 @@ def test_two_publishers_and_four_receivers_share_a_host(cluster: Cluster) -> Non
             assert_holds(replicas[name], label + 10)
 
 
+def arenas_of(program: Program) -> set[str]:
+    """The shared memory that a process maps, by what the kernel calls it."""
+    lines = Path(f"/proc/{program.pid}/maps").read_text().splitlines()
+    return {line.split()[4] for line in lines if "/memfd:liveweight" in line}
+
+
+@pytest.mark.parametrize("offer", ["frozen", "live", "ring"])
+def test_replicas_read_at_the_same_time_and_from_the_same_memory(cluster: Cluster, offer: str) -> None:
+    replicas = [cluster.replica(name=name)[0] for name in "abc"]
+    trainer = cluster.trainer("abc", offer=offer)
+    for replica in replicas:
+        replica.ask("hold", event="StagingBegan")
+    call = trainer.begin("publish", label=1)
+    for replica in replicas:
+        replica.held("StagingBegan")  # none of them waits for another one to be done
+    first, *others = [arenas_of(replica) for replica in replicas]
+    assert first
+    assert all(other == first for other in others)
+    assert first <= arenas_of(trainer)
+    for replica in replicas:
+        replica.ask("go")
+    assert "error" not in trainer.end(call)
+    for replica in replicas:
+        assert_holds([replica], 1)
+
+
 def test_nothing_is_left_behind(cluster: Cluster) -> None:
     ranks = cluster.replica(2)
     trainer = cluster.trainer(offer="live")

@@ -42,9 +42,11 @@ class Conversation:
             try:
                 said_now = self._said.get(timeout=max(0.0, ends_s - time.monotonic()))
             except queue.Empty:
-                raise AssertionError(f"{self._name} did not say {key} within {within_s} s") from None
+                raise AssertionError(
+                    f"{self._name} did not say {key} within {within_s} s, but {self._kept}"
+                ) from None
             if said_now is None:
-                raise AssertionError(f"{self._name} ended before it said {key}")
+                raise AssertionError(f"{self._name} ended before it said {key}, but said {self._kept}")
             self._kept.append(said_now)
 
     def begin(self, do: str, **arguments: object) -> int:

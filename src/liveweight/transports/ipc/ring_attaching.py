@@ -130,7 +130,9 @@ class RingReader:
         if terms is None or (offer.source, terms.address) in self._links:
             return
         arena = self._map(path, token, terms.segments * terms.segment_bytes, deadline)
-        channel = Channel(terms.address, self._secret, self._codec, self._limits, deadline=deadline)
+        channel = Channel(
+            terms.address, self._secret, self._codec, self._limits, deadline=deadline, waits=False
+        )
         segments = segments_of(arena.memory, terms.segments, terms.segment_bytes)
         self._links[offer.source, terms.address] = RingLink(channel, arena, segments)
 
