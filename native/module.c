@@ -54,17 +54,14 @@ static int open_lanes(PyObject *object, const struct table *table, Py_ssize_t co
 
 static const struct lw_simd *chosen(int portable) { return portable ? &lw_portable : lw_best(); }
 
-/* What is written past the caches: much, unless it is read again at once (warm). */
-static int streams(int64_t total, int warm) { return !warm && total >= LW_STREAM_BYTES; }
-
 static void run_rectangles(const struct table *table, Py_ssize_t columns, uint32_t *lanes, const struct lw_simd *simd,
-                           struct lw_scratch *scratch, int warm) {
+                           struct lw_scratch *scratch) {
     int64_t total = 0;
     for (Py_ssize_t i = 0; i < table->count; i++) {
         const struct lw_rectangle *r = (const struct lw_rectangle *)(const void *)(table->rows + i * columns);
         total += r->rows * r->columns * r->item_bytes;
     }
-    scratch->stream = streams(total, warm);
+    scratch->stream = total >= LW_STREAM_BYTES;
     for (Py_ssize_t i = 0; i < table->count; i++) {
         struct lw_rectangle rectangle = {0};
         memcpy(&rectangle, table->rows + i * columns, (size_t)columns * sizeof(int64_t));
@@ -73,13 +70,13 @@ static void run_rectangles(const struct table *table, Py_ssize_t columns, uint32
     simd->fence();
 }
 
-static PyObject *execute(const struct table *table, Py_ssize_t columns, uint32_t *lanes, int portable, int warm) {
+static PyObject *execute(const struct table *table, Py_ssize_t columns, uint32_t *lanes, int portable) {
     struct lw_scratch *scratch = aligned_alloc(64, sizeof *scratch);
     if (scratch == NULL) return PyErr_NoMemory();
     const struct lw_simd *simd = chosen(portable);
     if (lanes != NULL) lw_prepare(table->rows, (size_t)columns, (size_t)table->count);
     Py_BEGIN_ALLOW_THREADS;
-    run_rectangles(table, columns, lanes, simd, scratch, warm);
+    run_rectangles(table, columns, lanes, simd, scratch);
     Py_END_ALLOW_THREADS;
     free(scratch);
     Py_RETURN_NONE;
@@ -88,15 +85,15 @@ static PyObject *execute(const struct table *table, Py_ssize_t columns, uint32_t
 static PyObject *rectangles(PyObject *args, const char *format, Py_ssize_t columns) {
     PyObject *rows, *lanes, *result = NULL;
     Py_ssize_t first, last;
-    int portable = 0, warm = 0;
+    int portable = 0;
     struct table table;
     Py_buffer view;
-    if (!PyArg_ParseTuple(args, format, &rows, &first, &last, &lanes, &portable, &warm)) return NULL;
+    if (!PyArg_ParseTuple(args, format, &rows, &first, &last, &lanes, &portable)) return NULL;
     if (open_table(rows, columns, first, last, &table) != 0) return NULL;
     if (lanes == Py_None && columns == LW_FREEZE_COLUMNS) {
-        result = execute(&table, columns, NULL, portable, warm);
+        result = execute(&table, columns, NULL, portable);
     } else if (open_lanes(lanes, &table, columns, &view) == 0) {
-        result = execute(&table, columns, view.buf, portable, warm);
+        result = execute(&table, columns, view.buf, portable);
         PyBuffer_Release(&view);
     }
     PyBuffer_Release(&table.view);
@@ -110,7 +107,7 @@ static PyObject *native_digest(PyObject *self, PyObject *args) {
 
 static PyObject *native_freeze(PyObject *self, PyObject *args) {
     (void)self;
-    return rectangles(args, "OnnO|pp:freeze", LW_FREEZE_COLUMNS);
+    return rectangles(args, "OnnO|p:freeze", LW_FREEZE_COLUMNS);
 }
 
 static PyObject *native_copy(PyObject *self, PyObject *args) {
@@ -142,7 +139,7 @@ static PyObject *native_simd(PyObject *self, PyObject *args) {
 static PyMethodDef methods[] = {
     {"copy", native_copy, METH_VARARGS, "copy(table, first, last, portable=False)"},
     {"digest", native_digest, METH_VARARGS, "digest(table, first, last, lanes, portable=False): adds to lanes"},
-    {"freeze", native_freeze, METH_VARARGS, "freeze(table, first, last, lanes or None, portable=False, warm=False): None only moves"},
+    {"freeze", native_freeze, METH_VARARGS, "freeze(table, first, last, lanes or None, portable=False): None only moves"},
     {"simd", native_simd, METH_NOARGS, "The name of the instruction set in use."},
     {NULL, NULL, 0, NULL},
 };

@@ -2,25 +2,28 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
+import numpy.typing as npt
 import pytest
-import xxhash
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from liveweight.devices.kernels import choose_kernels
 from liveweight.devices.memory import Memory
 from liveweight.errors import LayoutInvalid
-from liveweight.plan import parcels
 from liveweight.plan.cover import covers
-from liveweight.plan.parcels import cut_out, in_blocks, plan_parcels
+from liveweight.plan.parcels import ParcelPlan, cut_out, plan_parcels
+from liveweight.plan.unpacking import plan_unpacking
 from liveweight.spec.digest import digest_array, to_hex
 from liveweight.spec.dtype import DType
-from liveweight.spec.layout import Layout, packed
+from liveweight.spec.layout import Layout, Placement, packed
 from liveweight.spec.manifest import TensorSpec
-from liveweight.spec.region import count
-from liveweight.transports.ipc import ring_packing
+from liveweight.spec.region import count, whole
+from liveweight.transports.ipc.ring_arena import sum_of
 from liveweight.transports.ipc.ring_packing import Packing, digests_of
+from liveweight.transports.ipc.ring_reader import BoundUnpacking, RingBinding
 from liveweight.transports.stock import RingSettings, Stock
 from tests.support.layouts import Full, filled, fulls, placed, tilings, view
 
@@ -42,24 +45,31 @@ def split_tensors(draw: st.DrawFn) -> tuple[dict[str, Full], Layout, list[Layout
     return tensors, draw(placed(draw(st.permutations(tiles)))), ranks
 
 
-@given(
-    scene=split_tensors(),
-    bucket_bytes=st.sampled_from([64, 128, 4096]),
-    block_bytes=st.sampled_from([8, 100, 1 << 20]),
-)
+@given(scene=split_tensors(), bucket_bytes=st.sampled_from([64, 128, 4096]))
 @settings(max_examples=90, deadline=None)
 def test_ranks_get_their_regions_and_the_digests_of_whole_tensors_add_up(
-    scene: tuple[dict[str, Full], Layout, list[Layout]], bucket_bytes: int, block_bytes: int
+    scene: tuple[dict[str, Full], Layout, list[Layout]], bucket_bytes: int
 ) -> None:
-    with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(parcels, "BLOCK_BYTES", block_bytes)
-        patched.setattr(ring_packing, "BLOCK_BYTES", block_bytes)
-        assert_packed(*scene, bucket_bytes)
+    assert_packed(*scene, bucket_bytes)
+
+
+def binding_of(plan: ParcelPlan, segment: Memory, shadow: Sequence[npt.NDArray[np.uint8]]) -> RingBinding:
+    """What a rank runs, out of a ring of one segment."""
+    tables, targets = plan_unpacking(plan), [Memory.from_array(content) for content in shadow]
+    bound = BoundUnpacking(
+        moves=KERNELS.bind_freeze(tables.moves.rows, [segment], targets, tables.slots),
+        reads=KERNELS.bind_digest(tables.reads.rows, [segment], tables.slots),
+        copies=KERNELS.bind_copy(tables.copies.rows, [segment], targets),
+    )
+    starts = np.flatnonzero(np.diff(plan.rows[:, 0], prepend=-1))
+    return RingBinding(
+        stream=plan.stream, rows=plan.rows, starts=starts, unpacking=tables, bind=lambda _: bound
+    )
 
 
 def assert_packed(tensors: dict[str, Full], source: Layout, ranks: list[Layout], bucket_bytes: int) -> None:
     memories = [Memory.from_array(content) for content in filled(source, tensors)]
-    stock = Stock(offered=source, held=source, memories=memories, kernels=KERNELS, digest=True)
+    stock = Stock(offered=source, held=source, memories=memories, kernels=KERNELS)
     segment = Memory.from_array(np.zeros(bucket_bytes, dtype=np.uint8))
     packings = []
     for target in ranks:
@@ -67,12 +77,11 @@ def assert_packed(tensors: dict[str, Full], source: Layout, ranks: list[Layout],
         assert max(plan.stream.memories_bytes, default=0) <= bucket_bytes
         packing = Packing(stock, plan.stream, [segment])
         shadow = [np.zeros(size, dtype=np.uint8) for size in target.memories_bytes]
+        binding = binding_of(plan, segment, shadow)
         for bucket in range(packing.buckets):
             size, checksum = packing.pack(bucket, 0)
-            assert checksum == xxhash.xxh3_64_intdigest(segment.bytes()[:size].tobytes())
-            rows = plan.rows[plan.rows[:, 0] == bucket].copy()
-            rows[:, 0] = 0
-            KERNELS.bind_copy(rows, [segment], [Memory.from_array(a) for a in shadow]).run(0, len(rows))
+            assert size == plan.stream.memories_bytes[bucket]
+            assert sum_of(binding.unpack(0, bucket)) == checksum
         for placement in target.placements:
             full = tensors[placement.name]
             if count(placement.region):
@@ -106,9 +115,45 @@ def test_a_ring_that_is_none_is_refused(size: int, segments: int) -> None:
         RingSettings(size_bytes=size, segments=segments)
 
 
-def test_blocks_hold_every_row_once_and_say_where_all_of_their_bytes_end() -> None:
-    sizes = np.array([600, 600, 10, 2000, 5, 700], dtype=np.int64) << 10
-    ends = np.array([600, 1200, 1210, 2000, 5, 705], dtype=np.int64) << 10
-    found = in_blocks(np.array([0, 4, 4]), ends, sizes)  # of three buckets the second is empty
-    assert found == [[(0, 1, 600 << 10), (1, 3, 1210 << 10), (3, 4, 2000 << 10)], [], [(4, 6, 705 << 10)]]
-    assert in_blocks(np.array([], dtype=np.int64), ends[:0], sizes[:0]) == []
+def test_a_bit_that_changes_in_any_parcel_of_a_bucket_changes_its_checksum_and_so_does_an_exchange_of_two() -> (
+    None
+):
+    specs = [TensorSpec(name=name, dtype=DType.INT16, shape=(2, 3)) for name in "abc"]
+    layout = packed(specs)
+    content = np.arange(layout.memories_bytes[0], dtype=np.uint8)
+    stock = Stock(offered=layout, held=layout, memories=[Memory.from_array(content)], kernels=KERNELS)
+    plan = plan_parcels(layout, layout, 4096)
+    segment = Memory.from_array(np.zeros(4096, dtype=np.uint8))
+    shadow = [np.zeros(size, dtype=np.uint8) for size in layout.memories_bytes]
+    binding, packing = binding_of(plan, segment, shadow), Packing(stock, plan.stream, [segment])
+    _, checksum = packing.pack(0, 0)
+    assert sum_of(binding.unpack(0, 0)) == checksum
+    held = segment.bytes()
+    for parcel in plan.stream.placements:
+        for at in range(parcel.offset_bytes, parcel.offset_bytes + 12):
+            held[at] ^= 1
+            assert sum_of(binding.unpack(0, 0)) != checksum, (parcel.name, at)
+            held[at] ^= 1
+    first, second = (parcel.offset_bytes for parcel in plan.stream.placements[:2])
+    held[first : first + 12], held[second : second + 12] = (
+        held[second : second + 12].copy(),
+        held[first : first + 12].copy(),
+    )
+    assert sum_of(binding.unpack(0, 0)) != checksum
+
+
+def test_a_parcel_that_has_two_homes_or_one_of_other_strides_reaches_all_and_is_digested_once() -> None:
+    spec = TensorSpec(name="w", dtype=DType.FLOAT32, shape=(3, 4))
+    lines = Placement(name="w", region=whole(spec.shape), memory=0, offset_bytes=0, strides_bytes=(16, 4))
+    columns = Placement(name="w", region=whole(spec.shape), memory=1, offset_bytes=0, strides_bytes=(4, 12))
+    source, target = (
+        packed([spec]),
+        Layout(tensors=(spec,), memories_bytes=(48, 48), placements=(columns, lines)),
+    )
+    across = Layout(tensors=(spec,), memories_bytes=(0, 48), placements=(columns,))
+    both, transposed = (
+        plan_unpacking(plan_parcels(source, target, 4096)),
+        plan_unpacking(plan_parcels(source, across, 4096)),
+    )
+    assert (len(both.moves.rows), len(both.reads.rows), len(both.copies.rows)) == (1, 0, 1)
+    assert (len(transposed.moves.rows), len(transposed.reads.rows), len(transposed.copies.rows)) == (0, 1, 1)

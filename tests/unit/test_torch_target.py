@@ -489,10 +489,8 @@ class FailingCopies:
     def bind_digest(self, rows: Table, memories: Sequence[Memory], slots: int) -> BoundDigest:
         return self.inner.bind_digest(rows, memories, slots)
 
-    def bind_freeze(
-        self, rows: Table, sources: Memories, targets: Memories, slots: int, *, warm: bool = False
-    ) -> BoundFreeze:
-        return self.inner.bind_freeze(rows, sources, targets, slots, warm=warm)
+    def bind_freeze(self, rows: Table, sources: Memories, targets: Memories, slots: int) -> BoundFreeze:
+        return self.inner.bind_freeze(rows, sources, targets, slots)
 
 
 @dataclass(slots=True)

@@ -1,7 +1,8 @@
 """Snapshots beside safetensors: saving beside `save_file` and fsync, restoring beside loading the same bytes into the same tensors.
 
-One process, one thread each. Contenders take turns within every repetition; what is read was written just before and lies in the
-page cache for both. Peaks are what the process holds beyond the weights themselves, before safetensors has mapped anything.
+One process. torch has one thread, as safetensors does its work in one; a restore has those that it takes by itself. Contenders take
+turns within every repetition; what is read was written just before and lies in the page cache for both. Peaks are what the process holds
+beyond the weights themselves, before safetensors has mapped anything.
 """
 
 from __future__ import annotations

@@ -16,7 +16,6 @@ def freeze(
     last: int,
     lanes: npt.NDArray[np.uint32] | None,
     portable: bool = False,
-    warm: bool = False,
     /,
 ) -> None: ...
 def simd() -> str: ...

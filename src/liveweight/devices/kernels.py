@@ -71,10 +71,8 @@ class Kernels(Protocol):
         """A table of plan/digests."""
         ...
 
-    def bind_freeze(
-        self, rows: Table, sources: Memories, targets: Memories, slots: int, *, warm: bool = False
-    ) -> BoundFreeze:
-        """A table of plan/freezes. `warm`: what is written is read again at once, and should stay in the caches."""
+    def bind_freeze(self, rows: Table, sources: Memories, targets: Memories, slots: int) -> BoundFreeze:
+        """A table of plan/freezes."""
         ...
 
 

@@ -50,17 +50,16 @@ class NativeFreeze:
     keep: tuple[Memory, ...]
     slots: int
     portable: bool
-    warm: bool
 
     def run(self, first: int, last: int) -> Lanes:
         """Move rows [first, last); their partial digests."""
         lanes = np.zeros((self.slots, SEEDS), dtype=np.uint32)
-        _native.freeze(self.rows, first, last, lanes, self.portable, self.warm)
+        _native.freeze(self.rows, first, last, lanes, self.portable)
         return lanes
 
     def move(self, first: int, last: int) -> None:
         """Move rows [first, last) without a digest."""
-        _native.freeze(self.rows, first, last, None, self.portable, self.warm)
+        _native.freeze(self.rows, first, last, None, self.portable)
 
 
 class NativeKernels:
@@ -84,10 +83,8 @@ class NativeKernels:
         table = bound_digest(rows, memories, slots)
         return NativeDigest(rows=table, keep=tuple(memories), slots=slots, portable=self._portable)
 
-    def bind_freeze(
-        self, rows: Table, sources: Memories, targets: Memories, slots: int, *, warm: bool = False
-    ) -> NativeFreeze:
+    def bind_freeze(self, rows: Table, sources: Memories, targets: Memories, slots: int) -> NativeFreeze:
         """A freeze table, checked."""
         table = bound_freeze(rows, sources, targets, slots)
         keep = (*sources, *targets)
-        return NativeFreeze(rows=table, keep=keep, slots=slots, portable=self._portable, warm=warm)
+        return NativeFreeze(rows=table, keep=keep, slots=slots, portable=self._portable)

@@ -95,11 +95,8 @@ class NumpyKernels:
         """A digest table, checked."""
         return NumpyDigest(rows=bound_digest(rows, memories, slots), keep=tuple(memories), slots=slots)
 
-    def bind_freeze(
-        self, rows: Table, sources: Memories, targets: Memories, slots: int, *, warm: bool = False
-    ) -> NumpyFreeze:
+    def bind_freeze(self, rows: Table, sources: Memories, targets: Memories, slots: int) -> NumpyFreeze:
         """A freeze table, checked."""
-        del warm  # caches are not ours to choose here
         table = bound_freeze(rows, sources, targets, slots)
         return NumpyFreeze(rows=table, keep=(*sources, *targets), slots=slots)
 

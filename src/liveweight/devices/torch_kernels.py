@@ -156,11 +156,8 @@ class TorchKernels:
             rows=table, keep=tuple(memories), aside=self._aside, memories=self._own(memories), slots=slots
         )
 
-    def bind_freeze(
-        self, rows: Table, sources: Memories, targets: Memories, slots: int, *, warm: bool = False
-    ) -> TorchFreeze:
+    def bind_freeze(self, rows: Table, sources: Memories, targets: Memories, slots: int) -> TorchFreeze:
         """A freeze table, checked."""
-        del warm  # caches are not ours to choose here
         return TorchFreeze(
             rows=bound_freeze(rows, sources, targets, slots),
             keep=(*sources, *targets),

@@ -44,7 +44,9 @@ class DigestPlan:
 def plan_digests(layout: Layout) -> DigestPlan:
     """The readings that digest every placement of a layout."""
     specs = layout.specs()
-    tables = [_table(slot, p, specs[p.name]) for slot, p in enumerate(layout.placements) if count(p.region)]
+    tables = [
+        digest_rows(slot, p, specs[p.name]) for slot, p in enumerate(layout.placements) if count(p.region)
+    ]
     rows = np.concatenate(tables) if tables else np.empty((0, len(COLUMNS)), dtype=np.int64)
     rows.flags.writeable = False
     return DigestPlan(
@@ -76,7 +78,8 @@ def split(rows: Table, limit_bytes: int) -> Table:
     return cut
 
 
-def _table(slot: int, placement: Placement, spec: TensorSpec) -> Table:
+def digest_rows(slot: int, placement: Placement, spec: TensorSpec) -> Table:
+    """The readings of one placement."""
     region, strides = placement.region, placement.strides_bytes
     *above, columns = region or (Span(0, 1),)
     column_stride = strides[-1] if strides else spec.dtype.size_bytes

@@ -58,7 +58,7 @@ def plan_freeze(source: Layout, target: Layout) -> FreezePlan:
         origin = found.get((offered.name, canonical(placement.region)))
         if origin is None:
             raise LayoutInvalid(f"{wanted.name}: the source has no placement of {show(placement.region)}")
-        tables.append(_table(slot, origin, placement, wanted, cast))
+        tables.append(freeze_rows(slot, origin, placement, wanted, cast))
     rows = np.concatenate(tables) if tables else np.empty((0, len(COLUMNS)), dtype=np.int64)
     rows.flags.writeable = False
     return FreezePlan(
@@ -99,7 +99,8 @@ def _cast(offered: TensorSpec, wanted: TensorSpec) -> int:
     return cast
 
 
-def _table(slot: int, source: Placement, target: Placement, spec: TensorSpec, cast: int) -> Table:
+def freeze_rows(slot: int, source: Placement, target: Placement, spec: TensorSpec, cast: int = 0) -> Table:
+    """The rows that move one placement to another of the same region. LayoutInvalid where the target's columns are not contiguous."""
     *above, columns = target.region or (Span(0, 1),)
     item = spec.dtype.size_bytes
     source_item = 4 if cast else item

@@ -7,11 +7,9 @@ sides derive what they move from the same layout, in which a bucket is a memory:
 
 from __future__ import annotations
 
-import itertools
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import TypeAlias
 
 import numpy as np
 
@@ -22,19 +20,15 @@ from liveweight.spec.layout import ALIGNMENT_BYTES, Layout, Placement, align
 from liveweight.spec.manifest import TensorSpec
 from liveweight.spec.region import Region, Span, canonical, count, counts, meet, show
 
-BLOCK_BYTES = 1 << 20
-"""What is packed, or copied out, at a time: so little that its checksum is taken from the caches."""
-
-Block: TypeAlias = tuple[int, int, int]
-"""Rows [first, last) of a table, and where in the bucket all of their bytes end."""
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParcelPlan:
-    """`stream`: the parcels, placed in buckets. `rows`: the copies (plan/copies) out of them, bucket by bucket."""
+    """`stream`: the parcels, placed in buckets. `rows`: the copies (plan/copies) out of them, bucket by bucket. `homes`: the same as
+    (parcel, the placement that it fills a part of)."""
 
     stream: Layout
     rows: Table
+    homes: tuple[tuple[Placement, Placement], ...]
 
 
 def plan_parcels(source: Layout, target: Layout, bucket_bytes: int) -> ParcelPlan:
@@ -45,16 +39,17 @@ def plan_parcels(source: Layout, target: Layout, bucket_bytes: int) -> ParcelPla
     if bucket_bytes < ALIGNMENT_BYTES:
         raise ValueError(f"buckets of {bucket_bytes} bytes")
     held, names, specs = _by_tensor(source), source.specs(), target.specs()
-    build, tables = _Build(bucket_bytes), list[Table]()
+    build, tables, homes = _Build(bucket_bytes), list[Table](), list[tuple[Placement, Placement]]()
     for placement in target.placements:
         spec = _offered(names, specs[placement.name])
         for parcel in _parcels(build, held[spec.name], placement, spec):
             tables.append(copy_rows(parcel, placement, parcel.region, spec.dtype.size_bytes))
+            homes.append((parcel, placement))
     rows = np.concatenate(tables) if tables else np.empty((0, len(COLUMNS)), dtype=np.int64)
     stream = Layout(
         tensors=source.tensors, memories_bytes=tuple(build.sizes_bytes), placements=tuple(build.placements)
     )
-    return ParcelPlan(stream=stream, rows=rows[np.argsort(rows[:, 0], kind="stable")])
+    return ParcelPlan(stream=stream, rows=rows[np.argsort(rows[:, 0], kind="stable")], homes=tuple(homes))
 
 
 def cut_out(held: Layout, stream: Layout) -> Layout:
@@ -80,21 +75,6 @@ def cut_out(held: Layout, stream: Layout) -> Layout:
             )
         )
     return Layout(tensors=held.tensors, memories_bytes=held.memories_bytes, placements=tuple(placements))
-
-
-def in_blocks(starts: Table, ends: Table, sizes: Table) -> list[list[Block]]:
-    """The rows of each bucket in blocks. Bucket i has the rows up to the start of the next; `ends` says where in it a row's bytes end."""
-    bounds = [*starts.tolist(), len(sizes)]
-    return [_blocks(first, last, ends, sizes) for first, last in itertools.pairwise(bounds)]
-
-
-def _blocks(first: int, last: int, ends: Table, sizes: Table) -> list[Block]:
-    marks = np.cumsum(sizes[first:last]) // BLOCK_BYTES
-    cuts = [*(np.flatnonzero(np.diff(marks)) + 1).tolist(), last - first] if last > first else []
-    reach = np.maximum.accumulate(ends[first:last])
-    return [
-        (first + begin, first + end, int(reach[end - 1])) for begin, end in itertools.pairwise([0, *cuts])
-    ]
 
 
 def _inside(region: Region, other: Region) -> bool:

@@ -65,6 +65,7 @@ class RingOffers:
         self._names = [spec.name for spec in own]
         self._arena: Arena | None = None
         self._standing: tuple[RingOutlet, Stock] | None = None
+        self._digest = False
         self._seats: Sequence[Seat] = []
 
     def why_not(self) -> str | None:
@@ -76,15 +77,15 @@ class RingOffers:
     def make(self, outlet: RingOutlet, *, digest: bool) -> Offer:
         """Hold the source's current values ready."""
         tensors = whole_pass(self._source, self._names)
-        stock = self._stock(tensors, digest=digest)
+        stock, self._digest = self._stock(tensors), digest
         if self._arena is None:
             self._arena = outlet.allocate(0, "ring")
         self._standing = outlet, stock
         return outlet.offer_stock(stock, [self._arena], self._settings)
 
     def digests(self) -> Lanes | None:
-        """The digests of what was packed, if it was digested. Once ranks have staged, before `end`."""
-        if self._standing is None or not self._standing[1].digest:
+        """The digests of what was packed, if they were asked for. Once ranks have staged, before `end`."""
+        if self._standing is None or not self._digest:
             return None
         outlet, _ = self._standing
         return outlet.ring(self._settings).digests(self._offered.fingerprint)
@@ -108,10 +109,10 @@ class RingOffers:
             self._arena.close()
             self._arena = None
 
-    def _stock(self, tensors: Sequence[AnyTensor], *, digest: bool) -> Stock:
+    def _stock(self, tensors: Sequence[AnyTensor]) -> Stock:
         """The one of before, if every tensor is where it was: what ranks had bound to it stays."""
         before = None if self._standing is None else self._standing[1]
-        if before is not None and before.digest == digest and seated(tensors, self._seats):
+        if before is not None and seated(tensors, self._seats):
             return before
         for spec, tensor in zip(self._own, tensors, strict=True):
             check_tensor(spec, tensor)
@@ -123,7 +124,6 @@ class RingOffers:
             held=_where([self._own.tensors[n] for n in own], [tensors[n] for n in own]),
             memories=[_memory(tensors[n]) for n in own],
             kernels=self._kernels,
-            digest=digest,
             foreign={self._names[n]: _put(self._offered.tensors[n], tensors[n]) for n in sorted(others)},
         )
 

@@ -21,15 +21,13 @@ Put: TypeAlias = Callable[[Placement, Memory], None]
 class Stock:
     """`offered` is what ranks are told: tensors in the dtypes they are offered in, and the regions that there are.
 
-    `held` says where the same tensors lie in `memories`, in their own dtypes; those of `foreign` it may leave out. With `digest`, what is
-    packed is digested on the way.
+    `held` says where the same tensors lie in `memories`, in their own dtypes; those of `foreign` it may leave out.
     """
 
     offered: Layout
     held: Layout
     memories: Sequence[Memory]
     kernels: Kernels
-    digest: bool
     foreign: Mapping[str, Put] = field(default_factory=dict)
 
 
@@ -38,7 +36,7 @@ class RingSettings:
     """How large a ring is, and in how many segments; a bucket fills one."""
 
     size_bytes: int = 64 << 20
-    segments: int = 16
+    segments: int = 8
 
     def __post_init__(self) -> None:
         if self.segments < 2 or self.segment_bytes < 4096:

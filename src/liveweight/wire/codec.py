@@ -21,7 +21,7 @@ import msgspec
 from liveweight.errors import MessageInvalid, MessageTooLarge, ProtocolMismatch
 from liveweight.wire.limits import Limits
 
-PROTOCOL = 4
+PROTOCOL = 5
 """The version that this release speaks."""
 
 REFUSAL = 0

@@ -31,7 +31,10 @@ class Subscribed(Body, frozen=True):
 
 
 class Filled(Body, frozen=True):
-    """Notification to a rank: that bucket lies in that segment, so many bytes with that checksum. The segment is the rank's now."""
+    """Notification to a rank: that bucket lies in that segment, so many bytes. The segment is the rank's now.
+
+    `sum` is the checksum of the digests of its parcels, in their order.
+    """
 
     number: int
     bucket: int

@@ -9,10 +9,14 @@ import dataclasses
 from types import TracebackType
 from typing import Self
 
+import numpy as np
+import xxhash
+
 from liveweight.devices.cpu import Allocation, allocate
 from liveweight.devices.device import CPU, Device
 from liveweight.devices.memory import Memory
 from liveweight.errors import WrongState
+from liveweight.spec.digest import Lanes
 from liveweight.transports.ipc.arena import SharedArena
 
 
@@ -70,3 +74,8 @@ def segments_of(memory: Memory, segments: int, segment_bytes: int) -> list[Memor
         dataclasses.replace(memory, address=memory.address + number * segment_bytes, size_bytes=segment_bytes)
         for number in range(segments)
     ]
+
+
+def sum_of(lanes: Lanes) -> int:
+    """The checksum of a bucket: of the digests of its parcels, in their order. They are taken while bytes are moved, on either side."""
+    return xxhash.xxh3_64_intdigest(np.ascontiguousarray(lanes).tobytes())

@@ -14,17 +14,18 @@ from typing import TypeAlias
 import numpy as np
 
 from liveweight.devices.device import Device
-from liveweight.devices.kernels import BoundCopy, Kernels
+from liveweight.devices.kernels import Kernels
 from liveweight.devices.memory import Memory
 from liveweight.errors import LayoutInvalid, MessageInvalid
-from liveweight.plan.copies import row_bytes, split
-from liveweight.plan.parcels import BLOCK_BYTES, ParcelPlan, in_blocks, plan_parcels
+from liveweight.plan.copies import split
+from liveweight.plan.parcels import ParcelPlan, plan_parcels
+from liveweight.plan.unpacking import plan_unpacking
 from liveweight.spec.deadline import Deadline
 from liveweight.spec.layout import Layout
 from liveweight.transports.attaching import ask_source
 from liveweight.transports.ipc.arena import CLOSED, MappedArena, combined
 from liveweight.transports.ipc.ring_arena import segments_of
-from liveweight.transports.ipc.ring_reader import RingBinding, RingLink, RingReading
+from liveweight.transports.ipc.ring_reader import BoundUnpacking, RingBinding, RingLink, RingReading
 from liveweight.transports.kept import shorten
 from liveweight.wire.channel import Channel
 from liveweight.wire.codec import Codec
@@ -36,6 +37,8 @@ from liveweight.wire.sockets import nobody_listens
 from liveweight.wire.values import Offer, RingTerms
 
 _KEPT = 4
+_ROW_BYTES = 4 << 20
+"""What a thread takes at a time, at the most; it copies the whole bucket that this lies in."""
 
 _Seats: TypeAlias = tuple[str, str, tuple[int, ...], tuple[int, ...]]
 """Fingerprints of source and target, and where and how large the memories of a shadow are."""
@@ -171,18 +174,20 @@ class RingReader:
         return plan
 
     def _bind(self, link: RingLink, plan: ParcelPlan, shadow: Sequence[Memory]) -> RingBinding:
-        rows = split(plan.rows, BLOCK_BYTES)
-        table = rows.copy()
-        table[:, 0] = 0  # whichever segment it is bound to
         unheld, kernels, segments = _unheld(shadow), self._kernels, link.segments
+        tables = plan_unpacking(plan)
 
-        def bind(segment: int) -> BoundCopy:
-            return kernels.bind_copy(table, [segments[segment]], unheld)
+        def bind(segment: int) -> BoundUnpacking:
+            source = [segments[segment]]
+            return BoundUnpacking(
+                moves=kernels.bind_freeze(tables.moves.rows, source, unheld, tables.slots),
+                reads=kernels.bind_digest(tables.reads.rows, source, tables.slots),
+                copies=kernels.bind_copy(tables.copies.rows, source, unheld),
+            )
 
+        rows = split(plan.rows, _ROW_BYTES)
         _, starts = np.unique(rows[:, 0], return_index=True)
-        ends = rows[:, 1] + (rows[:, 4] - 1) * rows[:, 5] + (rows[:, 7] - 1) * rows[:, 8] + rows[:, 10]
-        blocks = in_blocks(starts, ends, row_bytes(rows))
-        return RingBinding(stream=plan.stream, rows=rows, starts=starts, blocks=blocks, bind=bind)
+        return RingBinding(stream=plan.stream, rows=rows, starts=starts, unpacking=tables, bind=bind)
 
 
 def _unheld(memories: Sequence[Memory]) -> list[Memory]:

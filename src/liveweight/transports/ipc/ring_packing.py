@@ -1,4 +1,4 @@
-"""Packing: the buckets of one stream out of a source's stock, with a checksum each, digested on the way where that is asked for.
+"""Packing: the buckets of one stream out of a source's stock, digested on the way; a bucket's checksum is that of its digests.
 
 Owns the tables of a stream, bound to the segments of a ring. Which bucket goes where, and when, is the ring's.
 """
@@ -6,27 +6,24 @@ Owns the tables of a stream, bound to the segments of a ring. Which bucket goes 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TypeAlias
 
 import numpy as np
-import numpy.typing as npt
-import xxhash
 
 from liveweight.devices.kernels import BoundDigest, BoundFreeze
 from liveweight.devices.memory import Memory
 from liveweight.plan.cover import Mask
 from liveweight.plan.digests import plan_digests
-from liveweight.plan.freezes import COLUMNS, plan_freeze, row_bytes, split
+from liveweight.plan.freezes import COLUMNS, plan_freeze
 from liveweight.plan.loops import Table
-from liveweight.plan.parcels import BLOCK_BYTES, Block, cut_out, in_blocks, plan_parcels
+from liveweight.plan.parcels import cut_out, plan_parcels
+from liveweight.plan.unpacking import InBuckets
 from liveweight.spec.digest import SEEDS, Lanes
 from liveweight.spec.layout import Layout, Placement, packed
 from liveweight.spec.region import count
+from liveweight.transports.ipc.ring_arena import sum_of
 from liveweight.transports.stock import Stock
 
-Bytes: TypeAlias = npt.NDArray[np.uint8]
 _TARGET_MEMORY, _SLOT = COLUMNS.index("target_memory"), COLUMNS.index("slot")
-_TARGET_OFFSET, _TARGET_STRIDE = COLUMNS.index("target_offset"), COLUMNS.index("target_row_stride_bytes")
 
 
 class Packing:
@@ -35,14 +32,13 @@ class Packing:
     def __init__(self, stock: Stock, stream: Layout, segments: Sequence[Memory]) -> None:
         """LayoutInvalid for parcels that the stock does not have."""
         self.stream, self._stock, self.segments = stream, stock, tuple(segments)
-        self._bytes = [segment.bytes() for segment in segments]
         self.lanes: Lanes = np.zeros((len(stream.placements), SEEDS), dtype=np.uint32)
         self.packed: Mask = np.zeros(len(stream.placements), dtype=np.bool_)
         self._ends = np.searchsorted(
             [parcel.memory for parcel in stream.placements], np.arange(1, len(stream.memories_bytes) + 1)
         )
         self._slots = int(np.diff([0, *self._ends]).max(initial=1))
-        self._rows, self._blocks = self._kernel_rows()
+        self._table = self._kernel_rows()
         self._bound: list[BoundFreeze | None] = [None] * len(segments)
 
     @property
@@ -55,35 +51,21 @@ class Packing:
         self.packed[:] = False
 
     def pack(self, bucket: int, segment: int) -> tuple[int, int]:
-        """Fill that segment; how many bytes it holds then, and their checksum."""
+        """Fill that segment; how many bytes it holds then, and the checksum of what was written."""
         start, end = _range(self._ends, bucket)
-        self.lanes[start:end] = 0
-        size, content = self.stream.memories_bytes[bucket], self._bytes[segment]
-        checksum, summed = xxhash.xxh3_64(), 0
-        for first, last, until in self._blocks[bucket]:
-            self._move(segment, first, last, start, end)
-            if not self._stock.foreign:  # block by block, while it is in the caches
-                checksum.update(content[summed:until].data)
-                summed = until
+        bound = self._bound[segment] or self._bind(segment)
+        self.lanes[start:end] = bound.run(*self._table.range_of(bucket))[: end - start]
         for number in range(start, end) if self._stock.foreign else ():
             self._put(number, segment)
-        checksum.update(content[summed:size].data)
         self.packed[start:end] = True
-        return size, checksum.intdigest()
-
-    def _move(self, segment: int, first: int, last: int, start: int, end: int) -> None:
-        bound = self._bound[segment] or self._bind(segment)
-        if self._stock.digest:
-            self.lanes[start:end] += bound.run(first, last)[: end - start]
-        else:
-            bound.move(first, last)
+        return self.stream.memories_bytes[bucket], sum_of(self.lanes[start:end])
 
     def first_tensor(self, bucket: int) -> str:
         """What a damaged bucket is called by."""
         return self.stream.placements[_range(self._ends, bucket)[0]].name
 
-    def _kernel_rows(self) -> tuple[Table, list[list[Block]]]:
-        """The freeze table of all parcels that kernels pack, and each bucket's rows in blocks. Slots count within a bucket."""
+    def _kernel_rows(self) -> InBuckets:
+        """The freeze table of all parcels that kernels pack. Slots count within a bucket."""
         numbers = np.array(
             [n for n, p in enumerate(self.stream.placements) if p.name not in self._stock.foreign],
             dtype=np.int64,
@@ -92,19 +74,15 @@ class Packing:
         offered = Layout(
             tensors=self.stream.tensors, memories_bytes=self.stream.memories_bytes, placements=parcels
         )
-        rows = split(plan_freeze(cut_out(self._stock.held, offered), offered).rows, BLOCK_BYTES).copy()
+        rows = plan_freeze(cut_out(self._stock.held, offered), offered).rows.copy()
         starts = np.array([0, *self._ends], dtype=np.int64)
         rows[:, _SLOT] = numbers[rows[:, _SLOT]] - starts[rows[:, _TARGET_MEMORY]]
-        first = np.searchsorted(rows[:, _TARGET_MEMORY], np.arange(self.buckets))
-        ends = rows[:, _TARGET_OFFSET] + (rows[:, 4] - 1) * rows[:, _TARGET_STRIDE] + rows[:, 8] * rows[:, 10]
-        blocks = in_blocks(first, ends, row_bytes(rows))
-        rows[:, _TARGET_MEMORY] = 0  # whichever segment it is bound to
-        return rows, blocks
+        return InBuckets.of(rows, _TARGET_MEMORY, self.buckets)
 
     def _bind(self, segment: int) -> BoundFreeze:
         stock = self._stock
         bound = stock.kernels.bind_freeze(
-            self._rows, stock.memories, [self.segments[segment]], self._slots, warm=True
+            self._table.rows, stock.memories, [self.segments[segment]], self._slots
         )
         self._bound[segment] = bound
         return bound
@@ -116,9 +94,8 @@ class Packing:
         if put is None:
             return
         put(parcel, memory)
-        if self._stock.digest:
-            reading = _reading(self._stock, self.stream, parcel, memory)
-            self.lanes[number] = reading.run(0, len(reading.rows))[0]
+        reading = _reading(self._stock, self.stream, parcel, memory)
+        self.lanes[number] = reading.run(0, len(reading.rows))[0]
 
 
 def digests_of(stock: Stock, packings: Sequence[Packing], masks: Sequence[Mask], scratch_bytes: int) -> Lanes:

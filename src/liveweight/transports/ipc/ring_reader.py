@@ -1,4 +1,4 @@
-"""The rank half of a ring: subscribes to what the rank owns, checks every bucket, copies it out and gives its segment back.
+"""The rank half of a ring: subscribes to what the rank owns, copies every bucket out, checks it and gives its segment back.
 
 Owns the link to a source's ring: its channel, used under a lock by whichever thread of the crew waits, and the ring's mapping. A
 bucket whose checksum differs is asked for again, and named if it differs still.
@@ -14,16 +14,17 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 
 import numpy as np
-import xxhash
 
-from liveweight.devices.kernels import BoundCopy
+from liveweight.devices.kernels import BoundCopy, BoundDigest, BoundFreeze
 from liveweight.devices.memory import Memory
 from liveweight.errors import ChannelClosed, ChecksumMismatch, DeadlineExceeded, MessageInvalid, OfferChanged
 from liveweight.plan.loops import Table
-from liveweight.plan.parcels import Block
+from liveweight.plan.unpacking import Unpacking
 from liveweight.spec.deadline import Deadline
+from liveweight.spec.digest import Lanes
 from liveweight.spec.layout import Layout
 from liveweight.transports.ipc.arena import MappedArena, combined
+from liveweight.transports.ipc.ring_arena import sum_of
 from liveweight.transports.port import GoOn, check_generation, patient
 from liveweight.wire.channel import Channel
 from liveweight.wire.messages import Message, Refusal
@@ -42,7 +43,6 @@ class RingLink:
 
     def __init__(self, channel: Channel[Message], arena: MappedArena, segments: Sequence[Memory]) -> None:
         self.arena, self.segments = arena, tuple(segments)
-        self.bytes = [segment.bytes() for segment in segments]
         self._channel, self._waker = channel, channel.waker()
         self._lock = threading.Lock()
         self._outbox: deque[Message] = deque()
@@ -111,23 +111,35 @@ class RingLink:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class BoundUnpacking:
+    """The tables of an unpacking plan, from one segment to one shadow."""
+
+    moves: BoundFreeze
+    reads: BoundDigest
+    copies: BoundCopy
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RingBinding:
-    """A rank's copies out of a ring: `rows` bucket by bucket, and bound to each segment at its first use, to shadows at these
-    addresses."""
+    """A rank's copies out of a ring, bound to each segment at its first use, to shadows at these addresses. `rows` are they as copies
+    alone, bucket by bucket, which `starts` begins."""
 
     stream: Layout
     rows: Table
     starts: Table
-    blocks: list[list[Block]]
-    bind: Callable[[int], BoundCopy]
-    bound: dict[int, BoundCopy] = field(default_factory=dict)
+    unpacking: Unpacking
+    bind: Callable[[int], BoundUnpacking]
+    bound: dict[int, BoundUnpacking] = field(default_factory=dict)
 
-    def run(self, segment: int, first: int, last: int) -> None:
-        """Copy rows [first, last) out of a segment."""
+    def unpack(self, segment: int, bucket: int) -> Lanes:
+        """Copy a bucket out of a segment; the digests of its parcels."""
         bound = self.bound.get(segment)
         if bound is None:
             bound = self.bound.setdefault(segment, self.bind(segment))
-        bound.run(first, last)
+        lanes = bound.moves.run(*self.unpacking.moves.range_of(bucket))
+        lanes += bound.reads.run(*self.unpacking.reads.range_of(bucket))
+        bound.copies.run(*self.unpacking.copies.range_of(bucket))
+        return lanes[: self.unpacking.counts[bucket]]
 
 
 class RingReading:
@@ -194,7 +206,7 @@ class RingReading:
         bucket, done = int(self.rows[self._binding.starts[at], 0]), False
         try:
             while not done and (filled := self._arrived(bucket, go_on)) is not None:
-                done = self._copied(filled, at)
+                done = self._copied(filled)
                 if not done:
                     self._again(filled)
         finally:
@@ -232,23 +244,17 @@ class RingReading:
                     return  # of a subscription that is over
             self._changed.notify_all()
 
-    def _copied(self, filled: Filled, at: int) -> bool:
-        """Copy a bucket out, block by block, each behind its part of the checksum, which takes it into the caches; whether it was right.
+    def _copied(self, filled: Filled) -> bool:
+        """Copy a bucket out; whether what was copied is what was packed.
 
         Where it was not, the shadow has what the next attempt overwrites.
         """
         size, segment = self._binding.stream.memories_bytes[filled.bucket], filled.segment
-        if not 0 <= segment < len(self._link.bytes) or filled.size_bytes != size:
+        if not 0 <= segment < len(self._link.segments) or filled.size_bytes != size:
             raise MessageInvalid(
                 f"{self._offer.source} speaks of {filled.size_bytes} bytes in segment {segment}"
             )
-        content, checksum, summed = self._link.bytes[segment], xxhash.xxh3_64(), 0
-        for first, last, until in self._binding.blocks[at]:
-            checksum.update(content[summed:until].data)
-            self._binding.run(segment, first, last)
-            summed = max(summed, until)
-        checksum.update(content[summed:size].data)
-        return checksum.intdigest() == filled.sum
+        return sum_of(self._binding.unpack(segment, filled.bucket)) == filled.sum
 
     def _again(self, filled: Filled) -> None:
         """Ask for a bucket again, and give it up by name where it differs still."""

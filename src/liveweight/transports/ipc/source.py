@@ -164,7 +164,6 @@ class IpcOutlet:
             held=layout,
             memories=[arena.memory for arena in arenas],
             kernels=self._device.choose().kernels,
-            digest=False,
         )
         return self.offer_stock(stock, arenas)
 

@@ -5,12 +5,15 @@ The call for programs without rounds: recovery at start-up, the command line, te
 
 from __future__ import annotations
 
+import os
+import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
+from liveweight.devices.crew import Turns, run_once
 from liveweight.devices.device import CPU, Device
 from liveweight.devices.kernels import Kernels, choose
 from liveweight.devices.memory import Memory
@@ -23,8 +26,9 @@ from liveweight.transports.snapshot.opened import Contents, Snapshot
 from liveweight.transports.snapshot.reading import SnapshotReading
 from liveweight.transports.snapshot.writer import Cancelled, Progress, Stop
 
-_ROWS = 64
-"""So many rows are read before it is looked whether to stop."""
+_ROWS = 8
+"""So many rows a thread reads before it looks whether to stop."""
+_THREADS = 4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,6 +57,7 @@ def restore(
     shared: Path | None = SHARED_DIRECTORY,
     device: Device = CPU,
     kernels: Kernels | None = None,
+    threads: int | None = None,
     stop: Stop = lambda: False,
     progress: Progress = lambda _: None,
 ) -> Restored | Cancelled:
@@ -60,7 +65,7 @@ def restore(
 
     With a commit file of ours in the directory, everything is compared and every difference refused by name (SnapshotDamaged).
     Without, FastDeploy's four places are looked at, and the report says `verified=False`. If anything is raised, the memories hold a
-    mixture: they must be a shadow, or weights that do not serve.
+    mixture: they must be a shadow, or weights that do not serve. `threads`: as many as there are cores, up to four.
     """
     began_s, number = time.monotonic(), rank if device_id is None else device_id
     with ExitStack() as stack:
@@ -69,7 +74,7 @@ def restore(
         reading = SnapshotReading(
             taken.contents, target, memories, kernels=chosen, device=device, check=taken.check
         )
-        done_bytes = _read_all(reading, stop, progress)
+        done_bytes = _read_all(reading, threads or min(_THREADS, os.cpu_count() or 1), stop, progress)
         if done_bytes is None:
             return Cancelled(written_bytes=0)
         return Restored(
@@ -111,14 +116,24 @@ def _files(contents: Contents, reading: SnapshotReading) -> tuple[Path, ...]:
     return tuple(contents.files[number].path for number in reading.files)
 
 
-def _read_all(reading: SnapshotReading, stop: Callable[[], bool], progress: Progress) -> int | None:
-    sizes = row_bytes(reading.rows)
-    reading.check()
-    for first in range(0, len(sizes), _ROWS):
+def _read_all(reading: SnapshotReading, threads: int, stop: Stop, progress: Progress) -> int | None:
+    """Everything, shared out; how many bytes, or None if it was stopped."""
+    sizes, telling = row_bytes(reading.rows), threading.Lock()
+    starts = range(0, len(sizes), _ROWS)
+    turns = Turns(len(starts))
+
+    def read(_: int, number: int) -> None:
         if stop():
-            return None
-        last = min(first + _ROWS, len(sizes))
-        reading.read(first, last)
-        progress(int(sizes[first:last].sum()))
+            turns.end()
+            return
+        first = starts[number]
+        reading.read(first, min(first + _ROWS, len(sizes)))
+        with telling:
+            progress(int(sizes[first : first + _ROWS].sum()))
+
+    reading.check()
+    run_once(threads, lambda lane: turns.work_through(lane, read), name="liveweight-restore")
+    if turns.ended():
+        return None
     reading.check()
     return int(sizes.sum())
