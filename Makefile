@@ -54,8 +54,9 @@ $(PADDLE_VENV)/.ready: pyproject.toml setup.py $(wildcard native/*.c native/*.h)
 test-vllm: venv $(VLLM_VENV)/.ready
 	LIVEWEIGHT_VLLM_PYTHON=$(VLLM_VENV)/bin/python $(BIN)/python -m pytest -m "not soak" tests/vllm
 
-# Tensor parallel, experts, programs in vLLM's environment: a server or two for each.
+# Tensor parallel, experts, the demo, programs in vLLM's environment, also of Ray: a server or two for each.
 soak-vllm: venv $(VLLM_VENV)/.ready
+	$(VLLM_VENV)/bin/python -m pip install --quiet "ray==2.60.0"
 	LIVEWEIGHT_VLLM_PYTHON=$(VLLM_VENV)/bin/python $(BIN)/python -m pytest -m soak tests/vllm
 
 # The package itself first, without what it asks for: torch's companions for sound and pictures have no CPU build everywhere.

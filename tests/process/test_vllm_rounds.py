@@ -13,7 +13,7 @@ import torch
 
 import liveweight as lw
 from liveweight.errors import DeadlineExceeded, ManifestMismatch, Refused, RoundFailed, Torn, Unavailable
-from liveweight.integrations.vllm.controls import controls_of
+from liveweight.integrations.vllm.ways import FOUR, controls_of
 from tests.support.vllm_workers import VllmWorkers, weights
 
 BASE, NEW = weights(0), weights(1)
@@ -52,7 +52,8 @@ def test_all_workers_hold_what_was_published_and_undo_goes_back_to_the_start(
     with publisher(vllm) as trainer:
         trainer.publish("step_1")
         assert vllm.holds(NEW)
-        assert (vllm.version, vllm.paused, vllm.active) == ("step_1", False, False)
+        assert vllm.rests()
+        assert (vllm.version, vllm.paused) == ("step_1", False)
         assert vllm.calls == [*MET, *WHOLE]
         assert trainer.verify().match
         trainer.undo()
@@ -100,7 +101,8 @@ def test_an_install_that_fails_on_one_worker_leaves_all_on_the_old_version(
             trainer.publish("bad")
         assert (failed.value.code, failed.value.rank) == (Unavailable.code, 1)
         assert vllm.holds(BASE)
-        assert (vllm.paused, vllm.active, vllm.version) == (False, False, "default")
+        assert vllm.rests()
+        assert (vllm.paused, vllm.version) == (False, "default")
         assert vllm.workers[1].restored == 1
         trainer.publish("good")
         assert vllm.holds(NEW)
@@ -133,7 +135,7 @@ def test_a_pause_that_is_refused_refuses_the_commit_and_changes_nothing(
             with pytest.raises(RoundFailed, match="no pause today"):
                 trainer.publish("refused")
         assert vllm.holds(BASE)
-        assert not vllm.active
+        assert vllm.rests()
         trainer.publish("granted")
         assert vllm.holds(NEW)
 
@@ -159,13 +161,66 @@ def test_a_trainer_never_pauses_without_an_update_that_tells_its_successor(start
     assert (True, False) not in states
 
 
+def test_a_version_is_published_when_vllm_serves_it_and_not_when_it_has_ended_the_update(
+    started: Started,
+) -> None:
+    vllm, published = started(1), threading.Event()
+
+    def slowly() -> None:
+        if vllm.calls[-2:] == ["resume", "finish"]:
+            assert published.wait(60.0)  # vLLM takes a long step: it computes KV anew
+
+    vllm.on_call = slowly
+    with publisher(vllm) as trainer:
+        trainer.publish(1)
+        assert (vllm.version, vllm.paused, vllm.active) == ("1", False, True)
+        published.set()
+        trainer.undo()
+        assert vllm.holds(BASE)
+    assert vllm.calls == [*MET, *WHOLE, *WHOLE]
+
+
+def test_an_update_whose_end_fails_is_ended_when_vllm_is_met_again(started: Started) -> None:
+    vllm = started(1)
+
+    def fail_once() -> None:
+        if vllm.calls[-2:] == ["resume", "finish"]:
+            vllm.on_call = lambda: None
+            raise ConnectionError("the end was lost")
+
+    vllm.on_call = fail_once
+    with publisher(vllm) as trainer:
+        trainer.publish(1)
+        trainer.undo()
+        assert vllm.holds(BASE)
+        assert vllm.rests()
+        assert not vllm.paused
+
+
+def test_a_client_that_cannot_name_versions_has_said_it_when_publish_returns(started: Started) -> None:
+    vllm = started(1)
+    with lw.Publisher(NEW, engines=[lw.vllm(Four(vllm))], secret=vllm.secret) as trainer:
+        trainer.publish(1)
+        assert (vllm.version, vllm.active) == ("1", False)
+        assert vllm.calls == [*MET, "start", "update", "finish"]
+
+
+class Four:
+    """The four methods of vLLM's own clients, and no more."""
+
+    def __init__(self, workers: VllmWorkers) -> None:
+        for name in FOUR:
+            setattr(self, name, getattr(workers, name))
+
+
 def test_an_engine_that_was_committed_and_not_resumed_is_asked_again_and_resumed(started: Started) -> None:
     vllm = started(1)
     with publisher(vllm) as trainer:
         vllm.resumes_refused = 1
         assert trainer.publish(1).replicas[0].committed
         assert vllm.holds(NEW)
-        assert (vllm.paused, vllm.active) == (False, False)
+        assert vllm.rests()
+        assert not vllm.paused
         assert vllm.resumes_refused == 0
 
 
@@ -180,7 +235,8 @@ def test_an_update_of_somebody_else_refuses_the_commit_and_is_looked_after_next_
         assert vllm.holds(BASE)
         trainer.publish("granted")
         assert vllm.holds(NEW)
-        assert (vllm.paused, vllm.active) == (False, False)
+        assert vllm.rests()
+        assert not vllm.paused
 
 
 def test_a_vote_whose_lease_is_over_when_vllm_stands_still_resumes_it(started: Started) -> None:
@@ -198,7 +254,8 @@ def test_a_vote_whose_lease_is_over_when_vllm_stands_still_resumes_it(started: S
             trainer.publish("late")
         assert failed.value.code == DeadlineExceeded.code
         assert vllm.holds(BASE)
-        assert (vllm.paused, vllm.active) == (False, False)
+        assert vllm.rests()
+        assert not vllm.paused
         late.set()
         trainer.settings = patient
         trainer.publish("in time")

@@ -5,6 +5,7 @@ What vLLM itself does is the double's (lockstep calls, an update that is begun a
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -70,6 +71,7 @@ class VllmWorkers:
         self.on_call: Callable[[], None] = lambda: None
         self.on_update: Callable[[], None] = lambda: None
         self.ranks: list[VllmRank] = []
+        self._changed = threading.Condition()
         self._threads = ThreadPoolExecutor(world)
 
     def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
@@ -116,8 +118,10 @@ class VllmWorkers:
         self._note("finish")
         if not self.active:
             raise RuntimeError("no weight update is active")
-        self.active = False
-        self.version = self.version if weight_version is None else weight_version
+        with self._changed:
+            self.active = False
+            self.version = self.version if weight_version is None else weight_version
+            self._changed.notify_all()
 
     def update_weight_version(self, new_version: str) -> None:
         """What it says that it serves."""
@@ -135,6 +139,11 @@ class VllmWorkers:
             self.resumes_refused -= 1
             raise RuntimeError("a test wants no resume")
         self.paused = False
+
+    def rests(self) -> bool:
+        """Whether the update has been ended, soon: publishers do not wait for that."""
+        with self._changed:
+            return self._changed.wait_for(lambda: not self.active, 60.0)
 
     def close(self) -> None:
         """End all workers."""

@@ -12,7 +12,7 @@ from typing import Any, TypeAlias
 
 import httpx
 
-from liveweight.bench.vllm_server import ENVIRONMENT, Serving, serving
+from liveweight.integrations.vllm.server import ENVIRONMENT, Serving, free_port, serving
 from tests.arch.source_tree import ROOT
 
 _GIVEN = os.environ.get("LIVEWEIGHT_VLLM_PYTHON")
@@ -25,6 +25,7 @@ Answer: TypeAlias = "tuple[list[int], list[float]]"
 """Greedy tokens, and the logarithm of each one's probability."""
 
 MIDDLEWARE = ("--middleware", "liveweight.integrations.vllm.middleware.Versions")
+SMALL = ("--max-num-seqs", "16", "--worker-extension-cls", "tests.vllm.faults.Faults")
 OWN_ENVIRONMENT = ENVIRONMENT | {"PYTHONPATH": f"{ROOT}/src:{ROOT}", "OMP_NUM_THREADS": "1"}
 
 
@@ -84,9 +85,8 @@ def served(model: Path, place: Path, *, tp: int = 1, port: int = 0) -> Iterator[
         model=model,
         directory=place,
         environment=os.environ | OWN_ENVIRONMENT,
-        extension="tests.vllm.faults.Faults",
-        options=("--max-model-len", "256", "--tensor-parallel-size", str(tp), *MIDDLEWARE),
-        port=port,
+        options=("--max-model-len", "256", "--tensor-parallel-size", str(tp), *SMALL, *MIDDLEWARE),
+        port=port or free_port(),
     )
-    with serving(wanted) as started:
-        yield Server(started.url, started.process, place / "secret")
+    with serving(wanted) as process:
+        yield Server(wanted.url, process, place / "secret")

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 import liveweight as lw
-from liveweight.bench.vllm_server import free_port
 from liveweight.errors import DeadlineExceeded, RoundFailed
+from liveweight.integrations.vllm.server import free_port
 from tests.support.stopping import stop
 from tests.vllm.models import llama, qwen3_moe, saved
 from tests.vllm.serving import WITHIN_S, Answer, Server, served

@@ -61,3 +61,13 @@ def test_an_async_llm_takes_an_update_while_it_generates(
     said = program("-m", "tests.vllm.async_program", str(base), str(new), place=place)
     lines = [line for line in said.splitlines() if line.startswith(("before", "after", "across"))]
     assert lines == [f"before {before[0]}", f"after {fresh[0]}", "across 200 True step_1"]
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("kind", ["LLM", "AsyncLLM"])
+def test_an_actor_of_ray_takes_an_update_by_its_handle(place: Path, base: Path, new: Path, kind: str) -> None:
+    said = program("-m", "tests.vllm.ray_program", kind, str(base), str(new), place=place)
+    told = ("before", "after", "back", "across")
+    parts = dict(line.split(" ", 1) for line in said.splitlines() if line.startswith(told))
+    assert parts["before"] == parts["back"] != parts["after"]
+    assert parts["across"] == "200 True step_1"

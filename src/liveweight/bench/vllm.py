@@ -19,12 +19,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from liveweight.bench.vllm_server import CALL_S, Clients, Serving, answer, call_workers, serving
+from liveweight.bench.vllm_clients import CALL_S, Clients, answer, call_workers
 from liveweight.engine.init_model.checkpoint import init_model
 from liveweight.engine.init_model.sizes import Size
 from liveweight.errors import DigestMismatch
 from liveweight.integrations.vllm.controls import HttpControls
 from liveweight.integrations.vllm.engine import vllm
+from liveweight.integrations.vllm.server import Serving, free_port, serving
 from liveweight.integrations.vllm.target import in_layers
 from liveweight.spec.deadline import Deadline
 from liveweight.spec.manifest import TensorSpec
@@ -37,6 +38,7 @@ if TYPE_CHECKING:
     import torch
 
 SHARED = Path("/dev/shm")
+EXTENSION = "liveweight.bench.vllm_worker.Plain"
 SIZE = Size(
     hidden=1024,
     layers=12,
@@ -176,16 +178,16 @@ def _scene(settings: VllmSettings, directory: Path, shared: Path, stack: ExitSta
         model=models[0],
         directory=directory,
         environment=settings.environment,
-        extension="liveweight.bench.vllm_worker.Plain",
-        options=("--max-model-len", "2048"),
+        port=free_port(),
+        options=("--max-model-len", "2048", "--max-num-seqs", "16", "--worker-extension-cls", EXTENSION),
     )
-    url = stack.enter_context(serving(wanted)).url
+    stack.enter_context(serving(wanted))
     sources = [CheckpointSource(model) for model in models]
     versions = [{name: tensor.clone() for name, tensor in source.tensors()} for source in sources]
     weights = {name: tensor.clone() for name, tensor in versions[0].items()}
     held = load_or_create_secret(directory / "secret")
     published = publishing_to(
-        [vllm(url).replica(held, directory / "secret")],
+        [vllm(wanted.url).replica(held, directory / "secret")],
         as_source(weights),
         name="bench",
         directory=directory,
@@ -194,7 +196,7 @@ def _scene(settings: VllmSettings, directory: Path, shared: Path, stack: ExitSta
         stack=stack,
     )
     return _Scene(
-        url=url,
+        url=wanted.url,
         shared=shared,
         weights=weights,
         versions=(versions[0], versions[1]),

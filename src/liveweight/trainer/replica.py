@@ -187,7 +187,7 @@ class WireReplica:
 
     def close(self) -> None:
         """See Replica."""
-        self._disconnect()
+        self.disconnect()
         self._interrupt.close()
 
     def _ask(
@@ -206,7 +206,7 @@ class WireReplica:
         except ChannelClosed as error:
             if interruptible and self._interrupt.woken:
                 raise RoundAborted(f"the publisher was closed: {error}") from error
-            self._disconnect()
+            self.disconnect()
             raise
         if isinstance(answer, m.Refusal):
             raise ReplicaRefused(answer.fault, answer.serving)
@@ -221,7 +221,7 @@ class WireReplica:
         try:
             self._channel.receive_now()
         except ChannelClosed:
-            self._disconnect()
+            self.disconnect()
 
     def _connected(self, deadline: Deadline) -> Channel[m.Message]:
         if self._channel is None:
@@ -240,7 +240,8 @@ class WireReplica:
             waits=waits,
         )
 
-    def _disconnect(self) -> None:
+    def disconnect(self) -> None:
+        """Let go of the connection; the next call makes another."""
         if self._channel is not None:
             self._channel.close()
             self._channel = None

@@ -1,4 +1,4 @@
-"""What a trainer can tell a vLLM to do, by whatever way it has to it: a URL, or an object in its own process.
+"""What a trainer can tell a vLLM to do, by whatever way it has to it: a URL, or an object in its own process. An actor is in ray_controls.
 
 A port with its implementations. None of them needs vLLM to be installed where the trainer runs, unless vLLM runs there.
 Every call ends with its deadline; what vLLM says against it is a LiveWeightError.
@@ -7,7 +7,6 @@ Every call ends with its deadline; what vLLM says against it is a LiveWeightErro
 from __future__ import annotations
 
 import asyncio
-import inspect
 from collections.abc import Callable, Coroutine
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import TimeoutError as FutureTimeout
@@ -38,8 +37,8 @@ class Controls(Protocol):
     def update(self, info: dict[str, Any], deadline: Deadline) -> None:
         """Call every worker's `update_weights`; returns when all have."""
 
-    def name_version(self, version: str, deadline: Deadline) -> None:
-        """Let vLLM say from its next token on that it serves that version."""
+    def name_version(self, version: str, deadline: Deadline) -> bool:
+        """Let vLLM say from its next token on that it serves that version. False where only the end of the update can."""
 
     def finish(self, version: str | None, deadline: Deadline) -> None:
         """End the update; vLLM says that it serves that version, unless it is None."""
@@ -75,9 +74,10 @@ class HttpControls:
         """See Controls."""
         self.ask("POST", "/update_weights", {"update_info": info}, deadline)
 
-    def name_version(self, version: str, deadline: Deadline) -> None:
+    def name_version(self, version: str, deadline: Deadline) -> bool:
         """See Controls."""
         self.ask("POST", "/update_weight_version", {"new_version": version}, deadline)
+        return True
 
     def finish(self, version: str | None, deadline: Deadline) -> None:
         """See Controls."""
@@ -157,9 +157,10 @@ class LlmControls:
         """See Controls."""
         self._calls.call("install", lambda: self._llm.update_weights({"update_info": info}), deadline)
 
-    def name_version(self, version: str, deadline: Deadline) -> None:
+    def name_version(self, version: str, deadline: Deadline) -> bool:
         """See Controls."""
         self._calls.call("name its version", lambda: self._llm.update_weight_version(version), deadline)
+        return True
 
     def finish(self, version: str | None, deadline: Deadline) -> None:
         """See Controls."""
@@ -201,9 +202,10 @@ class AsyncControls:
         request = WeightTransferUpdateRequest(update_info=info)
         self._run("install", self._llm.update_weights(request), deadline)
 
-    def name_version(self, version: str, deadline: Deadline) -> None:
+    def name_version(self, version: str, deadline: Deadline) -> bool:
         """See Controls."""
         self._run("name its version", self._llm.update_weight_version(version), deadline)
+        return True
 
     def finish(self, version: str | None, deadline: Deadline) -> None:
         """See Controls."""
@@ -244,10 +246,12 @@ class ClientControls:
         """See Controls."""
         self._calls.call("install", lambda: self._client.update_weights(info), deadline)
 
-    def name_version(self, version: str, deadline: Deadline) -> None:
-        """See Controls. Without the method for it, the version is named at the end of the update."""
-        if (name := getattr(self._client, "update_weight_version", None)) is not None:
+    def name_version(self, version: str, deadline: Deadline) -> bool:
+        """See Controls."""
+        name = getattr(self._client, "update_weight_version", None)
+        if name is not None:
             self._calls.call("name its version", lambda: name(version), deadline)
+        return name is not None
 
     def finish(self, version: str | None, deadline: Deadline) -> None:
         """See Controls."""
@@ -266,23 +270,3 @@ class ClientControls:
         """See Controls."""
         if (resume := getattr(self._client, "resume_generation", None)) is not None:
             self._calls.call("go on", resume, deadline)
-
-
-FOUR = ("init_weight_transfer_engine", "start_weight_update", "update_weights", "finish_weight_update")
-
-
-def controls_of(given: Any, *, key: str | None, loop: asyncio.AbstractEventLoop | None) -> Controls:
-    """The way to a vLLM that a user has named. Refused for anything that is none."""
-    given = getattr(given, "base_url", given)  # vLLM's own client of a server
-    if isinstance(given, str):
-        return HttpControls(given, key)
-    missing = [name for name in FOUR if not hasattr(given, name)]
-    if missing:
-        raise Refused(f"{type(given).__name__} is no vLLM: it has no {', '.join(missing)}")
-    if inspect.iscoroutinefunction(given.start_weight_update):
-        if loop is None:
-            raise Refused(
-                "an AsyncLLM needs the loop that it runs in: vllm(llm, loop=asyncio.get_running_loop())"
-            )
-        return AsyncControls(given, loop)
-    return LlmControls(given) if hasattr(given, "llm_engine") else ClientControls(given)

@@ -10,8 +10,8 @@ from typing import Any
 
 import xxhash
 
-from liveweight.integrations.vllm.controls import controls_of
 from liveweight.integrations.vllm.replica import VllmReplica
+from liveweight.integrations.vllm.ways import controls_of
 from liveweight.wire.credentials import Secret
 from liveweight.wire.defaults import default_directory
 
@@ -53,9 +53,10 @@ def vllm(
 ) -> VllmEngine:
     """Name a vLLM among a publisher's engines: `lw.Publisher(model, engines=[lw.vllm("http://127.0.0.1:8000")])`.
 
-    `engine` is a server's URL, an `LLM`, an `AsyncLLM` with the `loop` that it runs in, or any object with the four methods of vLLM's
-    weight sync clients. It was started with the weight transfer backend `liveweight`. `address` is where its worker 0 shall listen: by
-    default a socket of this host, for another host `tcp://host:port`. `key` is the server's API key.
+    `engine` is a server's URL, an `LLM`, an `AsyncLLM` with the `loop` that it runs in, the handle of an actor of Ray that is one of these,
+    or any object with the four methods of vLLM's weight sync clients. It was started with the weight transfer backend `liveweight`.
+    `address` is where its worker 0 shall listen: by default a socket of this host, for another host `tcp://host:port`. `key` is the
+    server's API key.
     `pace_bytes_per_s` is what staging may take of a worker, by default all that one thread can.
     """
     return VllmEngine(

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import TimeoutError as FutureTimeout
 from contextlib import contextmanager
 from typing import Any
 
@@ -42,6 +43,7 @@ class VllmReplica:
         self._policy: KvPolicy | None = None
         self._lease: Deadline | None = None
         self._in_doubt = self._stood_back = False
+        self._finishing: Future[None] | None = None
 
     @property
     def name(self) -> str:
@@ -55,6 +57,7 @@ class VllmReplica:
 
     def _meet(self, deadline: Deadline) -> None:
         """Let its workers join, unless they have: at first, after a restart, and where an exchange was left in doubt."""
+        self._finished(deadline)
         if self._wire.connected and not self._in_doubt:
             return
         self._controls.init({**self._terms, "timeout_s": max(1.0, deadline.remaining_s())}, deadline)
@@ -197,6 +200,7 @@ class VllmReplica:
     def _begin(self, begun: Deadline, deadline: Deadline) -> bool:
         """Begin an update and pause; whether somebody had paused it. What fails here is undone, and refuses the commit."""
         try:
+            self._finished(begun)
             was_paused = self._controls.paused(begun) and not self._stood_back
             self._controls.start(begun)
         except LiveWeightError as error:
@@ -213,12 +217,25 @@ class VllmReplica:
     def _end(self, serving: Version | None, *, was_paused: bool, deadline: Deadline) -> None:
         """Name the version, resume unless somebody else had paused, and end the update, last of all: as long as vLLM is paused for us,
         one is active, and tells so to whoever comes after a trainer that died."""
-        if serving is not None:
-            self._controls.name_version(str(serving), deadline)
-            self._stood_back = False
+        named = serving is None or self._controls.name_version(str(serving), deadline)
+        self._stood_back = self._stood_back and serving is None
         if not was_paused and not self._stood_back:
             self._controls.resume(deadline)
-        self._controls.finish(None if serving is None else str(serving), deadline)
+        label = None if serving is None else str(serving)
+        # vLLM serves again, and hears of it only after a long step: the KV of all running requests is computed anew.
+        self._finishing = self._teller.submit(self._controls.finish, label, deadline)
+        if not named:
+            self._finished(deadline)
+
+    def _finished(self, deadline: Deadline) -> None:
+        """Wait until the update that was ended last is over, as vLLM sees it. Where that failed, vLLM is met again."""
+        if self._finishing is None:
+            return
+        try:
+            failed = self._finishing.exception(max(0.0, deadline.remaining_s())) is not None
+        except FutureTimeout:
+            raise deadline.exceeded(f"{self._name} to end the update before") from None
+        self._finishing, self._in_doubt = None, self._in_doubt or failed
 
     def abort(self, round_id: RoundId, reason: str, deadline: Deadline) -> tuple[int, ...]:
         """See Replica."""
@@ -227,6 +244,7 @@ class VllmReplica:
     def stand_back(self, version: Version, reason: str, deadline: Deadline) -> None:
         """See Replica. It is paused until this publisher's next round has committed; whoever resumes it lets it serve what it has."""
         del version, reason
+        self._finished(deadline)
         self._controls.pause("keep", deadline)
         self._stood_back = True
 
@@ -235,13 +253,17 @@ class VllmReplica:
         self._meet(deadline)
         return self._wire.verify(body, deadline)
 
+    def disconnect(self) -> None:
+        """Let go of the connection to the leader; the next call makes another."""
+        self._wire.disconnect()
+
     def interrupt(self) -> None:
         """See Replica."""
         self._wire.interrupt()
         self._looker.interrupt()
 
     def close(self) -> None:
-        """See Replica. vLLM's workers stay as they are, for the next publisher."""
+        """See Replica. vLLM's workers stay as they are, for the next publisher. What was begun to be told to vLLM is told."""
         self._teller.shutdown(wait=True)
         self._wire.close()
         self._looker.close()

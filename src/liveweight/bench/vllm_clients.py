@@ -1,103 +1,20 @@
-"""A vLLM server of a benchmark, in vLLM's own environment, and clients that stream from it all the time."""
+"""What a benchmark of a vLLM server asks it: calls of its workers, and clients that stream from it all the time."""
 
 from __future__ import annotations
 
 import http.client
 import itertools
 import json
-import os
-import signal
-import socket
-import subprocess
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-from liveweight.errors import Unavailable
 from liveweight.integrations.vllm.controls import HttpControls
 from liveweight.spec.deadline import Deadline
 
-START_S, CALL_S = 600.0, 300.0
-ENVIRONMENT = {
-    "VLLM_SERVER_DEV_MODE": "1",
-    "VLLM_PLUGINS": "liveweight",
-    "VLLM_CPU_KVCACHE_SPACE": "1",
-    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-    "VLLM_NO_USAGE_STATS": "1",
-    "HF_HUB_OFFLINE": "1",
-    "TRANSFORMERS_OFFLINE": "1",
-}
-"""For a CPU, without a network."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Serving:
-    """How a server is started: vLLM's Python, the model, where its secret and its log are, and the extension of its workers."""
-
-    python: Path
-    model: Path
-    directory: Path
-    environment: Mapping[str, str]
-    extension: str
-    options: Sequence[str] = ()
-    port: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class Server:
-    """A server that serves."""
-
-    url: str
-    process: subprocess.Popen[bytes]
-
-
-@contextmanager
-def serving(wanted: Serving) -> Iterator[Server]:
-    """A server; it ends with the block, and all that it started with it."""
-    port = wanted.port or free_port()
-    command = [
-        *(str(wanted.python), "-m", "vllm.entrypoints.openai.api_server", "--model", str(wanted.model)),
-        *("--host", "127.0.0.1", "--port", str(port), "--served-model-name", "model", "--enforce-eager"),
-        *("--max-num-seqs", "16", "--worker-extension-cls", wanted.extension),
-        *("--weight-transfer-config", '{"backend": "liveweight"}', *wanted.options),
-    ]
-    secret = str(wanted.directory / "secret")
-    environment = {**wanted.environment, **ENVIRONMENT, "LIVEWEIGHT_SECRET_FILE": secret}
-    log = wanted.directory / f"vllm-{port}.log"
-    with log.open("a") as said:
-        process = subprocess.Popen(command, env=environment, stdout=said, stderr=said, start_new_session=True)
-    try:
-        url = f"http://127.0.0.1:{port}"
-        _wait_for(url, process, log)
-        yield Server(url, process)
-    finally:
-        for ends in (signal.SIGTERM, signal.SIGKILL):  # its processes are a session of their own
-            with suppress(ProcessLookupError, subprocess.TimeoutExpired):
-                os.killpg(process.pid, ends)
-                process.wait(20)
-
-
-def free_port() -> int:
-    """A port of this host that nobody uses."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return int(free.getsockname()[1])
-
-
-def _wait_for(url: str, server: subprocess.Popen[bytes], log: Path) -> None:
-    deadline, controls = Deadline.after(START_S), HttpControls(url)
-    while True:
-        with suppress(Exception):
-            controls.paused(Deadline.after(5.0))
-            return
-        with suppress(subprocess.TimeoutExpired):
-            server.wait(0.5)
-            raise Unavailable(f"vLLM ended: {log.read_text()[-2000:]}")
-        deadline.check(f"vLLM to serve at {url}")
+CALL_S = 300.0
+TOKENS = 64
+"""Of an answer: after a pause vLLM computes the KV of running ones anew, which shall not be most of what is measured."""
 
 
 def call_workers(url: str, method: str, *arguments: str, **named: str) -> None:
@@ -124,7 +41,7 @@ class Clients:
         body = {
             "model": "model",
             "prompt": prompt,
-            "max_tokens": 1000,
+            "max_tokens": TOKENS,
             "temperature": 0,
             "ignore_eos": True,
             "stream": True,

@@ -1,0 +1,73 @@
+"""A vLLM that is an actor of Ray: its handle as one of the ways to tell vLLM what to do (see controls).
+
+The actor is an `LLM` or an `AsyncLLM`, or has their methods. vLLM need not be installed where the trainer runs; Ray is, or there would be
+no handle.
+"""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+from liveweight.errors import ChannelClosed, Unavailable
+from liveweight.integrations.vllm.controls import PauseMode
+from liveweight.spec.deadline import Deadline
+
+
+class RayControls:
+    """One actor. An `LLM` is called between two calls of its `generate`: there is nothing to pause, only prefixes to forget."""
+
+    def __init__(self, handle: Any) -> None:
+        self._handle = handle
+
+    def init(self, info: dict[str, Any], deadline: Deadline) -> None:
+        """See Controls."""
+        # As much of vLLM's own request as it looks at.
+        self._call("init_weight_transfer_engine", deadline, SimpleNamespace(init_info=info))
+
+    def start(self, deadline: Deadline) -> None:
+        """See Controls."""
+        self._call("start_weight_update", deadline)
+
+    def update(self, info: dict[str, Any], deadline: Deadline) -> None:
+        """See Controls."""
+        self._call("update_weights", deadline, SimpleNamespace(update_info=info))
+
+    def name_version(self, version: str, deadline: Deadline) -> bool:
+        """See Controls."""
+        self._call("update_weight_version", deadline, version)
+        return True
+
+    def finish(self, version: str | None, deadline: Deadline) -> None:
+        """See Controls."""
+        self._call("finish_weight_update", deadline, version)
+
+    def paused(self, deadline: Deadline) -> bool:
+        """See Controls."""
+        return hasattr(self._handle, "is_paused") and bool(self._call("is_paused", deadline))
+
+    def pause(self, mode: PauseMode, deadline: Deadline) -> None:
+        """See Controls."""
+        if hasattr(self._handle, "pause_generation"):
+            self._call("pause_generation", deadline, mode=mode, clear_cache=True)
+        else:
+            self._call("reset_prefix_cache", deadline)
+
+    def resume(self, deadline: Deadline) -> None:
+        """See Controls."""
+        if hasattr(self._handle, "resume_generation"):
+            self._call("resume_generation", deadline)
+
+    def _call(self, method: str, deadline: Deadline, *arguments: object, **named: object) -> Any:
+        import ray
+        from ray.exceptions import GetTimeoutError, RayActorError, RayError
+
+        try:
+            answer = getattr(self._handle, method).remote(*arguments, **named)
+            return ray.get(answer, timeout=max(0.0, deadline.remaining_s()))
+        except GetTimeoutError:
+            raise deadline.exceeded(f"the actor of Ray to answer {method}") from None
+        except RayActorError as error:
+            raise ChannelClosed(f"the actor of Ray is gone: {error}") from error
+        except RayError as error:  # what the method raised
+            raise Unavailable(f"the actor of Ray, {method}: {error}") from error

@@ -1,0 +1,38 @@
+"""The way to a vLLM that a user has named, whatever it was named by."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+from typing import Any
+
+from liveweight.errors import Refused
+from liveweight.integrations.vllm.controls import (
+    AsyncControls,
+    ClientControls,
+    Controls,
+    HttpControls,
+    LlmControls,
+)
+from liveweight.integrations.vllm.ray_controls import RayControls
+
+FOUR = ("init_weight_transfer_engine", "start_weight_update", "update_weights", "finish_weight_update")
+
+
+def controls_of(given: Any, *, key: str | None, loop: asyncio.AbstractEventLoop | None) -> Controls:
+    """The way to a vLLM that a user has named. Refused for anything that is none."""
+    given = getattr(given, "base_url", given)  # vLLM's own client of a server
+    if isinstance(given, str):
+        return HttpControls(given, key)
+    missing = [name for name in FOUR if not hasattr(given, name)]
+    if missing:
+        raise Refused(f"{type(given).__name__} is no vLLM: it has no {', '.join(missing)}")
+    if type(given).__module__.startswith("ray."):
+        return RayControls(given)
+    if inspect.iscoroutinefunction(given.start_weight_update):
+        if loop is None:
+            raise Refused(
+                "an AsyncLLM needs the loop that it runs in: vllm(llm, loop=asyncio.get_running_loop())"
+            )
+        return AsyncControls(given, loop)
+    return LlmControls(given) if hasattr(given, "llm_engine") else ClientControls(given)
