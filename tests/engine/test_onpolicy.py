@@ -48,7 +48,7 @@ def move(policy: Policy, seed: int) -> None:
 def rollouts(url: str, task: SortDigits, questions: Sequence[str]) -> list[Group]:
     client = Completions()
     try:
-        return read(client.ask(url, request(questions, task, group=GROUP)), questions, task, group=GROUP)
+        return read(client.ask(url, request(questions, task, group=GROUP)).body, questions, task, group=GROUP)
     finally:
         client.close()
 

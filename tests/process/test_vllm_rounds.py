@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import tempfile
-import threading
-from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,36 +9,9 @@ import pytest
 import torch
 
 import liveweight as lw
-from liveweight.errors import DeadlineExceeded, ManifestMismatch, Refused, RoundFailed, Torn, Unavailable
-from liveweight.integrations.vllm.ways import FOUR, controls_of
-from tests.support.vllm_workers import VllmWorkers, weights
-
-BASE, NEW = weights(0), weights(1)
-MET = ["init", "start", "finish"]
-WHOLE = ["start", "pause keep", "update", "resume", "finish"]
-
-Started = Callable[[int], VllmWorkers]
-
-
-@pytest.fixture
-def started(short_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Started]:
-    """A vLLM of so many workers; all end with the test."""
-    monkeypatch.setattr(tempfile, "tempdir", str(short_path))
-    torch.set_num_threads(1)
-    begun: list[VllmWorkers] = []
-
-    def start(world: int) -> VllmWorkers:
-        begun.append(VllmWorkers(world, short_path / "secret", BASE))
-        return begun[-1]
-
-    yield start
-    for workers in begun:
-        workers.close()
-
-
-def publisher(workers: VllmWorkers, source: object = NEW, **settings: object) -> lw.Publisher:
-    """One that drives these workers."""
-    return lw.Publisher(source, engines=[lw.vllm(workers)], secret=workers.secret, **settings)  # type: ignore[arg-type]
+from liveweight.errors import ManifestMismatch, Refused, RoundFailed, Torn, Unavailable
+from liveweight.integrations.vllm.ways import controls_of
+from tests.support.vllm_workers import BASE, MET, NEW, WHOLE, Started, publisher, weights
 
 
 @pytest.mark.parametrize("world", [1, 2, 3])
@@ -119,147 +89,6 @@ def test_where_the_way_back_fails_vllm_stays_paused_and_the_error_says_so(starte
         with pytest.raises(RoundFailed):
             trainer.publish("after")
         assert vllm.paused
-
-
-def test_a_pause_that_is_refused_refuses_the_commit_and_changes_nothing(
-    started: Started, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    vllm = started(1)
-
-    def refuse(_: str) -> None:
-        raise RuntimeError("no pause today")
-
-    with publisher(vllm) as trainer:
-        with monkeypatch.context() as patched:
-            patched.setattr(vllm, "pause_generation", refuse)
-            with pytest.raises(RoundFailed, match="no pause today"):
-                trainer.publish("refused")
-        assert vllm.holds(BASE)
-        assert vllm.rests()
-        trainer.publish("granted")
-        assert vllm.holds(NEW)
-
-
-def test_a_pause_that_a_dead_trainer_left_is_ended_by_the_next_as_soon_as_it_meets_vllm(
-    started: Started,
-) -> None:
-    vllm = started(1)
-    vllm.active = vllm.paused = True
-    with publisher(vllm) as trainer:
-        assert (vllm.active, vllm.paused) == (False, False)
-        trainer.publish(1)
-    assert vllm.holds(NEW)
-
-
-def test_a_trainer_never_pauses_without_an_update_that_tells_its_successor(started: Started) -> None:
-    vllm = started(1)
-    states: list[tuple[bool, bool]] = []
-    vllm.on_call = lambda: states.append((vllm.paused, vllm.active))
-    with publisher(vllm) as trainer:
-        trainer.publish(1)
-    assert (True, True) in states
-    assert (True, False) not in states
-
-
-def test_a_version_is_published_when_vllm_serves_it_and_not_when_it_has_ended_the_update(
-    started: Started,
-) -> None:
-    vllm, published = started(1), threading.Event()
-
-    def slowly() -> None:
-        if vllm.calls[-2:] == ["resume", "finish"]:
-            assert published.wait(60.0)  # vLLM takes a long step: it computes KV anew
-
-    vllm.on_call = slowly
-    with publisher(vllm) as trainer:
-        trainer.publish(1)
-        assert (vllm.version, vllm.paused, vllm.active) == ("1", False, True)
-        published.set()
-        trainer.undo()
-        assert vllm.holds(BASE)
-    assert vllm.calls == [*MET, *WHOLE, *WHOLE]
-
-
-def test_an_update_whose_end_fails_is_ended_when_vllm_is_met_again(started: Started) -> None:
-    vllm = started(1)
-
-    def fail_once() -> None:
-        if vllm.calls[-2:] == ["resume", "finish"]:
-            vllm.on_call = lambda: None
-            raise ConnectionError("the end was lost")
-
-    vllm.on_call = fail_once
-    with publisher(vllm) as trainer:
-        trainer.publish(1)
-        trainer.undo()
-        assert vllm.holds(BASE)
-        assert vllm.rests()
-        assert not vllm.paused
-
-
-def test_a_client_that_cannot_name_versions_has_said_it_when_publish_returns(started: Started) -> None:
-    vllm = started(1)
-    with lw.Publisher(NEW, engines=[lw.vllm(Four(vllm))], secret=vllm.secret) as trainer:
-        trainer.publish(1)
-        assert (vllm.version, vllm.active) == ("1", False)
-        assert vllm.calls == [*MET, "start", "update", "finish"]
-
-
-class Four:
-    """The four methods of vLLM's own clients, and no more."""
-
-    def __init__(self, workers: VllmWorkers) -> None:
-        for name in FOUR:
-            setattr(self, name, getattr(workers, name))
-
-
-def test_an_engine_that_was_committed_and_not_resumed_is_asked_again_and_resumed(started: Started) -> None:
-    vllm = started(1)
-    with publisher(vllm) as trainer:
-        vllm.resumes_refused = 1
-        assert trainer.publish(1).replicas[0].committed
-        assert vllm.holds(NEW)
-        assert vllm.rests()
-        assert not vllm.paused
-        assert vllm.resumes_refused == 0
-
-
-def test_an_update_of_somebody_else_refuses_the_commit_and_is_looked_after_next_time(
-    started: Started,
-) -> None:
-    vllm = started(1)
-    with publisher(vllm) as trainer:
-        vllm.active = True
-        with pytest.raises(RoundFailed, match="already active"):
-            trainer.publish("refused")
-        assert vllm.holds(BASE)
-        trainer.publish("granted")
-        assert vllm.holds(NEW)
-        assert vllm.rests()
-        assert not vllm.paused
-
-
-def test_a_vote_whose_lease_is_over_when_vllm_stands_still_resumes_it(started: Started) -> None:
-    vllm = started(1)
-    late = threading.Event()
-
-    def slowly() -> None:
-        if vllm.calls[-1] == "pause keep":
-            late.wait(4.0)  # longer than the lease
-
-    vllm.on_call = slowly
-    with publisher(vllm) as trainer:
-        trainer.settings, patient = replace(trainer.settings, lease_s=2.0), trainer.settings
-        with pytest.raises(RoundFailed) as failed:
-            trainer.publish("late")
-        assert failed.value.code == DeadlineExceeded.code
-        assert vllm.holds(BASE)
-        assert vllm.rests()
-        assert not vllm.paused
-        late.set()
-        trainer.settings = patient
-        trainer.publish("in time")
-        assert vllm.holds(NEW)
 
 
 def test_an_update_call_that_never_reaches_the_workers_fails_the_round_in_time(started: Started) -> None:

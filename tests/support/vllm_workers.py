@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+import liveweight as lw
 from liveweight.integrations.vllm.rank import Loading, Seat, Terms, VllmRank
 from liveweight.integrations.vllm.target import Named
 from liveweight.spec.dtype import DType
@@ -168,3 +169,16 @@ class VllmWorkers:
 
 def _pairs(start: Weights) -> Iterator[tuple[str, torch.Tensor]]:
     yield from start.items()
+
+
+BASE, NEW = weights(0), weights(1)
+MET = ["init", "start", "finish"]
+WHOLE = ["start", "pause keep", "update", "resume", "finish"]
+
+Started = Callable[[int], VllmWorkers]
+"""A vLLM of so many workers; all end with the test."""
+
+
+def publisher(workers: VllmWorkers, source: object = NEW, **settings: object) -> lw.Publisher:
+    """One that drives these workers."""
+    return lw.Publisher(source, engines=[lw.vllm(workers)], secret=workers.secret, **settings)  # type: ignore[arg-type]

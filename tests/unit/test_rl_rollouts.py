@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from liveweight.errors import MessageInvalid
+from liveweight.rl.onpolicy import to_check
 from liveweight.rl.rollouts import Asking, Rollouts
 from liveweight.rl.samples import NONE_OF_OURS, read, request
 from liveweight.rl.staleness import Bound
@@ -50,6 +51,17 @@ def test_every_token_has_the_version_of_its_span() -> None:
     assert [one.reused for one in group.samples] == [True, False]
     assert [one.reward for one in group.samples] == [1.0, 0.0]
     assert group.oldest == 3
+
+
+def test_where_only_beginning_and_end_are_known_an_answer_in_between_counts_as_the_older() -> None:
+    plain = {key: value for key, value in choice(0, "").items() if key != "weight_version"}
+    (whole,) = read(answer(plain), ["21="], TASK, group=1, served=("3", "3"))
+    (mixed,) = read(answer(plain), ["21="], TASK, group=1, served=("3", "4"))
+    (before,) = read(answer(plain), ["21="], TASK, group=1, served=("default", "3"))
+    assert [group.samples[0].versions for group in (whole, mixed)] == [(3, 3, 3), (3, 3, 3)]
+    assert [group.samples[0].crossed for group in (whole, mixed)] == [False, True]
+    assert to_check([whole, mixed], 2) == list(whole.samples)
+    assert before.oldest == NONE_OF_OURS
 
 
 def test_an_answer_that_did_not_end_is_wrong_and_one_that_was_cut_short_is_no_sample() -> None:

@@ -1,11 +1,12 @@
-"""`liveweight` as the child of a program that may be killed: it ends when that program does, however that ends.
+"""`liveweight`, or another module, as the child of a program that may be killed: it ends when that program does, however that ends.
 
-Run as `python -m liveweight.cli.child PID COMMAND...`, by the process with that id.
+Run as `python -m liveweight.cli.child PID COMMAND...`, or `... PID -m MODULE ARGUMENTS...`, by the process with that id.
 """
 
 from __future__ import annotations
 
 import os
+import runpy
 import select
 import signal
 import sys
@@ -19,6 +20,10 @@ def main() -> None:
     if os.getppid() != parent:
         raise SystemExit(f"process {parent} has ended before its child began")
     threading.Thread(target=_follow, args=(descriptor,), name="parent", daemon=True).start()
+    if sys.argv[1:2] == ["-m"]:
+        del sys.argv[:2]
+        runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
+        return
     from liveweight.cli.main import run
 
     run()

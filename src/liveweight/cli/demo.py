@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from liveweight.rl.demo import Outcome
     from liveweight.rl.records import Listener
     from liveweight.rl.rounds import MakePublisher
-    from liveweight.rl.settings import DemoSettings
+    from liveweight.rl.settings import DemoSettings, Launching, VllmLaunching
     from liveweight.rl.watch import WatchedReplica
     from liveweight.trainer.publisher import Publisher
 
@@ -27,8 +27,21 @@ ROUND_S, LEASE_S = 30.0, 3.0
 _NEEDED = ("fastapi", "jinja2", "tokenizers", "torch", "transformers", "uvicorn")
 
 
+Engine = Annotated[
+    Literal["embedded", "vllm"],
+    typer.Option(help="What generates: `liveweight serve`, or vLLM's own server."),
+]
+VllmPython = Annotated[
+    Path | None,
+    typer.Option(
+        envvar="LIVEWEIGHT_VLLM_PYTHON",
+        dir_okay=False,
+        exists=True,
+        help="The Python of vLLM's environment, which has liveweight, too.",
+    ),
+]
 Mode = Annotated[str, mode_option("How ranks read new weights.")]
-Replicas = Annotated[int, typer.Option(min=1, max=8, help="Engines, of two ranks each.")]
+Replicas = Annotated[int, typer.Option(min=1, max=8, help="Engines; of two ranks each, or vLLM's of one.")]
 Steps = Annotated[int, typer.Option(min=1, help="Training steps of each run.")]
 Kv = Annotated[
     Literal["recompute", "reuse", "drop"], typer.Option(help="What a commit does to running requests.")
@@ -56,6 +69,8 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print an object per step, 
 
 def demo(
     context: typer.Context,
+    engine: Engine = "embedded",
+    vllm_python: VllmPython = None,
     mode: Mode = "ipc",
     replicas: Replicas = 1,
     steps: Steps = 100,
@@ -79,7 +94,9 @@ def demo(
         return
     from liveweight.rl.settings import DemoSettings
 
+    _check(engine, vllm_python, kv_policy, chaos=chaos)
     settings = DemoSettings(
+        engine=engine,
         mode=mode,
         replicas=replicas,
         steps=steps,
@@ -89,17 +106,31 @@ def demo(
         chaos=chaos,
         control=control,
     )
-    run(settings, out, as_json=as_json)
+    run(settings, out, as_json=as_json, vllm_python=vllm_python)
 
 
-def run(settings: DemoSettings, out: Path, *, as_json: bool) -> None:
+def _check(engine: str, python: Path | None, kv_policy: str, *, chaos: bool) -> None:
+    """What vLLM cannot do is said before anything is started."""
+    if engine != "vllm":
+        return
+    if python is None:
+        raise typer.BadParameter("--engine vllm needs --vllm-python, such as .venv-vllm/0.32.0/bin/python")
+    if kv_policy == "reuse":
+        raise typer.BadParameter(
+            "--engine vllm has no --kv-policy reuse: its prefixes would outlive the weights"
+        )
+    if chaos:
+        raise typer.BadParameter("--engine vllm has no --chaos: vLLM does not replace ranks")
+
+
+def run(settings: DemoSettings, out: Path, *, as_json: bool, vllm_python: Path | None = None) -> None:
     """The demo from its first import to its report."""
     from liveweight.cli.demo_view import viewing
 
     try:
         _import_all()
         with viewing(settings, as_json=as_json) as view:
-            outcome = play(settings, view)
+            outcome = play(settings, view, vllm_python)
             written = None if outcome is None else _report(outcome, settings, out)
     except KeyboardInterrupt:  # before anything was started: later signals do not raise
         raise typer.Exit(INTERRUPTED) from None
@@ -120,20 +151,28 @@ def _import_all() -> None:
     torch.set_num_threads(1)  # the engine's ranks need the other cores
 
 
-def play(settings: DemoSettings, say: Listener) -> Outcome | None:
+def play(settings: DemoSettings, say: Listener, vllm_python: Path | None = None) -> Outcome | None:
     """Run it, and tell `say` of it. None after Ctrl-C; nothing of the demo is left then."""
     from liveweight.cli.signals import stopped_by_signals
     from liveweight.rl.demo import run_demo
-    from liveweight.rl.settings import Launching
     from liveweight.rl.stopping import Stop, Stopped
 
-    program = (sys.executable, "-m", "liveweight.cli.child", str(os.getpid()), "serve")
-    launching = Launching(program=program, environment=dict(os.environ))
+    launching = _launching(vllm_python if settings.engine == "vllm" else None)
     with Stop() as stop, stopped_by_signals(stop):
         try:
             return run_demo(settings, launching, _publishers(settings), say=say, stop=stop)
         except Stopped:
             return None
+
+
+def _launching(vllm_python: Path | None) -> Launching | VllmLaunching:
+    """Engines that end with this program, however it ends."""
+    from liveweight.rl.settings import Launching, VllmLaunching
+
+    child, environment = ("-m", "liveweight.cli.child", str(os.getpid())), dict(os.environ)
+    if vllm_python is not None:
+        return VllmLaunching(python=vllm_python.absolute(), runs=(*child, "-m"), environment=environment)
+    return Launching(program=(sys.executable, *child, "serve"), environment=environment)
 
 
 def _publishers(settings: DemoSettings) -> Callable[[Path], MakePublisher]:

@@ -6,7 +6,7 @@ import http.client
 import socket
 from collections.abc import Mapping
 from contextlib import suppress
-from typing import Any
+from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
 import msgspec
@@ -14,6 +14,15 @@ import msgspec
 from liveweight.errors import ChannelClosed, DeadlineExceeded, MessageInvalid
 
 ANSWER_S = 60.0
+ADMITTED, FINISHED = "x-weight-version", "x-weight-version-finished"
+"""Headers of a vLLM's answers, by integrations/vllm/middleware."""
+
+
+class Said(NamedTuple):
+    """An answer: its body, and what served when it was admitted and when it was finished, where only that is known."""
+
+    body: bytes
+    served: tuple[str, str] | None
 
 
 class Completions:
@@ -23,8 +32,8 @@ class Completions:
         self._url = ""
         self._connection: http.client.HTTPConnection | None = None
 
-    def ask(self, url: str, body: Mapping[str, Any]) -> bytes:
-        """The answer's body. ChannelClosed if the engine is gone or ending, DeadlineExceeded if it does not answer."""
+    def ask(self, url: str, body: Mapping[str, Any]) -> Said:
+        """The answer. ChannelClosed if the engine is gone or ending, DeadlineExceeded if it does not answer."""
         connection = self._connected(url)
         try:
             connection.request(
@@ -42,7 +51,8 @@ class Completions:
             raise ChannelClosed(f"{url} answered with status {response.status}")
         if response.status != 200:
             raise MessageInvalid(f"{url} answered with status {response.status}: {raw[:200]!r}")
-        return raw
+        admitted, finished = response.headers.get(ADMITTED), response.headers.get(FINISHED)
+        return Said(raw, None if admitted is None or finished is None else (admitted, finished))
 
     def interrupt(self) -> None:
         """Let the present wait for an answer end at once, with ChannelClosed."""

@@ -14,7 +14,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from liveweight.engine.init_model.checkpoint import init_model
-from liveweight.engine.init_model.sizes import SIZES
 from liveweight.errors import LiveWeightError, RoundAborted
 from liveweight.rl.chaos import plan
 from liveweight.rl.loop import Look, Loop, Publish
@@ -23,12 +22,12 @@ from liveweight.rl.publishing import Published, Publishing
 from liveweight.rl.records import Listener, Phase, PhaseName, Round, Run, Step, Summary, Warmed, summarise
 from liveweight.rl.rollouts import Asking, Rollouts
 from liveweight.rl.rounds import Listening, MakePublisher, Progress, Rounds, Unheard
-from liveweight.rl.servers import START_S, Fleet, Server
-from liveweight.rl.settings import DemoSettings, Launching
+from liveweight.rl.servers import Fleet, Server
+from liveweight.rl.settings import DemoSettings, Launching, VllmLaunching
 from liveweight.rl.staleness import Bound
 from liveweight.rl.stopping import Stop
+from liveweight.rl.vllm_servers import VllmServer
 from liveweight.rl.watch import WatchedReplica
-from liveweight.spec.deadline import Deadline
 from liveweight.wire.credentials import load_or_create_secret
 
 KEPT = 3
@@ -45,7 +44,7 @@ class Outcome:
 
 def run_demo(
     settings: DemoSettings,
-    launching: Launching,
+    launching: Launching | VllmLaunching,
     make_publisher: Callable[[Path], MakePublisher],
     *,
     say: Listener,
@@ -78,27 +77,23 @@ class _Demo:
         self._model = directory / "model"
         self._bound = Bound(staleness=settings.staleness, batch=settings.training.prompts)
 
-    def servers(self, launching: Launching) -> list[Server]:
-        return [
-            Server(
-                number,
-                self._directory,
-                self._model,
-                launching,
-                tp=self._settings.tp,
-                elastic=self._settings.chaos,
-            )
-            for number in range(self._settings.replicas)
-        ]
+    def servers(self, launching: Launching | VllmLaunching) -> list[Server]:
+        return [self._server(number, launching) for number in range(self._settings.replicas)]
+
+    def _server(self, number: int, launching: Launching | VllmLaunching) -> Server:
+        if isinstance(launching, VllmLaunching):
+            return VllmServer(number, self._directory, self._model, launching)
+        tp, elastic = self._settings.tp, self._settings.chaos
+        return Server(number, self._directory, self._model, launching, tp=tp, elastic=elastic)
 
     def go(self, fleet: Fleet) -> Outcome:
-        self._phase("start", f"{self._settings.replicas} x liveweight serve, {self._settings.tp} ranks each")
-        init_model(self._model, SIZES["qwen3"]["tiny"], seed=self._settings.seed)
+        self._phase("start", self._settings.engines)
+        init_model(self._model, self._settings.size, seed=self._settings.seed)
         load_or_create_secret(self._directory / "secret")
         fleet.launch()
         policy = Policy(self._model, self._settings.training, keep=self._settings.staleness + KEPT)
         self._warm_up(policy)
-        fleet.await_ready(self._stop, Deadline.after(START_S))
+        fleet.await_ready(self._stop)
         warm = policy.weights()
         steps = self._live(policy, fleet)
         if self._settings.control:
@@ -188,7 +183,7 @@ class _Demo:
         secret = load_or_create_secret(self._directory / "secret")
         progress = Progress(len(fleet.servers), since_s=self._since_s, say=self._say, listening=listening)
         replicas = [
-            WatchedReplica(server.number, server.address, secret, progress.heard) for server in fleet.servers
+            WatchedReplica(server.number, server.replica(secret), progress.heard) for server in fleet.servers
         ]
         for one in replicas:
             self._stop.call(one.interrupt)

@@ -15,8 +15,8 @@ from liveweight.rl.samples import Group, Sample
 
 
 def to_check(groups: Sequence[Group], count: int) -> list[Sample]:
-    """So many samples: those that a commit landed in first, since there the most can go wrong."""
-    samples = [sample for group in groups for sample in group.samples]
+    """So many samples: those that a commit landed in first, since there the most can go wrong. Not those of which nobody knows where."""
+    samples = [sample for group in groups for sample in group.samples if not sample.mixed]
     return sorted(samples, key=lambda sample: not sample.crossed)[:count]
 
 

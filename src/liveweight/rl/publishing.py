@@ -18,7 +18,7 @@ from liveweight.rl.servers import Server
 from liveweight.rl.stopping import Stop
 from liveweight.spec.deadline import Deadline
 
-RECOVER_S = 180.0
+RECOVER_S = 600.0
 AGAIN_S = 0.2
 
 

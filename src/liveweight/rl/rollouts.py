@@ -174,8 +174,8 @@ class Rollouts:
         came: list[Group] = []
         try:
             if url is not None:
-                raw = client.ask(url, reading.request(questions, self._task, group=group))
-                came = reading.read(raw, questions, self._task, group=group)
+                said = client.ask(url, reading.request(questions, self._task, group=group))
+                came = reading.read(said.body, questions, self._task, group=group, served=said.served)
         except (ChannelClosed, DeadlineExceeded):
             came = []
         with self._changed:

@@ -19,7 +19,8 @@ NONE_OF_OURS = -(1 << 30)
 class Sample:
     """One answer. `logprobs` are the engine's, `versions` the trainer's step whose weights drew the token.
 
-    `reused`: some of its tokens were drawn over keys and values of other weights.
+    `reused`: some of its tokens were drawn over keys and values of other weights. `mixed`: a commit landed in it, and nobody knows where;
+    then `versions` are what served when it began, the oldest that they can be.
     """
 
     prompt: tuple[int, ...]
@@ -28,6 +29,7 @@ class Sample:
     versions: tuple[int, ...]
     reward: float
     reused: bool = False
+    mixed: bool = False
 
     @property
     def oldest(self) -> int:
@@ -37,7 +39,7 @@ class Sample:
     @property
     def crossed(self) -> bool:
         """Whether a commit landed inside it."""
-        return len(set(self.versions)) > 1
+        return self.mixed or len(set(self.versions)) > 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,8 +96,16 @@ def request(questions: Sequence[str], task: SortDigits, *, group: int) -> dict[s
     }
 
 
-def read(raw: bytes, questions: Sequence[str], task: SortDigits, *, group: int) -> list[Group]:
-    """The groups of an answer; questions of which an answer was cut short (KV policy `drop`) are left out."""
+def read(
+    raw: bytes,
+    questions: Sequence[str],
+    task: SortDigits,
+    *,
+    group: int,
+    served: tuple[str, str] | None = None,
+) -> list[Group]:
+    """The groups of an answer; questions of which an answer was cut short (KV policy `drop`) are left out. `served`: what did at its
+    beginning and at its end, where the engine does not tell more."""
     try:
         choices = sorted(msgspec.json.decode(raw, type=_Answer).choices, key=lambda choice: choice.index)
     except msgspec.DecodeError as error:
@@ -106,34 +116,35 @@ def read(raw: bytes, questions: Sequence[str], task: SortDigits, *, group: int) 
     for number, question in enumerate(questions):
         own = choices[number * group : (number + 1) * group]
         if all(choice.token_ids and choice.finish_reason != "abort" for choice in own):
-            samples = tuple(_sample(choice, question, task) for choice in own)
+            samples = tuple(_sample(choice, question, task, served) for choice in own)
             groups.append(Group(question=question, samples=samples))
     return groups
 
 
-def _sample(choice: _Choice, question: str, task: SortDigits) -> Sample:
+def _sample(choice: _Choice, question: str, task: SortDigits, served: tuple[str, str] | None) -> Sample:
     finished = choice.finish_reason == "stop"
     return Sample(
         prompt=tuple(choice.prompt_token_ids),
         tokens=tuple(choice.token_ids),
         logprobs=tuple(choice.logprobs.token_logprobs),
-        versions=_versions(choice),
+        versions=_versions(choice) if served is None else (_number(served[0]),) * len(choice.token_ids),
         reward=task.reward(question, choice.text) if finished else 0.0,
         reused=choice.kv == "reused",
+        mixed=served is not None and served[0] != served[1],
     )
 
 
 def _versions(choice: _Choice) -> tuple[int, ...]:
     """The version of each token: of its span, or of the whole choice."""
     if not choice.weight_spans:
-        return (_number(choice.weight_version),) * len(choice.token_ids)
+        label = "" if choice.weight_version is None else choice.weight_version.label
+        return (_number(label),) * len(choice.token_ids)
     numbers: list[int] = []
     ends = [span.begins for span in choice.weight_spans[1:]] + [len(choice.token_ids)]
     for span, end in zip(choice.weight_spans, ends, strict=True):
-        numbers += [_number(span.weight_version)] * (end - span.begins)
+        numbers += [_number(span.weight_version.label)] * (end - span.begins)
     return tuple(numbers)
 
 
-def _number(version: _Version | None) -> int:
-    label = "" if version is None else version.label
+def _number(label: str) -> int:
     return int(label) if label.isdecimal() else NONE_OF_OURS

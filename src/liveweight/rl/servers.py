@@ -18,9 +18,11 @@ from typing import Self
 from liveweight.errors import ChannelClosed, DeadlineExceeded
 from liveweight.rl.settings import Launching
 from liveweight.rl.stopping import Stop
+from liveweight.rl.watch import Driven
 from liveweight.spec.deadline import Deadline
+from liveweight.trainer.replica import WireReplica
+from liveweight.wire.credentials import Secret
 
-START_S = 120.0
 END_S = 10.0
 LOOK_S = 0.02
 LAST_WORDS = 400
@@ -28,6 +30,9 @@ LAST_WORDS = 400
 
 class Server:
     """One replica. `url` is None while it is not there. For the trainer's thread; `url` is for any."""
+
+    start_s = 120.0
+    """How long it may take to serve."""
 
     def __init__(
         self,
@@ -46,6 +51,10 @@ class Server:
         self._launching, self._directory, self._model = launching, directory, model
         self._errors = directory / f"engine-{number}.log"
         self._process: subprocess.Popen[bytes] | None = None
+
+    def replica(self, secret: Secret) -> Driven:
+        """As a publisher drives it, at every start of it."""
+        return WireReplica(self.address, secret)
 
     def launch(self) -> None:
         """Start the process; `await_ready` when others have been started too."""
@@ -189,8 +198,9 @@ class Fleet:
         for server in self.servers:
             server.launch()
 
-    def await_ready(self, stop: Stop, deadline: Deadline) -> None:
+    def await_ready(self, stop: Stop) -> None:
         """Wait until all of them serve."""
+        deadline = Deadline.after(max(server.start_s for server in self.servers))
         for server in self.servers:
             server.await_ready(stop, deadline)
 

@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Literal, TypeAlias
 
+from liveweight.engine.init_model.sizes import SIZES, Size
 from liveweight.rl.task import SortDigits
 from liveweight.wire.values import KvPolicy
+
+EngineKind: TypeAlias = Literal["embedded", "vllm"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,6 +37,7 @@ class Training:
 class DemoSettings:
     """One demo. `staleness` is how many versions a sample may lie behind the weights that learn from it."""
 
+    engine: EngineKind = "embedded"
     mode: str = "ipc"
     replicas: int = 1
     tp: int = 2
@@ -44,10 +50,31 @@ class DemoSettings:
     task: SortDigits = field(default_factory=SortDigits)
     training: Training = field(default_factory=Training)
 
+    @property
+    def engines(self) -> str:
+        """What answers, for people."""
+        kind = "vllm serve" if self.engine == "vllm" else f"liveweight serve, {self.tp} ranks each"
+        return f"{self.replicas} x {kind}"
+
+    @property
+    def size(self) -> Size:
+        """The model's. vLLM's attention on CPUs wants larger heads."""
+        tiny = SIZES["qwen3"]["tiny"]
+        return replace(tiny, head_dim=32) if self.engine == "vllm" else tiny
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Launching:
     """How an engine is started: the program, to which its arguments are added, and the environment that it gets."""
 
     program: tuple[str, ...]
+    environment: Mapping[str, str]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VllmLaunching:
+    """How a vLLM is started: the Python of its environment, how that runs a module, and the environment that it gets."""
+
+    python: Path
+    runs: tuple[str, ...]
     environment: Mapping[str, str]

@@ -8,13 +8,13 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Protocol
 
 from liveweight.errors import ChannelClosed
 from liveweight.rl.records import RankPart, ReplicaPart, Stage
 from liveweight.spec.deadline import Deadline
-from liveweight.trainer.replica import WireReplica
+from liveweight.trainer.replica import Replica
 from liveweight.wire import messages as m
-from liveweight.wire.credentials import Secret
 from liveweight.wire.values import RankTimes, RoundId
 
 Heard = Callable[[int, int, Stage, float], None]
@@ -30,38 +30,52 @@ class _Notes:
     committed: m.Committed | None = None
 
 
-class WatchedReplica(WireReplica):
-    """A replica on our wire that says how far it has come."""
+class Driven(Replica, Protocol):
+    """A replica whose connection can be cut."""
 
-    def __init__(self, number: int, address: str, secret: Secret, heard: Heard) -> None:
-        super().__init__(address, secret)
+    def disconnect(self) -> None:
+        """Let go of the connection; the next call makes another."""
+
+
+class WatchedReplica:
+    """A replica that says how far it has come; it implements the same port."""
+
+    def __init__(self, number: int, replica: Driven, heard: Heard) -> None:
         self.number = number
         self.cut_after: Stage | None = None
         """Chaos: lose the connection once the next round has come that far."""
-        self._heard, self._notes = heard, _Notes()
+        self._replica, self._heard, self._notes = replica, heard, _Notes()
+        self.standing, self.describe, self.compare = replica.standing, replica.describe, replica.compare
+        self.abort, self.stand_back, self.undo = replica.abort, replica.stand_back, replica.undo
+        self.verify, self.interrupt, self.close = replica.verify, replica.interrupt, replica.close
+
+    @property
+    def name(self) -> str:
+        """See Replica."""
+        return self._replica.name
 
     def open(self, body: m.Open, deadline: Deadline) -> m.Opened:
         """See Replica."""
         self._notes = _Notes(version=int(body.version.label), began_s=time.monotonic())
-        opened = super().open(body, deadline)
+        opened = self._replica.open(body, deadline)
         self._reach("open")
         return opened
 
     def status(self, round_id: RoundId, until: m.Phase, deadline: Deadline) -> m.Progress:
         """See Replica."""
-        progress = super().status(round_id, until, deadline)
+        progress = self._replica.status(round_id, until, deadline)
         if progress.fault is None and m.ORDER[progress.phase] >= m.ORDER[until]:
             self._reach(_STAGE_OF[until])
         return progress
 
     def vote(self, round_id: RoundId, lease_s: float, deadline: Deadline) -> None:
         """See Replica."""
-        super().vote(round_id, lease_s, deadline)
+        self._replica.vote(round_id, lease_s, deadline)
         self._reach("vote")
 
     def commit(self, round_id: RoundId, deadline: Deadline) -> m.Committed:
         """See Replica."""
-        self._notes.committed = super().commit(round_id, deadline)
+        self._notes.committed = self._replica.commit(round_id, deadline)
         self._reach("commit")
         return self._notes.committed
 
@@ -82,7 +96,7 @@ class WatchedReplica(WireReplica):
         self._heard(notes.version, self.number, stage, notes.reached_ms[stage])
         if self.cut_after == stage:
             self.cut_after = None
-            self._disconnect()
+            self._replica.disconnect()
             raise ChannelClosed(f"the connection to {self.name} was cut")
 
 

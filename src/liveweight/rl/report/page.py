@@ -64,10 +64,9 @@ def page(outcome: Outcome, settings: DemoSettings) -> str:
 
 
 def _told(settings: DemoSettings) -> str:
-    engines = f"{settings.replicas} engine{'s' if settings.replicas > 1 else ''} of {settings.tp} ranks"
     chaos = ", chaos" if settings.chaos else ""
     return (
-        f"{engines}, transfer mode {settings.mode}, KV policy {settings.kv_policy}, "
+        f"{settings.engines}, transfer mode {settings.mode}, KV policy {settings.kv_policy}, "
         f"staleness at most {settings.staleness}, seed {settings.seed}{chaos}"
     )
 

@@ -1,0 +1,67 @@
+"""The demo's engines where they are vLLM's: servers in vLLM's own environment, each at one port for all its lives.
+
+They say which version served an answer by the middleware of integrations/vllm, and take rounds through vLLM's own calls.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from liveweight.integrations.vllm.engine import vllm
+from liveweight.integrations.vllm.server import START_S, Serving, await_serving, end, free_port, launch
+from liveweight.rl.servers import Server
+from liveweight.rl.settings import Launching, VllmLaunching
+from liveweight.rl.stopping import Stop
+from liveweight.rl.watch import Driven
+from liveweight.spec.deadline import Deadline
+from liveweight.wire.credentials import Secret
+
+OPTIONS = (
+    *("--middleware", "liveweight.integrations.vllm.middleware.Versions", "--generation-config", "vllm"),
+    *("--max-model-len", "256", "--max-num-seqs", "128", "--disable-log-stats"),
+)
+
+
+class VllmServer(Server):
+    """One replica, of one worker."""
+
+    start_s = START_S
+
+    def __init__(self, number: int, directory: Path, model: Path, launching: VllmLaunching) -> None:
+        super().__init__(number, directory, model, Launching(program=(), environment={}), tp=1)
+        self._secret_file = directory / "secret"
+        self._wanted = Serving(
+            python=launching.python,
+            runs=launching.runs,
+            model=model,
+            directory=directory,
+            # One thread: the trainer needs the other cores. Its sockets lie with the demo's.
+            environment={**launching.environment, "OMP_NUM_THREADS": "1", "TMPDIR": str(directory)},
+            port=free_port(),
+            options=OPTIONS,
+        )
+
+    def replica(self, secret: Secret) -> Driven:
+        """See Server."""
+        return vllm(self._wanted.url, address=self.address).replica(secret, self._secret_file)
+
+    def launch(self) -> None:
+        """See Server."""
+        self._process = launch(self._wanted)
+
+    def await_ready(self, stop: Stop, deadline: Deadline) -> None:
+        """See Server."""
+        if self._process is not None:
+            await_serving(self._wanted, self._process, deadline, stop.check)
+            self.url = self._wanted.url
+
+    def kill(self) -> None:
+        """See Server. What it had started ends with it."""
+        self.url = None
+        self.close()
+
+    def close(self) -> None:
+        """See Server."""
+        process, self._process = self._process, None
+        if process is not None:
+            end(process)
