@@ -72,6 +72,20 @@ def test_a_version_is_published_when_vllm_serves_it_and_not_when_it_has_ended_th
     assert vllm.calls == [*MET, *WHOLE, *WHOLE]
 
 
+def test_an_update_that_was_begun_for_a_round_that_comes_to_nothing_is_ended(started: Started) -> None:
+    quick, slow = started(1), started(1)
+    engines = [lw.vllm(quick), lw.vllm(slow, pace_bytes_per_s=1.0)]
+    with lw.Publisher(NEW, engines=engines, secret=quick.secret) as trainer:
+        trainer.offer(1)
+        assert quick.hears("start", 2)  # the first was the meeting's
+    assert quick.rests()
+    assert quick.holds(BASE)
+    assert "pause keep" not in quick.calls
+    with publisher(quick) as trainer:
+        trainer.publish(1)
+        assert quick.holds(NEW)
+
+
 def test_an_update_whose_end_fails_is_ended_when_vllm_is_met_again(started: Started) -> None:
     vllm = started(1)
 

@@ -141,6 +141,11 @@ class VllmWorkers:
             raise RuntimeError("a test wants no resume")
         self.paused = False
 
+    def hears(self, call: str, times: int) -> bool:
+        """Whether it is told that so many times, soon."""
+        with self._changed:
+            return self._changed.wait_for(lambda: self.calls.count(call) >= times, 60.0)
+
     def rests(self) -> bool:
         """Whether the update has been ended, soon: publishers do not wait for that."""
         with self._changed:
@@ -160,7 +165,9 @@ class VllmWorkers:
         )
 
     def _note(self, call: str) -> None:
-        self.calls.append(call)
+        with self._changed:
+            self.calls.append(call)
+            self._changed.notify_all()
         self.on_call()
 
     def _together(self, work: Callable[[int], Any]) -> list[Any]:

@@ -23,8 +23,8 @@ from liveweight.bench.vllm_clients import CALL_S, Clients, answer, call_workers
 from liveweight.engine.init_model.checkpoint import init_model
 from liveweight.engine.init_model.sizes import Size
 from liveweight.errors import DigestMismatch
-from liveweight.integrations.vllm.controls import HttpControls
 from liveweight.integrations.vllm.engine import vllm
+from liveweight.integrations.vllm.http_controls import HttpControls
 from liveweight.integrations.vllm.server import Serving, free_port, serving
 from liveweight.integrations.vllm.target import in_layers
 from liveweight.spec.deadline import Deadline

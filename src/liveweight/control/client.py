@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import http.client
 from collections.abc import Mapping, Sequence
+from contextlib import closing
 from pathlib import Path
 from typing import Any, cast
 from urllib.parse import SplitResult, urlsplit
@@ -150,27 +151,46 @@ def exchange(
     url: SplitResult, method: str, path: str, key: str | None, body: object, deadline: Deadline
 ) -> tuple[int, bytes]:
     """One request, one answer. Raises what http.client raises; TimeoutError at the deadline and a little."""
-    ends = Deadline(deadline.ends_s + GRACE_S, deadline.began_s)
-    kind = http.client.HTTPSConnection if url.scheme == "https" else http.client.HTTPConnection
-    connection = kind(cast(str, url.hostname), url.port, timeout=max(0.001, ends.remaining_s()))
-    headers = {"Accept": "application/json", "Connection": "close"}
-    headers |= {} if key is None else {"Authorization": f"Bearer {key}"}
-    headers |= {} if body is None else {"Content-Type": "application/json"}
-    try:
-        connection.request(
-            method, url.path + path, None if body is None else msgspec.json.encode(body), headers
-        )
-        response = connection.getresponse()
+    with closing(Asked(url, method, path, key, body, deadline)) as asked:
+        return asked.answer()
+
+
+class Asked:
+    """A request that has been sent, for whoever sends another before the answer comes. Raises as `exchange` does."""
+
+    def __init__(
+        self, url: SplitResult, method: str, path: str, key: str | None, body: object, deadline: Deadline
+    ) -> None:
+        self._ends = Deadline(deadline.ends_s + GRACE_S, deadline.began_s)
+        kind = http.client.HTTPSConnection if url.scheme == "https" else http.client.HTTPConnection
+        timeout_s = max(0.001, self._ends.remaining_s())
+        self._connection = kind(cast(str, url.hostname), url.port, timeout=timeout_s)
+        headers = {"Accept": "application/json", "Connection": "close"}
+        headers |= {} if key is None else {"Authorization": f"Bearer {key}"}
+        headers |= {} if body is None else {"Content-Type": "application/json"}
+        try:
+            self._connection.request(
+                method, url.path + path, None if body is None else msgspec.json.encode(body), headers
+            )
+        except BaseException:
+            self.close()
+            raise
+
+    def answer(self) -> tuple[int, bytes]:
+        """Wait for it: its status and its body."""
+        response = self._connection.getresponse()
         raw = bytearray()
         while part := response.read1(1 << 16):
             raw += part
             if len(raw) > ANSWER_BYTES_MAX:
                 raise http.client.HTTPException("its answer does not end")
-            if ends.over:
+            if self._ends.over:
                 raise TimeoutError
         return response.status, bytes(raw)
-    finally:
-        connection.close()
+
+    def close(self) -> None:
+        """Let go of the connection."""
+        self._connection.close()
 
 
 def _error(code: object, text: str) -> LiveWeightError:

@@ -1,6 +1,7 @@
-"""What a trainer can tell a vLLM to do, by whatever way it has to it: a URL, or an object in its own process. An actor is in ray_controls.
+"""What a trainer can tell a vLLM to do, by whatever way it has to it.
 
-A port with its implementations. None of them needs vLLM to be installed where the trainer runs, unless vLLM runs there.
+A port, and its implementations for objects of the trainer's own process; http_controls and ray_controls have the others.
+None of them needs vLLM to be installed where the trainer runs, unless vLLM runs there.
 Every call ends with its deadline; what vLLM says against it is a LiveWeightError.
 """
 
@@ -10,19 +11,13 @@ import asyncio
 from collections.abc import Callable, Coroutine
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import TimeoutError as FutureTimeout
-from http.client import HTTPException
 from typing import Any, Literal, Protocol, TypeAlias
-from urllib.parse import urlencode, urlsplit
 
-import msgspec
-
-from liveweight.control.client import exchange, is_url
-from liveweight.errors import ChannelClosed, LiveWeightError, MessageInvalid, Refused, Unavailable
+from liveweight.errors import LiveWeightError, Unavailable
 from liveweight.spec.deadline import Deadline
 
 PauseMode: TypeAlias = Literal["keep", "abort"]
 """What happens to running requests: they stand still and are computed anew from their tokens, or they end."""
-_SHOWN = 600
 
 
 class Controls(Protocol):
@@ -33,6 +28,9 @@ class Controls(Protocol):
 
     def start(self, deadline: Deadline) -> None:
         """Begin an update."""
+
+    def begin(self, deadline: Deadline) -> bool:
+        """Begin an update, and say whether somebody has paused vLLM."""
 
     def update(self, info: dict[str, Any], deadline: Deadline) -> None:
         """Call every worker's `update_weights`; returns when all have."""
@@ -53,68 +51,14 @@ class Controls(Protocol):
         """Let it go on."""
 
 
-class HttpControls:
-    """A server, by the routes that it has with VLLM_SERVER_DEV_MODE=1."""
+class OneByOne:
+    """Beginning, of vLLMs that are told one thing after the other."""
 
-    def __init__(self, url: str, key: str | None = None) -> None:
-        self.url, self._key = url.rstrip("/"), key
-        self._parts = urlsplit(self.url)
-        if not is_url(self.url) or self._parts.hostname is None:
-            raise Refused(f"{url} is no URL of a vLLM, such as http://127.0.0.1:8000")
-
-    def init(self, info: dict[str, Any], deadline: Deadline) -> None:
+    def begin(self: Controls, deadline: Deadline) -> bool:
         """See Controls."""
-        self.ask("POST", "/init_weight_transfer_engine", {"init_info": info}, deadline)
-
-    def start(self, deadline: Deadline) -> None:
-        """See Controls."""
-        self.ask("POST", "/start_weight_update", None, deadline)
-
-    def update(self, info: dict[str, Any], deadline: Deadline) -> None:
-        """See Controls."""
-        self.ask("POST", "/update_weights", {"update_info": info}, deadline)
-
-    def name_version(self, version: str, deadline: Deadline) -> bool:
-        """See Controls."""
-        self.ask("POST", "/update_weight_version", {"new_version": version}, deadline)
-        return True
-
-    def finish(self, version: str | None, deadline: Deadline) -> None:
-        """See Controls."""
-        body = {} if version is None else {"weight_version": version}
-        self.ask("POST", "/finish_weight_update", body, deadline)
-
-    def paused(self, deadline: Deadline) -> bool:
-        """See Controls."""
-        return bool(self.ask("GET", "/is_paused", None, deadline).get("is_paused"))
-
-    def pause(self, mode: PauseMode, deadline: Deadline) -> None:
-        """See Controls."""
-        self.ask("POST", "/pause?" + urlencode({"mode": mode, "clear_cache": "true"}), None, deadline)
-
-    def resume(self, deadline: Deadline) -> None:
-        """See Controls."""
-        self.ask("POST", "/resume", None, deadline)
-
-    def ask(self, method: str, path: str, body: object, deadline: Deadline) -> dict[str, Any]:
-        """One request of any route, one answer."""
-        try:
-            status, raw = exchange(self._parts, method, path, self._key, body, deadline)
-        except TimeoutError:
-            raise deadline.exceeded(f"{self.url} to answer {method} {path}") from None
-        except OSError as error:
-            raise ChannelClosed(f"{self.url} cannot be reached: {error.strerror or error}") from error
-        except (HTTPException, ValueError) as error:
-            raise MessageInvalid(f"{self.url} is no vLLM: {error or type(error).__name__}") from error
-        if status == 404:
-            raise Unavailable(f"{self.url} has no {path}: start vLLM with VLLM_SERVER_DEV_MODE=1")
-        if status != 200:
-            said = raw.decode(errors="replace")[:_SHOWN]
-            raise Unavailable(f"{self.url} answered {method} {path} with status {status}: {said}")
-        try:
-            return msgspec.json.decode(raw, type=dict[str, Any])
-        except msgspec.DecodeError as error:
-            raise MessageInvalid(f"{self.url} is no vLLM: {error}") from error
+        was_paused = self.paused(deadline)
+        self.start(deadline)
+        return was_paused
 
 
 class _Calls:
@@ -138,7 +82,7 @@ class _Calls:
             raise Unavailable(f"{self._name}, {what}: {type(error).__name__}: {error}") from error
 
 
-class LlmControls:
+class LlmControls(OneByOne):
     """An `LLM` of this process. It runs no request between two calls of its `generate`: there is nothing to pause."""
 
     def __init__(self, llm: Any) -> None:
@@ -178,7 +122,7 @@ class LlmControls:
         """It goes on by itself."""
 
 
-class AsyncControls:
+class AsyncControls(OneByOne):
     """An `AsyncLLM` of this process, whose loop runs in another thread than the publisher's."""
 
     def __init__(self, llm: Any, loop: asyncio.AbstractEventLoop) -> None:
@@ -227,7 +171,7 @@ class AsyncControls:
         return self._calls.result(what, asyncio.run_coroutine_threadsafe(work, self._loop), deadline)
 
 
-class ClientControls:
+class ClientControls(OneByOne):
     """Any object with the four methods of vLLM's weight sync clients. Pausing is not among them: whoever has the object pauses vLLM around
     `publish`, or gives it `pause_generation(mode)`, `resume_generation()` and `update_weight_version(version)`, too."""
 

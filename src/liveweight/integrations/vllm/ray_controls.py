@@ -10,11 +10,11 @@ from types import SimpleNamespace
 from typing import Any
 
 from liveweight.errors import ChannelClosed, Unavailable
-from liveweight.integrations.vllm.controls import PauseMode
+from liveweight.integrations.vllm.controls import OneByOne, PauseMode
 from liveweight.spec.deadline import Deadline
 
 
-class RayControls:
+class RayControls(OneByOne):
     """One actor. An `LLM` is called between two calls of its `generate`: there is nothing to pause, only prefixes to forget."""
 
     def __init__(self, handle: Any) -> None:

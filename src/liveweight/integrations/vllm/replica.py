@@ -44,6 +44,7 @@ class VllmReplica:
         self._lease: Deadline | None = None
         self._in_doubt = self._stood_back = False
         self._finishing: Future[None] | None = None
+        self._begun: Future[bool] | None = None
 
     @property
     def name(self) -> str:
@@ -57,6 +58,7 @@ class VllmReplica:
 
     def _meet(self, deadline: Deadline) -> None:
         """Let its workers join, unless they have: at first, after a restart, and where an exchange was left in doubt."""
+        self._give_up(deadline)
         self._finished(deadline)
         if self._wire.connected and not self._in_doubt:
             return
@@ -91,7 +93,9 @@ class VllmReplica:
         return self._wire.open(body, deadline)
 
     def status(self, round_id: RoundId, until: m.Phase, deadline: Deadline) -> m.Progress:
-        """See Replica."""
+        """See Replica. vLLM's update begins while its workers verify: it answers at the end of a step, for which nobody waits then."""
+        if until == "verified" and self._begun is None:
+            self._begun = self._teller.submit(self._controls.begin, deadline)
         return self._wire.status(round_id, until, deadline)
 
     def compare(self, round_id: RoundId, digests: bytes, deadline: Deadline) -> None:
@@ -198,11 +202,13 @@ class VllmReplica:
             raise
 
     def _begin(self, begun: Deadline, deadline: Deadline) -> bool:
-        """Begin an update and pause; whether somebody had paused it. What fails here is undone, and refuses the commit."""
+        """Begin an update, unless that is done, and pause; whether somebody had paused it. What fails here is undone, and refuses the
+        commit."""
         try:
+            beginning, self._begun = self._begun, None
             self._finished(begun)
-            was_paused = self._controls.paused(begun) and not self._stood_back
-            self._controls.start(begun)
+            was_paused = self._controls.begin(begun) if beginning is None else beginning.result()
+            was_paused = was_paused and not self._stood_back
         except LiveWeightError as error:
             # An update of somebody else may be active: that is looked after when vLLM is met again.
             self._in_doubt = True
@@ -213,6 +219,16 @@ class VllmReplica:
             self._end(None, was_paused=was_paused, deadline=_later(deadline))
             raise ReplicaRefused(fault_of(error, step="commit")) from error
         return was_paused
+
+    def _give_up(self, deadline: Deadline) -> None:
+        """End an update that was begun for a round that did not come to its commit."""
+        beginning, self._begun = self._begun, None
+        if beginning is None:
+            return
+        if beginning.exception() is None:
+            self._finishing = self._teller.submit(self._controls.finish, None, deadline)
+        else:
+            self._in_doubt = True
 
     def _end(self, serving: Version | None, *, was_paused: bool, deadline: Deadline) -> None:
         """Name the version, resume unless somebody else had paused, and end the update, last of all: as long as vLLM is paused for us,
@@ -239,7 +255,10 @@ class VllmReplica:
 
     def abort(self, round_id: RoundId, reason: str, deadline: Deadline) -> tuple[int, ...]:
         """See Replica."""
-        return self._wire.abort(round_id, reason, deadline)
+        try:
+            return self._wire.abort(round_id, reason, deadline)
+        finally:
+            self._give_up(_later(deadline))
 
     def stand_back(self, version: Version, reason: str, deadline: Deadline) -> None:
         """See Replica. It is paused until this publisher's next round has committed; whoever resumes it lets it serve what it has."""
@@ -264,6 +283,7 @@ class VllmReplica:
 
     def close(self) -> None:
         """See Replica. vLLM's workers stay as they are, for the next publisher. What was begun to be told to vLLM is told."""
+        self._give_up(Deadline.after(GRACE_S))
         self._teller.shutdown(wait=True)
         self._wire.close()
         self._looker.close()

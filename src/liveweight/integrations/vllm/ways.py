@@ -11,9 +11,9 @@ from liveweight.integrations.vllm.controls import (
     AsyncControls,
     ClientControls,
     Controls,
-    HttpControls,
     LlmControls,
 )
+from liveweight.integrations.vllm.http_controls import HttpControls
 from liveweight.integrations.vllm.ray_controls import RayControls
 
 FOUR = ("init_weight_transfer_engine", "start_weight_update", "update_weights", "finish_weight_update")
