@@ -13,7 +13,7 @@ from liveweight.integrations.vllm.http_controls import HttpControls
 from liveweight.spec.deadline import Deadline
 
 CALL_S = 300.0
-TOKENS = 16
+TOKENS = 6
 """Of an answer: after a pause vLLM computes the KV of running ones anew, which shall not be most of what is measured."""
 
 
@@ -37,7 +37,7 @@ class Clients:
             thread.start()
 
     def _run(self, number: int) -> None:
-        prompt = [(number * 37 + position * 11) % 400 + 4 for position in range(4)]
+        prompt = [(number * 37 + position * 11) % 400 + 4 for position in range(2)]
         body = {
             "model": "model",
             "prompt": prompt,
