@@ -121,6 +121,26 @@ def test_damage_in_the_hosts_arena_is_found_by_the_rank_that_staged_it(started: 
         assert "rank" in str(found)
 
 
+def test_what_a_worker_computes_with_is_read_back_where_it_can_be(started: Started) -> None:
+    vllm = started(2)
+    with publisher(vllm, NEW) as trainer:
+        trainer.publish(1)
+        (found,) = trainer.verify().replicas
+        assert (found.match, found.read) == (True, "staged")
+        assert found.verdict is not None
+        assert found.verdict.unread == 1  # the head
+        vllm.workers[1].holds["model.layers.2.k.weight"][3, 4] += 1
+        (found,) = trainer.verify().replicas
+        assert found.match is False
+        assert found.verdict is not None
+        assert [(one.name, one.ranks) for one in found.verdict.mismatches] == [
+            ("model.layers.2.k.weight", (1,))
+        ]
+        trainer.undo()
+        trainer.publish(1)
+        assert trainer.verify().match
+
+
 def test_a_second_trainer_finds_the_leader_of_the_first_gone_and_takes_over(started: Started) -> None:
     vllm = started(2)
     with publisher(vllm) as trainer:

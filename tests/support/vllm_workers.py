@@ -6,11 +6,12 @@ What vLLM itself does is the double's (lockstep calls, an update that is begun a
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import torch
 
@@ -37,6 +38,27 @@ def weights(seed: int) -> dict[str, torch.Tensor]:
     }
 
 
+@dataclass(frozen=True)
+class Held:
+    """A tensor of a worker's, all of it."""
+
+    worker: Worker
+    tensor: str
+
+    @property
+    def source(self) -> Self:
+        """The whole."""
+        return self
+
+    def within(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The whole."""
+        return tensor
+
+    def held(self) -> torch.Tensor | None:
+        """What the worker computes with."""
+        return None if "head" in self.tensor else self.worker.holds[self.tensor]
+
+
 class Worker:
     """One worker's model, and how many of its next loads fail, each after so many tensors."""
 
@@ -54,6 +76,10 @@ class Worker:
                 raise RuntimeError(f"{name} does not load")
             self.order.append(name)
             self.holds[name] = tensor.clone()
+
+    def places(self, names: Iterable[str]) -> Iterator[Held]:
+        """Where tensors lie; of heads nobody can tell, they are packed away."""
+        yield from (Held(self, name) for name in names)
 
     def restore(self) -> None:
         """Layers have their tensors again."""
@@ -98,6 +124,7 @@ class VllmWorkers:
             load=worker.load,
             restore=worker.restore,
             start=partial(_pairs, self.start),
+            places=partial(worker.places, tuple(self.start)),
         )
         return VllmRank(seat, loading, terms, load_or_create_secret(self.secret))
 

@@ -43,6 +43,9 @@ class Weights:
             raise LayoutInvalid("memory replaced by somebody else: a")
         return [Memory.from_array(self.array)]
 
+    def read_back(self) -> None:
+        """It is what serves."""
+
 
 class Asked:
     """An auditor, and whoever hears its answers."""

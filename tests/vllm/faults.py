@@ -17,6 +17,10 @@ class Faults:
         """Of this worker."""
         return os.getpid()
 
+    def change_a_norm(self) -> None:
+        """One weight of the last layer is otherwise than it was installed."""
+        self.model_runner.model.model.norm.weight.data[3] += 1
+
     def fail_loading(self, after: str, times: str) -> None:
         """Let the next so many loads of weights fail, on worker 0, each after that many tensors."""
         model, left = self.model_runner.model, int(times)

@@ -62,6 +62,26 @@ def test_a_module_is_published_like_a_checkpoint(
     assert server.answer() == before
 
 
+def test_what_vllm_computes_with_is_read_back_where_it_is_not_packed_away(
+    server: Server, before: Answer, base: Path, new: Path
+) -> None:
+    with publisher(server, new) as trainer:
+        trainer.publish("read")
+        (found,) = trainer.verify().replicas
+        assert found.verdict is not None
+        assert (found.match, found.read) == (True, "staged")
+        assert (
+            found.verdict.tensors - found.verdict.unread == 8
+        )  # embeddings, two norms of each layer, and the last one
+        server.tell_workers("change_a_norm")
+        (found,) = trainer.verify().replicas
+        assert found.verdict is not None
+        assert [(one.name, one.ranks) for one in found.verdict.mismatches] == [("model.norm.weight", (0,))]
+    with publisher(server, base) as trainer:
+        trainer.publish("back")
+    assert server.answer() == before
+
+
 def test_other_tensors_are_refused_by_name_before_anything_is_sent(server: Server, before: Answer) -> None:
     tensors = llama(1).state_dict()
     del tensors["model.layers.1.mlp.up_proj.weight"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 from liveweight.errors import DeadlineExceeded, LiveWeightError, OutcomeUnknown, RoundFailed, WireError
 from liveweight.spec.deadline import Deadline
@@ -24,6 +25,11 @@ class ReplicaVerdict:
     def match(self) -> bool | None:
         """Whether it holds exactly what was published; None: it could not be learned."""
         return None if self.verdict is None else self.verdict.match
+
+    @property
+    def read(self) -> Literal["installed", "staged"] | None:
+        """Whether all that it computes with was read, or of some tensors only the copy that they were installed from."""
+        return None if self.verdict is None else "staged" if self.verdict.unread else "installed"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -216,7 +216,8 @@ class Verdict(Body, frozen=True):
     """What is installed, and whether it is what it should be; `match` None: there was nothing to compare it with.
 
     `serving` is what is said to be installed, `found` the version that the content is, if the replica knows one. `digest` is that of the
-    whole, in the names of what it was compared with (else in the replica's own); None where only some tensors were asked for.
+    whole, in the names of what it was compared with (else in the replica's own); None where only some tensors were asked for. Of `unread`
+    tensors only the copy was read that they were installed from.
     """
 
     match: bool | None
@@ -229,3 +230,4 @@ class Verdict(Body, frozen=True):
     mismatches: tuple[Mismatch, ...]
     seconds: tuple[float, ...]
     manifest: Manifest | None = None
+    unread: int = 0

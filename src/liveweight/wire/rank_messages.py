@@ -123,7 +123,8 @@ class Digest(Body, frozen=True):
 class Digested(Body, frozen=True):
     """Notification from a rank: the digests of its live weights, 16 bytes per placement (zero for those not asked for).
 
-    Without `lanes` it has none: its weights were exchanged while it read them, or it failed.
+    Without `lanes` it has none: its weights were exchanged while it read them, or it failed. Where it digests a copy of what serves, it
+    names the tensors that differ there, and those of which what serves cannot be read.
     """
 
     audit: int
@@ -131,3 +132,5 @@ class Digested(Body, frozen=True):
     lanes: bytes | None
     seconds: float
     fault: Fault | None = None
+    differing: tuple[str, ...] = ()
+    unread: tuple[str, ...] = ()

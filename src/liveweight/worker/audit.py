@@ -52,6 +52,8 @@ class Audit:
     exchanges: int = 0
     lanes: dict[int, Lanes] = field(default_factory=dict)
     seconds: dict[int, float] = field(default_factory=dict)
+    apart: dict[str, list[int]] = field(default_factory=dict)
+    unread: set[str] = field(default_factory=set)
     fault: Fault | None = None
     changed: bool = False
 
@@ -166,6 +168,9 @@ class Audits:
             audit.changed = True
         else:
             audit.lanes[body.rank] = lanes_from_bytes(body.lanes, len(member.layout.placements))
+            audit.unread.update(body.unread)
+            for name in body.differing:
+                audit.apart.setdefault(name, []).append(body.rank)
         return self.go_on(now_s)
 
     def lost(self, rank: int, member: Member) -> list[Action]:
@@ -197,6 +202,7 @@ class Audits:
         """A new try: late answers to the one before have another number."""
         audit.number, audit.tries, audit.exchanges = next(self._numbers), audit.tries + 1, self._exchanges
         audit.lanes, audit.seconds, audit.changed = {}, {}, False
+        audit.apart, audit.unread = {}, set()
         expected, names = audit.tally.expected.tensors, None
         if not audit.chosen.all():
             names = tuple(expected[number].name for number in np.flatnonzero(audit.chosen))
@@ -259,4 +265,6 @@ class Audits:
             given=audit.reference,
             installed=(self._now, self._before),
             listed=audit.asked.listed,
+            apart=audit.apart,
+            unread=audit.unread,
         )

@@ -23,7 +23,7 @@ from liveweight.wire.messages import Digest, Digested
 from liveweight.wire.values import fault_of
 from liveweight.worker.shadow_digest import ShadowDigest
 from liveweight.worker.staging import Pace, Stopped
-from liveweight.worker.target import Target
+from liveweight.worker.target import ReadBack, Target
 from liveweight.worker.turnstile import Turnstile
 
 DOUBT_S = 5.0
@@ -84,9 +84,9 @@ class Auditor:
                 self._wake()
 
     def _answer(self, order: Digest, deadline: Deadline, crew: Crew) -> Digested:
-        began_s, fault, lanes = time.monotonic(), None, None
+        began_s, fault, lanes, beside = time.monotonic(), None, None, ReadBack()
         try:
-            lanes = self._read(order, deadline, crew)
+            lanes, beside = self._read(order, deadline, crew)
         except Exception as error:  # whatever it is, the leader waits for an answer
             ours = (
                 error
@@ -95,11 +95,17 @@ class Auditor:
             )
             fault = fault_of(ours, step="verify", rank=self._rank, waited_s=deadline.waited_s())
         return Digested(
-            audit=order.audit, rank=self._rank, lanes=lanes, seconds=time.monotonic() - began_s, fault=fault
+            audit=order.audit,
+            rank=self._rank,
+            lanes=lanes,
+            seconds=time.monotonic() - began_s,
+            fault=fault,
+            differing=beside.differing,
+            unread=beside.unread,
         )
 
-    def _read(self, order: Digest, deadline: Deadline, crew: Crew) -> bytes | None:
-        """The digests; None if weights were exchanged meanwhile.
+    def _read(self, order: Digest, deadline: Deadline, crew: Crew) -> tuple[bytes | None, ReadBack]:
+        """The digests, and what serves beside them; None if weights were exchanged meanwhile.
 
         The count is read before it is certain that no exchange is under way: one that begins later raises it.
         """
@@ -119,11 +125,14 @@ class Auditor:
                 names=None if order.names is None else frozenset(order.names),
                 pace=None if self._pace_bytes_per_s is None else Pace(self._pace_bytes_per_s),
             )
-        except LiveWeightError:
+            beside = self._target.read_back() or ReadBack()
+        except Exception:
             if changed():  # in the middle of an exchange tensors are not where they were
-                return None
+                return None, ReadBack()
             raise
-        return None if isinstance(lanes, Stopped) or changed() else lanes_to_bytes(lanes)
+        if isinstance(lanes, Stopped) or changed():
+            return None, ReadBack()
+        return lanes_to_bytes(lanes), beside
 
     def _be_certain(self, deadline: Deadline) -> None:
         """Wait for an exchange that is under way to come to its end."""

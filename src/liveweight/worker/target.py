@@ -3,10 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 from liveweight.devices.memory import Memory
 from liveweight.spec.layout import Layout
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReadBack:
+    """What serves, beside the copy of it that a rank keeps: tensors that differ, and those of which it cannot be read."""
+
+    differing: tuple[str, ...] = ()
+    unread: tuple[str, ...] = ()
 
 
 class Target(Protocol):
@@ -27,6 +36,9 @@ class Target(Protocol):
 
     def swap(self) -> None:
         """Exchange live and shadow, all or nothing; its own inverse. Called from the rank's main thread, at a boundary."""
+
+    def read_back(self) -> ReadBack | None:
+        """Compare what serves with `live`, where that is only a copy of it; None where it is what serves. From the auditor's thread."""
 
     def release_shadow(self) -> None:
         """Give the shadow's memory back."""

@@ -167,6 +167,9 @@ class TensorTarget:
             self._sides = before
             raise
 
+    def read_back(self) -> None:
+        """Live memory is what serves."""
+
     def idle(self) -> Sequence[Memory]:
         """The memory that is not live, if there is any by now: nothing is allocated for it."""
         return () if self._sides[1] is None else self._sides[1].memories

@@ -5,8 +5,9 @@ Owns the comparison. Whether the digests belong together, of one state of all ra
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 
 import msgspec
 import numpy as np
@@ -20,6 +21,7 @@ from liveweight.wire.values import Mismatch
 from liveweight.worker.references import Mask, Reference
 
 MISMATCHES_TOLD = 100
+EMPTY: Mapping[str, Sequence[int]] = MappingProxyType({})
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,14 +49,18 @@ def verdict(
     given: Reference | None,
     installed: tuple[Installed, Installed],
     listed: bool,
+    apart: Mapping[str, Sequence[int]] = EMPTY,
+    unread: Collection[str] = (),
 ) -> Verdict:
-    """Compare what the ranks hold with what was given, or else with what is installed: `installed` is that, and what was before."""
+    """Compare what the ranks hold with what was given, or else with what is installed: `installed` is that, and what was before.
+    With tensors of `apart` those ranks do not compute as they digested them; of those in `unread` nobody knows."""
     totals, torn = tally.combine(partials)
     against = installed[0].reference if given is None else given
     found = None
-    if chosen.all() and not torn:
+    names = [spec.name for spec in tally.expected]
+    if chosen.all() and not torn and not apart:
         found = next((known.version for known in installed if known.is_content(tally, totals)), None)
-    wrong = chosen & np.isin([spec.name for spec in tally.expected], torn)
+    wrong = chosen & np.isin(names, [*torn, *apart])
     compared = int(wrong.sum())
     if against is not None:
         wrong |= chosen & against.differing(totals)
@@ -69,9 +75,10 @@ def verdict(
         tensors=int(chosen.sum()),
         compared=compared,
         differing=int(wrong.sum()),
-        mismatches=_mismatches(tally, wrong, partials, against, installed[0].reference),
+        mismatches=_mismatches(tally, wrong, partials, against, installed[0].reference, apart),
         seconds=tuple(seconds),
         manifest=_listing(tally, totals, chosen, torn) if listed else None,
+        unread=int((chosen & np.isin(names, list(unread))).sum()),
     )
 
 
@@ -105,6 +112,7 @@ def _mismatches(
     partials: Sequence[Lanes],
     against: Reference | None,
     installed: Reference | None,
+    apart: Mapping[str, Sequence[int]],
 ) -> tuple[Mismatch, ...]:
     """The first tensors that differ, each with the ranks that do."""
     numbers = np.flatnonzero(wrong)[:MISMATCHES_TOLD].tolist()
@@ -112,9 +120,10 @@ def _mismatches(
         return ()
     parts = partials if against is None else _parts(tally, against, installed, partials)
     ranks = tally.holders(partials, parts)
+    names = {number: tally.expected.tensors[number].name for number in numbers}
     return tuple(
-        Mismatch(name=tally.expected.tensors[number].name, ranks=tuple(ranks.get(number, ())))
-        for number in numbers
+        Mismatch(name=name, ranks=tuple(sorted({*ranks.get(number, ()), *apart.get(name, ())})))
+        for number, name in names.items()
     )
 
 

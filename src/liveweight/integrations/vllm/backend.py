@@ -6,6 +6,7 @@ weights, whole versions at a time; `start` and `finish` have nothing to prepare 
 
 from __future__ import annotations
 
+import itertools
 import os
 from dataclasses import dataclass
 from functools import partial
@@ -23,6 +24,8 @@ from vllm.distributed.weight_transfer.base import (
 from liveweight.errors import EngineConfigInvalid, WrongState
 from liveweight.integrations.vllm import seam
 from liveweight.integrations.vllm.rank import Loading, Seat, Terms, VllmRank
+from liveweight.integrations.vllm.target import in_layers, layer_of
+from liveweight.integrations.vllm.tracing import trace
 from liveweight.spec.manifest import Manifest
 from liveweight.trainer.checkpoint import CheckpointSource
 from liveweight.wire.credentials import load_or_create_secret
@@ -97,12 +100,14 @@ class LiveweightBackend(WeightTransferEngine[InitInfo, UpdateInfo]):
         directory = seam.checkpoint_directory(self.model_config, self.vllm_config.load_config)
         source = CheckpointSource(directory)
         manifest = source.manifest()
-        used = tuple(spec for spec in manifest if not spec.name.endswith(UNUSED))
+        used = Manifest(tensors=tuple(spec for spec in manifest if not spec.name.endswith(UNUSED)))
+        layers = [list(group) for _, group in itertools.groupby(in_layers(used), key=layer_of)]
         return Loading(
-            manifest=Manifest(tensors=used),
+            manifest=used,
             load=partial(seam.load, self.model, self.model_config),
             restore=partial(seam.restore, self.model, self.model_config),
             start=source.tensors,
+            places=partial(trace, self.model, layers),
         )
 
     def start_weight_update(self) -> None:

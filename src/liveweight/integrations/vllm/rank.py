@@ -7,7 +7,7 @@ in vLLM's `update_weights`, which reaches all workers between the same two steps
 from __future__ import annotations
 
 import secrets
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +16,7 @@ from liveweight.devices.device import CPU
 from liveweight.devices.kernels import choose_kernels
 from liveweight.errors import WrongState
 from liveweight.integrations.vllm.arenas import HostArenas
+from liveweight.integrations.vllm.reading_back import Place, ReadingBack
 from liveweight.integrations.vllm.target import Named, VllmTarget, divide
 from liveweight.observe.bus import Bus
 from liveweight.observe.log import log
@@ -52,12 +53,14 @@ class Seat:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Loading:
-    """How a version gets into the worker's model: all its tensors, what puts a failed attempt right, and what it was started from."""
+    """How a version gets into the worker's model: all its tensors, what puts a failed attempt right, what it was started from, and where
+    tensors lie then."""
 
     manifest: Manifest
     load: Callable[[Named], None]
     restore: Callable[[], None]
     start: Callable[[], Named]
+    places: Callable[[], Iterable[Place]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,6 +99,7 @@ class VllmRank:
             load=loading.load,
             restore=loading.restore,
             start=loading.start,
+            reading=ReadingBack(loading.manifest, loading.places),
         )
         self._member: Member | None = None
         self._address: str | None = None

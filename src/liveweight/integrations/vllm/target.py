@@ -15,9 +15,11 @@ from typing import TYPE_CHECKING, TypeAlias
 from liveweight.devices.memory import Memory
 from liveweight.errors import Torn, WrongState
 from liveweight.integrations.vllm.arenas import HostArenas
+from liveweight.integrations.vllm.reading_back import ReadingBack
 from liveweight.spec.layout import ALIGNMENT_BYTES, Layout, Placement, align, contiguous_strides
 from liveweight.spec.manifest import Manifest, TensorSpec
 from liveweight.spec.region import whole
+from liveweight.worker.target import ReadBack
 
 if TYPE_CHECKING:
     import torch
@@ -110,10 +112,11 @@ class VllmTarget:
         load: Callable[[Named], None],
         restore: Callable[[], None],
         start: Callable[[], Named],
+        reading: ReadingBack,
     ) -> None:
         self._manifest, self._arenas, self._shares = manifest, arenas, shares
         self._own = shares.ranks[local_rank]
-        self._load, self._restore, self._start = load, restore, start
+        self._load, self._restore, self._start, self._reading = load, restore, start, reading
         self._sides: tuple[Content, Content] = (Start(), InArena(0))
 
     @property
@@ -122,7 +125,7 @@ class VllmTarget:
         return self._own.layout
 
     def live(self) -> Sequence[Memory]:
-        """The full tensors that were installed. vLLM's own are in its layouts, and can not be read back in general."""
+        """The full tensors that were installed. vLLM's own are in its layouts: see `read_back`."""
         match self._sides[0]:
             case InArena(number=number):
                 return (self._arenas.memory(number),)
@@ -178,15 +181,25 @@ class VllmTarget:
             part = pages[offset : offset + spec.size_bytes]
             yield spec.name, part.view(getattr(torch, spec.dtype.value)).view(spec.shape)
 
+    def read_back(self) -> ReadBack | None:
+        """See Target. Of a model that packs weights away, little can be read."""
+        match self._sides[0]:
+            case InArena(number=number):
+                tensors = dict(self._in_arena(number))
+                return self._reading.beside(tensors.__getitem__)
+            case Start():
+                return None
+
     def release_shadow(self) -> None:
         """Arenas are kept across rounds."""
 
 
 def in_layers(manifest: Manifest) -> list[TensorSpec]:
     """The tensors by the first number in their names, which is their layer's; what has none comes first."""
+    return sorted(manifest, key=layer_of)
 
-    def layer(spec: TensorSpec) -> tuple[str, int]:
-        prefix, number, _ = re.match(r"(.*?)(?:\.(\d+)\.(.*))?$", spec.name).groups()  # type: ignore[union-attr]
-        return ("", -1) if number is None else (prefix, int(number))
 
-    return sorted(manifest, key=layer)
+def layer_of(spec: TensorSpec) -> tuple[str, int]:
+    """The layer that a tensor belongs to, by its name."""
+    prefix, number, _ = re.match(r"(.*?)(?:\.(\d+)\.(.*))?$", spec.name).groups()  # type: ignore[union-attr]
+    return ("", -1) if number is None else (prefix, int(number))

@@ -1,0 +1,74 @@
+"""What vLLM's model holds, beside the tensors that were installed: compared to the bit, where a layer keeps weights as they were loaded."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, Protocol
+
+from liveweight.spec.manifest import Manifest
+from liveweight.worker.target import ReadBack
+
+if TYPE_CHECKING:
+    import torch
+
+
+class Part(Protocol):
+    """A part of a view in memory of which something else has the layout."""
+
+    def within(self, tensor: torch.Tensor) -> torch.Tensor:
+        """This part of another tensor of the same layout."""
+
+
+class Place(Protocol):
+    """Where a part of a tensor lies in the model."""
+
+    @property
+    def tensor(self) -> str:
+        """Its name."""
+
+    @property
+    def source(self) -> Part:
+        """Which part of it."""
+
+    def held(self) -> torch.Tensor | None:
+        """What the model holds there; None where that cannot be read."""
+
+
+class ReadingBack:
+    """Of one model. For one thread; where tensors lie is learned when it is first asked."""
+
+    def __init__(self, manifest: Manifest, learn: Callable[[], Iterable[Place]]) -> None:
+        self._manifest, self._learn = manifest, learn
+        self._places: dict[str, list[Place]] | None = None
+
+    def beside(self, tensor: Callable[[str], torch.Tensor]) -> ReadBack:
+        """What the model holds, beside these tensors."""
+        found = {spec.name: self._differs(spec.name, tensor) for spec in self._manifest}
+        return ReadBack(
+            differing=tuple(name for name, differs in found.items() if differs),
+            unread=tuple(name for name, differs in found.items() if differs is None),
+        )
+
+    def _differs(self, name: str, tensor: Callable[[str], torch.Tensor]) -> bool | None:
+        """None where it cannot be read, or not all of it."""
+        held = [(place, place.held()) for place in self._known().get(name, ())]
+        known = [(place, live) for place, live in held if live is not None]
+        if any(not _same(live, place.source.within(tensor(name))) for place, live in known):
+            return True
+        return False if known and len(known) == len(held) else None
+
+    def _known(self) -> dict[str, list[Place]]:
+        if self._places is None:
+            places: dict[str, list[Place]] = {}
+            for place in self._learn():
+                places.setdefault(place.tensor, []).append(place)
+            self._places = places
+        return self._places
+
+
+def _same(live: torch.Tensor, wanted: torch.Tensor) -> bool:
+    """To the bit, also where it is no number."""
+    import torch
+
+    units = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[live.element_size()]
+    return torch.equal(live.cpu().view(units), wanted.view(units))

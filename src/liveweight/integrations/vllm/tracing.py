@@ -1,0 +1,163 @@
+"""Where vLLM's loading puts the tensors of a checkpoint, learned from that loading itself.
+
+A twin of the model, whose parameters have no memory, loads tensors that have none either, and what is copied is noted: which part of a
+tensor goes where in which parameter. What is changed on its way, or whose loading cannot be followed, is not among it.
+Knows vLLM's insides, like seam; nothing of the model that serves is touched.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Self
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from liveweight.spec.manifest import TensorSpec
+
+UNCHANGED = ("UnquantizedEmbeddingMethod", "UnquantizedLinearMethod")
+"""Of layers with a method of their own, those that keep weights as they were loaded, unless they pack them away."""
+
+
+@dataclass(frozen=True, slots=True)
+class View:
+    """A part of a tensor's memory, in elements."""
+
+    offset: int
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor) -> Self:
+        """Where this one lies."""
+        return cls(int(tensor.storage_offset()), tuple(tensor.shape), tensor.stride())
+
+    def within(self, tensor: torch.Tensor) -> torch.Tensor:
+        """This part of another tensor of the same layout."""
+        return tensor.as_strided(self.shape, self.strides, tensor.storage_offset() + self.offset)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Placed:
+    """This part of a checkpoint's tensor lies there, as it is."""
+
+    tensor: str
+    source: View
+    layer: Any
+    parameter: str
+    destination: View
+
+    def held(self) -> torch.Tensor | None:
+        """What the model holds there now; None where it does not keep it as it was loaded."""
+        live = self.layer._parameters.get(self.parameter)
+        if live is None or not _kept_as_loaded(self.layer, self.parameter, live):
+            return None
+        return self.destination.within(live.data)
+
+
+def trace(model: Any, groups: Iterable[Sequence[TensorSpec]]) -> Iterator[Placed]:
+    """What loading these tensors copies. They come in groups that are loaded together: one that cannot be followed spoils no other."""
+    from vllm.model_executor.model_loader.mtp_validation import disable_mtp_completeness_check
+
+    parameters: dict[int, tuple[Any, str]] = {}
+    twin = _twin(model, {}, parameters)
+    for group in groups:
+        tensors = {
+            spec.name: torch.empty(spec.shape, dtype=getattr(torch, spec.dtype.value), device="meta")
+            for spec in group
+        }
+        noted = _Copies({_storage(tensor): name for name, tensor in tensors.items()}, parameters)
+        try:
+            with torch.no_grad(), disable_mtp_completeness_check(), noted:
+                twin.load_weights(iter(tensors.items()))
+        except Exception:  # vLLM's, of any kind: such as a loader that asks for values
+            continue
+        yield from (one for one in noted.found if (one.layer, one.parameter) not in noted.changed)
+
+
+class _Copies(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Notes what is copied from tensors into parameters, and which parameters get something else."""
+
+    def __init__(self, tensors: Mapping[int, str], parameters: Mapping[int, tuple[Any, str]]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._tensors, self._parameters = tensors, parameters
+        self.found: list[Placed] = []
+        self.changed: set[tuple[Any, str]] = set()
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        del types
+        if func is torch.ops.aten.copy_.default:
+            self._note(args[0], args[1])
+        return func(*args, **(kwargs or {}))
+
+    def _note(self, into: torch.Tensor, source: torch.Tensor) -> None:
+        place, name = self._parameters.get(_storage(into)), self._tensors.get(_storage(source))
+        if place is None:
+            return
+        if name is None or into.dtype != source.dtype or into.shape != source.shape:
+            self.changed.add(place)
+            return
+        layer, parameter = place
+        self.found.append(
+            Placed(
+                tensor=name,
+                source=View.of(source),
+                layer=layer,
+                parameter=parameter,
+                destination=View.of(into),
+            )
+        )
+
+
+def _storage(tensor: torch.Tensor) -> int:
+    return int(tensor.untyped_storage()._cdata)
+
+
+def _twin(layer: Any, seen: dict[Any, Any], parameters: dict[int, tuple[Any, str]]) -> Any:
+    """The same layers, with parameters as they are when weights are loaded, and without memory; `parameters` says whose each is."""
+    if layer in seen:
+        return seen[layer]
+    seen[layer] = twin = copy.copy(layer)
+    own = {**{name: p for name, p in layer._parameters.items() if p is not None}, **_as_loaded(layer)}
+    twin._parameters = {name: _without_memory(parameter, layer) for name, parameter in own.items()}
+    twin._modules = {
+        name: None if child is None else _twin(child, seen, parameters)
+        for name, child in layer._modules.items()
+    }
+    for name, parameter in twin._parameters.items():
+        parameters[_storage(parameter)] = (layer, name)
+    return twin
+
+
+def _without_memory(parameter: torch.Tensor, layer: Any) -> torch.Tensor:
+    from vllm.model_executor.model_loader.reload.sanitize import restore_layer_refs
+
+    twin = torch.empty_strided(
+        tuple(parameter.size()), parameter.stride(), dtype=parameter.dtype, device="meta"
+    )
+    twin.__class__ = parameter.__class__
+    twin.__dict__ = parameter.__dict__.copy()
+    restored: torch.Tensor = restore_layer_refs(twin, layer)
+    return restored
+
+
+def _as_loaded(layer: Any) -> dict[str, torch.Tensor]:
+    from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
+
+    parameters: dict[str, torch.Tensor] = get_layerwise_info(layer).restore_metadata[0]
+    return parameters
+
+
+def _kept_as_loaded(layer: Any, name: str, live: torch.Tensor) -> bool:
+    """Whether that parameter is what the layer computes with, in the layout in which it was loaded."""
+    method = getattr(layer, "quant_method", None)
+    if method is not None and type(method).__name__ not in UNCHANGED:
+        return False
+    if hasattr(layer, "cpu_linear") and type(layer).__name__ != "VocabParallelEmbedding":
+        return False  # on a CPU, a copy that was packed for it computes
+    loaded = _as_loaded(layer).get(name, live)
+    return (loaded.shape, loaded.stride(), loaded.dtype) == (live.shape, live.stride(), live.dtype)
