@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from concurrent.futures import TimeoutError as FutureTimeout
 from contextlib import contextmanager
 from typing import Any
 
@@ -16,6 +15,7 @@ from msgspec.structs import replace
 
 from liveweight.errors import ChannelClosed, LiveWeightError, Refused, Torn, Unavailable
 from liveweight.integrations.vllm.controls import Controls, PauseMode
+from liveweight.integrations.vllm.updates import Updates
 from liveweight.spec.deadline import Deadline
 from liveweight.spec.manifest import Manifest, Version
 from liveweight.trainer.replica import ReplicaRefused, WireReplica
@@ -40,11 +40,11 @@ class VllmReplica:
         self._wire = WireReplica(address, secret)
         self._looker = WireReplica(address, secret)
         self._teller = ThreadPoolExecutor(1, thread_name_prefix="liveweight-vllm-commit")
+        self._updates = Updates(name, controls, self._teller)
         self._policy: KvPolicy | None = None
         self._lease: Deadline | None = None
         self._in_doubt = self._stood_back = False
-        self._finishing: Future[None] | None = None
-        self._begun: Future[bool] | None = None
+        self._round = Deadline.after(0.0)
 
     @property
     def name(self) -> str:
@@ -58,8 +58,7 @@ class VllmReplica:
 
     def _meet(self, deadline: Deadline) -> None:
         """Let its workers join, unless they have: at first, after a restart, and where an exchange was left in doubt."""
-        self._give_up(deadline)
-        self._finished(deadline)
+        self._in_doubt = not self._updates.over(deadline) or self._in_doubt
         if self._wire.connected and not self._in_doubt:
             return
         self._controls.init({**self._terms, "timeout_s": max(1.0, deadline.remaining_s())}, deadline)
@@ -88,14 +87,14 @@ class VllmReplica:
                 f"vLLM has no KV policy {body.kv_policy}: its prefix cache would outlive the weights"
             )
             raise ReplicaRefused(fault_of(error, step="open"))
-        self._policy = body.kv_policy
+        self._policy, self._round = body.kv_policy, deadline
         self._meet(deadline)
         return self._wire.open(body, deadline)
 
     def status(self, round_id: RoundId, until: m.Phase, deadline: Deadline) -> m.Progress:
         """See Replica. vLLM's update begins while its workers verify: it answers at the end of a step, for which nobody waits then."""
-        if until == "verified" and self._begun is None:
-            self._begun = self._teller.submit(self._controls.begin, deadline)
+        if until == "verified":
+            self._updates.begin_ahead(self._round)
         return self._wire.status(round_id, until, deadline)
 
     def compare(self, round_id: RoundId, digests: bytes, deadline: Deadline) -> None:
@@ -205,10 +204,7 @@ class VllmReplica:
         """Begin an update, unless that is done, and pause; whether somebody had paused it. What fails here is undone, and refuses the
         commit."""
         try:
-            beginning, self._begun = self._begun, None
-            self._finished(begun)
-            was_paused = self._controls.begin(begun) if beginning is None else beginning.result()
-            was_paused = was_paused and not self._stood_back
+            was_paused = self._updates.begin(begun) and not self._stood_back
         except LiveWeightError as error:
             # An update of somebody else may be active: that is looked after when vLLM is met again.
             self._in_doubt = True
@@ -220,16 +216,6 @@ class VllmReplica:
             raise ReplicaRefused(fault_of(error, step="commit")) from error
         return was_paused
 
-    def _give_up(self, deadline: Deadline) -> None:
-        """End an update that was begun for a round that did not come to its commit."""
-        beginning, self._begun = self._begun, None
-        if beginning is None:
-            return
-        if beginning.exception() is None:
-            self._finishing = self._teller.submit(self._controls.finish, None, deadline)
-        else:
-            self._in_doubt = True
-
     def _end(self, serving: Version | None, *, was_paused: bool, deadline: Deadline) -> None:
         """Name the version, resume unless somebody else had paused, and end the update, last of all: as long as vLLM is paused for us,
         one is active, and tells so to whoever comes after a trainer that died."""
@@ -239,31 +225,21 @@ class VllmReplica:
             self._controls.resume(deadline)
         label = None if serving is None else str(serving)
         # vLLM serves again, and hears of it only after a long step: the KV of all running requests is computed anew.
-        self._finishing = self._teller.submit(self._controls.finish, label, deadline)
+        self._updates.end(label, deadline)
         if not named:
-            self._finished(deadline)
-
-    def _finished(self, deadline: Deadline) -> None:
-        """Wait until the update that was ended last is over, as vLLM sees it. Where that failed, vLLM is met again."""
-        if self._finishing is None:
-            return
-        try:
-            failed = self._finishing.exception(max(0.0, deadline.remaining_s())) is not None
-        except FutureTimeout:
-            raise deadline.exceeded(f"{self._name} to end the update before") from None
-        self._finishing, self._in_doubt = None, self._in_doubt or failed
+            self._in_doubt = not self._updates.over(deadline) or self._in_doubt
 
     def abort(self, round_id: RoundId, reason: str, deadline: Deadline) -> tuple[int, ...]:
         """See Replica."""
         try:
             return self._wire.abort(round_id, reason, deadline)
         finally:
-            self._give_up(_later(deadline))
+            self._updates.give_up(_later(deadline))
 
     def stand_back(self, version: Version, reason: str, deadline: Deadline) -> None:
         """See Replica. It is paused until this publisher's next round has committed; whoever resumes it lets it serve what it has."""
         del version, reason
-        self._finished(deadline)
+        self._in_doubt = not self._updates.over(deadline) or self._in_doubt
         self._controls.pause("keep", deadline)
         self._stood_back = True
 
@@ -283,7 +259,7 @@ class VllmReplica:
 
     def close(self) -> None:
         """See Replica. vLLM's workers stay as they are, for the next publisher. What was begun to be told to vLLM is told."""
-        self._give_up(Deadline.after(GRACE_S))
+        self._updates.give_up(Deadline.after(GRACE_S))
         self._teller.shutdown(wait=True)
         self._wire.close()
         self._looker.close()

@@ -134,6 +134,7 @@ def _twin(layer: Any, seen: dict[Any, Any], parameters: dict[int, tuple[Any, str
 
 
 def _without_memory(parameter: torch.Tensor, layer: Any) -> torch.Tensor:
+    from vllm.model_executor.model_loader.reload.layerwise import _get_original_loader
     from vllm.model_executor.model_loader.reload.sanitize import restore_layer_refs
 
     twin = torch.empty_strided(
@@ -141,8 +142,11 @@ def _without_memory(parameter: torch.Tensor, layer: Any) -> torch.Tensor:
     )
     twin.__class__ = parameter.__class__
     twin.__dict__ = parameter.__dict__.copy()
-    restored: torch.Tensor = restore_layer_refs(twin, layer)
-    return restored
+    restored: Any = restore_layer_refs(twin, layer)
+    if hasattr(restored, "weight_loader"):  # after a reload, one that waits for the rest of its layer
+        restored.weight_loader = _get_original_loader(restored)
+    tensor: torch.Tensor = restored
+    return tensor
 
 
 def _as_loaded(layer: Any) -> dict[str, torch.Tensor]:

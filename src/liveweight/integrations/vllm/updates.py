@@ -1,0 +1,62 @@
+"""vLLM's own updates around our commits: begun ahead of them, ended behind them, since vLLM answers only at the end of a step.
+
+Owns what was asked and not answered yet. Whether vLLM may be paused, and who resumes it, is replica's.
+"""
+
+from __future__ import annotations
+
+from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import TimeoutError as FutureTimeout
+
+from liveweight.integrations.vllm.controls import Controls
+from liveweight.spec.deadline import Deadline
+
+
+class Updates:
+    """Of one vLLM. Called by the replica's thread; `thread` is where vLLM is asked meanwhile."""
+
+    def __init__(self, name: str, controls: Controls, thread: ThreadPoolExecutor) -> None:
+        self._name, self._controls, self._thread = name, controls, thread
+        self._beginning: Future[bool] | None = None
+        self._ending: Future[None] | None = None
+
+    def begin_ahead(self, deadline: Deadline) -> None:
+        """Begin one, unless that is under way; nobody waits for it here."""
+        if self._beginning is None:
+            self._beginning = self._thread.submit(self._controls.begin, deadline)
+
+    def begin(self, deadline: Deadline) -> bool:
+        """One is active when it returns; whether somebody had paused vLLM. Raises what vLLM has against it."""
+        beginning, self._beginning = self._beginning, None
+        if beginning is None:
+            return self._controls.begin(deadline)
+        try:
+            return beginning.result(max(0.0, deadline.remaining_s()))
+        except FutureTimeout:
+            raise deadline.exceeded(f"{self._name} to begin an update") from None
+
+    def end(self, label: str | None, deadline: Deadline) -> None:
+        """End the one that is active; it is not waited for. vLLM says then that it serves that version, unless it is None."""
+        self._ending = self._thread.submit(self._controls.finish, label, deadline)
+
+    def over(self, deadline: Deadline) -> bool:
+        """Wait until none is active any more, also of what was begun ahead and came to nothing. False where vLLM did not let it end."""
+        beginning, self._beginning = self._beginning, None
+        if beginning is not None:
+            if beginning.exception() is not None:
+                return False
+            self.end(None, deadline)
+        if self._ending is None:
+            return True
+        try:
+            ended = self._ending.exception(max(0.0, deadline.remaining_s())) is None
+        except FutureTimeout:
+            raise deadline.exceeded(f"{self._name} to end the update before") from None
+        self._ending = None
+        return ended
+
+    def give_up(self, deadline: Deadline) -> None:
+        """End what was begun ahead, without waiting for that."""
+        if self._beginning is not None and self._beginning.exception() is None:
+            self._beginning = None
+            self.end(None, deadline)
