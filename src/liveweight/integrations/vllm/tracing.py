@@ -15,6 +15,7 @@ from typing import Any, Self
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from liveweight.errors import WrongState
 from liveweight.spec.manifest import TensorSpec
 
 UNCHANGED = ("UnquantizedEmbeddingMethod", "UnquantizedLinearMethod")
@@ -71,7 +72,9 @@ def trace(model: Any, groups: Iterable[Sequence[TensorSpec]]) -> Iterator[Placed
         noted = _Copies({_storage(tensor): name for name, tensor in tensors.items()}, parameters)
         try:
             with torch.no_grad(), disable_mtp_completeness_check(), noted:
-                twin.load_weights(iter(tensors.items()))
+                type(twin).load_weights(
+                    twin, iter(tensors.items())
+                )  # not one that somebody hung on the model itself
         except Exception:  # vLLM's, of any kind: such as a loader that asks for values
             continue
         yield from (one for one in noted.found if (one.layer, one.parameter) not in noted.changed)
@@ -90,6 +93,8 @@ class _Copies(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         del types
+        if func._schema.is_mutable and args and not args[0].is_meta:
+            raise WrongState("tracing", "a change of memory that may serve")
         if func is torch.ops.aten.copy_.default:
             self._note(args[0], args[1])
         return func(*args, **(kwargs or {}))
