@@ -18,7 +18,7 @@ from liveweight.wire.credentials import Secret
 
 OPTIONS = (
     *("--middleware", "liveweight.integrations.vllm.middleware.Versions", "--generation-config", "vllm"),
-    *("--dtype", "float32", "--max-model-len", "256", "--max-num-seqs", "128", "--disable-log-stats"),
+    *("--dtype", "bfloat16", "--max-model-len", "256", "--max-num-seqs", "128", "--disable-log-stats"),
 )
 
 
