@@ -78,14 +78,23 @@ def asked(tokens: int, prompt: tuple[int, ...] = (5, 6, 7, 8)) -> dict[str, Any]
 
 
 @contextmanager
-def served(model: Path, place: Path, *, tp: int = 1, port: int = 0) -> Iterator[Server]:
+def served(model: Path, place: Path, *, tp: int = 1, port: int = 0, dtype: str = "auto") -> Iterator[Server]:
     """A server of that checkpoint, ended with the block. What it says is in a file of `place`."""
     wanted = Serving(
         python=Path(str(VLLM_PYTHON)),
         model=model,
         directory=place,
         environment=os.environ | OWN_ENVIRONMENT,
-        options=("--max-model-len", "256", "--tensor-parallel-size", str(tp), *SMALL, *MIDDLEWARE),
+        options=(
+            "--dtype",
+            dtype,
+            "--max-model-len",
+            "256",
+            "--tensor-parallel-size",
+            str(tp),
+            *SMALL,
+            *MIDDLEWARE,
+        ),
         port=port or free_port(),
     )
     with serving(wanted) as process:

@@ -66,6 +66,15 @@ def test_what_is_published_answers_as_a_fresh_vllm(
             assert server.answer() == fresh
 
 
+def test_a_head_that_shares_the_embeddings_is_packed_anew(place: Path, tmp_path: Path) -> None:
+    base, new = (saved(tied_llama(seed).float(), tmp_path / str(seed)) for seed in (0, 1))
+    with served(new, place, dtype="float32") as server:  # which vLLM packs on every CPU
+        fresh = server.answer()
+    with served(base, place, dtype="float32") as server:
+        publishes(server, new, "step_1")
+        assert server.answer() == fresh
+
+
 def _a_worker_that_does_not_vote(server: Server, before: Answer, new: Path) -> None:
     pid = server.workers()[1]
     with lw.Publisher(

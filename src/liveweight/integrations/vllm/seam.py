@@ -41,6 +41,20 @@ def load(model: Any, model_config: Any, tensors: Iterable[tuple[str, torch.Tenso
     with torch.no_grad(), disable_mtp_completeness_check():
         model.load_weights(tensors)
     finalize_layerwise_reload(model, model_config)
+    _pack_shared_weights_again(model)
+
+
+def _pack_shared_weights_again(model: Any) -> None:
+    """On a CPU vLLM packs a layer's weights when it has loaded them. A head that shares those of the embeddings is given none when
+    weights are loaded again, and would go on with the old ones, packed."""
+    holders: dict[int, list[Any]] = {}
+    for layer in model.modules():
+        weight = layer._parameters.get("weight")
+        if weight is not None and weight.numel() and hasattr(layer, "cpu_linear"):
+            holders.setdefault(weight.data_ptr(), []).append(layer)
+    for layers in holders.values():
+        for layer in layers if len(layers) > 1 else ():
+            layer.quant_method.process_weights_after_loading(layer)
 
 
 def _forget_kernels_of_experts(model: Any) -> None:
