@@ -37,6 +37,11 @@ PICKLING_METHODS = {
     *("send_object_list", "recv_object_list"),
 }
 
+DECODING = {
+    *(f"msgspec.{form}.{way}" for form in ("json", "msgpack") for way in ("decode", "Decoder")),
+    "msgspec.convert",
+}
+
 
 def uses(forbidden: set[str]) -> Callable[[Source], Found]:
     """A rule against names, however they were imported."""
@@ -86,6 +91,16 @@ def finalisers(file: Source) -> Found:
 def asserts(file: Source) -> Found:
     """Validation that `python -O` removes."""
     yield from ((node, "assert") for node in ast.walk(file.tree) if isinstance(node, ast.Assert))
+
+
+def decoders(file: Source) -> Found:
+    """Decoders of types that another thread may be about to prepare, but in the one file that takes turns."""
+    if file.module == f"{PACKAGE}.spec.decoding":
+        return
+    known = aliases(file)
+    for node in ast.walk(file.tree):
+        if isinstance(node, ast.Call) and spelled_out(node.func, known) in DECODING:
+            yield node, ast.unparse(node.func)
 
 
 def drawers(file: Source) -> Found:
@@ -189,6 +204,16 @@ RULES = {
             "import json, queue, multiprocessing\nqueue.Queue()\nmultiprocessing.Process()\n"
             "json.load(f)\nnp.load('a', allow_pickle=False)"
         ),
+    ),
+    "decoders": Rule(
+        find=decoders,
+        wrong=(
+            "import msgspec\nmsgspec.json.decode(b'', type=A)",
+            "import msgspec as m\nm.msgpack.Decoder(A)",
+            "from msgspec import convert\nconvert({}, A)",
+            "from msgspec.json import decode\ndecode(b'', type=A)",
+        ),
+        right="import msgspec\na: msgspec.json.Decoder[int] = json_decoder(int)\na.decode(b'')\nb''.decode()",
     ),
     "finalisers": Rule(
         find=finalisers,

@@ -10,14 +10,13 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-import msgspec
-
 from liveweight.bench.child import Child, Line
 from liveweight.bench.ipc_rank import WAIT_S
 from liveweight.devices.device import CPU
 from liveweight.devices.kernels import choose
 from liveweight.observe.bus import Bus
 from liveweight.spec.deadline import Deadline
+from liveweight.spec.decoding import converted
 from liveweight.spec.manifest import TensorSpec
 from liveweight.spec.region import counts
 from liveweight.trainer.placements import Cut, held
@@ -60,7 +59,7 @@ def main(line: Line, config: dict[str, Any]) -> None:
     dist.init_process_group(
         "gloo", init_method=f"file://{config['store']}", rank=config["rank"], world_size=WORLD
     )
-    tensors = _shards(msgspec.convert(config["specs"], list[TensorSpec]), config["rank"])
+    tensors = _shards(converted(config["specs"], list[TensorSpec]), config["rank"])
     group = dist.group.WORLD
     if group is None:
         raise RuntimeError("torch.distributed has no default group")

@@ -6,7 +6,6 @@ import time
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import numpy as np
 import numpy.typing as npt
 
@@ -16,6 +15,7 @@ from liveweight.devices.crew import Crew
 from liveweight.devices.kernels import choose_kernels
 from liveweight.plan.tally import lanes_to_bytes
 from liveweight.spec.deadline import Deadline
+from liveweight.spec.decoding import converted
 from liveweight.spec.manifest import TensorSpec
 from liveweight.transports.ipc.reader import IpcReader
 from liveweight.transports.registry import mode
@@ -40,7 +40,7 @@ def main(line: Line, config: dict[str, Any]) -> None:
     if world > 1:
         dist.init_process_group("gloo", init_method=f"file://{config['store']}", rank=rank, world_size=world)
         group = dist.group.WORLD
-    specs = msgspec.convert(config["specs"], list[TensorSpec])
+    specs = converted(config["specs"], list[TensorSpec])
     secret, kernels = load_or_create_secret(Path(config["secret"])), choose_kernels()
     target = TensorTarget(parameters(specs, rank, world), kernels=kernels)
     with Receiver(
@@ -73,7 +73,7 @@ def _serve(line: Line, receiver: Receiver, target: TensorTarget, reader: IpcRead
             case {"do": "stop"}:
                 return
             case {"do": "limit", "offer": offer}:
-                line.say(span=limits.run(line, msgspec.convert(offer, Offer)))
+                line.say(span=limits.run(line, converted(offer, Offer)))
             case {"do": "digest"}:
                 line.say(lanes=digest(target).hex())
             case {"do": "reset"}:

@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import numpy as np
 
 from liveweight.bench.child import Line
@@ -17,6 +16,7 @@ from liveweight.devices.kernels import choose_kernels
 from liveweight.devices.memory import Memory
 from liveweight.plan.tally import lanes_to_bytes
 from liveweight.spec.deadline import Deadline
+from liveweight.spec.decoding import converted
 from liveweight.spec.manifest import TensorSpec
 from liveweight.transports.attaching import ask_source
 from liveweight.transports.nixl.library import Agent
@@ -39,14 +39,14 @@ def main(line: Line, config: dict[str, Any]) -> None:
     import torch
 
     torch.set_num_threads(1)
-    specs = msgspec.convert(config["specs"], list[TensorSpec])
+    specs = converted(config["specs"], list[TensorSpec])
     secret = load_or_create_secret(Path(config["secret"]))
     target = TensorTarget(parameters(specs, config["rank"], config["world"]))
     with NixlReader(secret, choose_kernels(), name="gdr", direct=True) as reader, Crew(1) as crew:
         rank = _Rank(target, reader, crew, secret)
         line.say(ready=True)
         while (command := line.hear(Deadline.after(WAIT_S)))["do"] != "stop":
-            line.say(**rank.run(command["do"], msgspec.convert(command["offer"], Offer)))
+            line.say(**rank.run(command["do"], converted(command["offer"], Offer)))
 
 
 class _Rank:

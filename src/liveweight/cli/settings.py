@@ -13,6 +13,7 @@ from liveweight.cli.keys import key_of
 from liveweight.errors import EngineConfigInvalid
 from liveweight.integrations.fastdeploy_settings import FastDeploySettings
 from liveweight.integrations.fastdeploy_settings import settings_of as fastdeploy_settings
+from liveweight.spec.decoding import converted
 
 if TYPE_CHECKING:
     from liveweight.engine.config import EngineConfig, Snapshots, Updates
@@ -55,7 +56,7 @@ def settings_of(given: Mapping[str, Any]) -> tuple[EngineConfig, Front]:
     options |= {"model": str(given["directory"]), "kv_bytes": given["kv_mb"] << 20}
     options |= {"hooks": tuple(given["hook"] or ())}
     options |= {"sleep_directory": None if given["sleep_dir"] is None else str(given["sleep_dir"].absolute())}
-    config = msgspec.convert(options, EngineConfig)
+    config = converted(options, EngineConfig)
     updates = _updates(given)
     kept = {"snapshots": _snapshots(given), "restarts": Restarts() if given["restart_ranks"] else None}
     awaits = given["await_weights"]

@@ -24,6 +24,7 @@ from liveweight.errors import (
     catalogue,
 )
 from liveweight.spec.deadline import Deadline
+from liveweight.spec.decoding import from_json
 
 ANSWER_BYTES_MAX = 64 << 20
 GRACE_S = 2.0
@@ -134,7 +135,7 @@ class EngineClient:
     def _told(self, status: int, raw: bytes) -> dict[str, Any]:
         """The answer; the engine's own error, if it is one."""
         try:
-            answer = msgspec.json.decode(raw, type=dict[str, Any])
+            answer = from_json(raw, dict[str, Any])
         except msgspec.DecodeError:
             answer = {}
         if status == 200 and answer:

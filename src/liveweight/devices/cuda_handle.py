@@ -10,6 +10,7 @@ from typing import Annotated
 import msgspec
 
 from liveweight.errors import MessageInvalid, MessageTooLarge
+from liveweight.spec.decoding import msgpack_decoder
 
 HANDLE_BYTES = 1 << 20
 """What an encoded handle may take. A plain one takes under 300; one of an expandable segment names each of its pieces."""
@@ -39,7 +40,7 @@ class Handle(
     waits: bool
 
 
-_decoder = msgspec.msgpack.Decoder(Handle)
+_decoder: msgspec.msgpack.Decoder[Handle] = msgpack_decoder(Handle)
 
 
 def encode_handle(handle: Handle) -> bytes:

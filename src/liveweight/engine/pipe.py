@@ -14,6 +14,7 @@ from typing import Generic, TypeVar
 import msgspec
 
 from liveweight.errors import ChannelClosed, DeadlineExceeded, MessageInvalid, WireError
+from liveweight.spec.decoding import msgpack_decoder
 
 LIMIT_BYTES = 1 << 28
 _LENGTH = struct.Struct("<I")
@@ -30,7 +31,7 @@ class Pipe(Generic[Received]):
         self.peer = peer
         self._socket = end
         self._encode = msgspec.msgpack.Encoder().encode
-        self._decoder: msgspec.msgpack.Decoder[Received] = msgspec.msgpack.Decoder(receives)
+        self._decoder: msgspec.msgpack.Decoder[Received] = msgpack_decoder(receives)
         self._kept = bytearray()
 
     def fileno(self) -> int:

@@ -10,6 +10,7 @@ import msgspec
 
 from liveweight.errors import MessageInvalid
 from liveweight.rl.task import SortDigits
+from liveweight.spec.decoding import from_json
 
 NONE_OF_OURS = -(1 << 30)
 """The version of weights that no publisher of this run made, such as what an engine was started on: older than any bound allows."""
@@ -107,7 +108,7 @@ def read(
     """The groups of an answer; questions of which an answer was cut short (KV policy `drop`) are left out. `served`: what did at its
     beginning and at its end, where the engine does not tell more."""
     try:
-        choices = sorted(msgspec.json.decode(raw, type=_Answer).choices, key=lambda choice: choice.index)
+        choices = sorted(from_json(raw, _Answer).choices, key=lambda choice: choice.index)
     except msgspec.DecodeError as error:
         raise MessageInvalid(f"the engine's answer cannot be read: {error}") from error
     if len(choices) != group * len(questions):

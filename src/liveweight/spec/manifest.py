@@ -14,6 +14,7 @@ import msgspec
 import xxhash
 
 from liveweight.errors import ManifestInvalid, ManifestMismatch
+from liveweight.spec.decoding import from_json, from_msgpack
 from liveweight.spec.dtype import DType
 
 FORMAT = 1
@@ -134,12 +135,12 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     @classmethod
     def from_json(cls, data: bytes) -> Manifest:
         """Read what `to_json` wrote; ManifestInvalid for anything else."""
-        return _decoded(lambda: msgspec.json.decode(data, type=cls))
+        return _decoded(lambda: from_json(data, cls))
 
     @classmethod
     def from_msgpack(cls, data: bytes) -> Manifest:
         """Read what `to_msgpack` wrote; ManifestInvalid for anything else."""
-        return _decoded(lambda: msgspec.msgpack.decode(data, type=cls))
+        return _decoded(lambda: from_msgpack(data, cls))
 
 
 def content_digest(names: bytes, digests: bytes) -> str:

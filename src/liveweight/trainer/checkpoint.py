@@ -17,6 +17,7 @@ import msgspec
 from safetensors import SafetensorError, safe_open
 
 from liveweight.errors import ManifestInvalid, MissingExtra
+from liveweight.spec.decoding import from_json
 from liveweight.spec.dtype import DType
 from liveweight.spec.manifest import Manifest, TensorSpec
 from liveweight.trainer.names import clean_all
@@ -116,7 +117,7 @@ def checkpoint_entries(directory: Path) -> list[Entry]:
 
 def _weight_map(index: Path) -> dict[str, str]:
     try:
-        weight_map = msgspec.json.decode(index.read_bytes(), type=_Index).weight_map
+        weight_map = from_json(index.read_bytes(), _Index).weight_map
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise ManifestInvalid(f"{index}: {error}") from error
     for name, file in weight_map.items():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from liveweight.errors import LiveWeightError, MessageInvalid, RoundFailed, Unavailable
+from liveweight.spec.decoding import from_msgpack
 from liveweight.spec.manifest import Version
 from liveweight.trainer.report import Report
 from liveweight.wire.messages import Outcome
@@ -33,7 +34,7 @@ def heard(outcome: Outcome) -> Report:
     fault = outcome.fault
     if fault is None:
         try:
-            return msgspec.msgpack.decode(outcome.report or b"", type=Report)
+            return from_msgpack(outcome.report or b"", Report)
         except msgspec.DecodeError as error:
             raise MessageInvalid(f"no report of ours: {error}") from error
     if outcome.replica is None:

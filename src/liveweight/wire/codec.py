@@ -19,6 +19,7 @@ from typing import Annotated, Generic, TypeVar
 import msgspec
 
 from liveweight.errors import MessageInvalid, MessageTooLarge, ProtocolMismatch
+from liveweight.spec.decoding import msgpack_decoder
 from liveweight.wire.limits import Limits
 
 PROTOCOL = 5
@@ -49,7 +50,7 @@ class _Refusal(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     theirs: Annotated[int, msgspec.Meta(ge=1, le=_LAST_VERSION)]
 
 
-_refusals = msgspec.msgpack.Decoder(_Refusal)
+_refusals: msgspec.msgpack.Decoder[_Refusal] = msgpack_decoder(_Refusal)
 
 
 def version_of(frame: bytes) -> int:
@@ -73,7 +74,7 @@ class Codec(Generic[Message]):
         self.greeting = _HEADER.pack(MAGIC, protocol)
         self._encoder = msgspec.msgpack.Encoder()
         self._decoder: msgspec.msgpack.Decoder[Envelope[Message]]
-        self._decoder = msgspec.msgpack.Decoder(Envelope.__class_getitem__(types))  # type: ignore[attr-defined]
+        self._decoder = msgpack_decoder(Envelope.__class_getitem__(types))  # type: ignore[attr-defined]
 
     def encode(self, body: Message, *, call: int, limits: Limits) -> bytes:
         """The frame of a message. Raises MessageTooLarge when no peer with these limits would take it."""

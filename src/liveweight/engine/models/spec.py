@@ -12,6 +12,7 @@ import msgspec
 
 from liveweight.engine.models.hf_config import Config, Generation, Rope
 from liveweight.errors import CheckpointInvalid, ManifestInvalid
+from liveweight.spec.decoding import from_json
 from liveweight.trainer.checkpoint import tensor_names
 
 CONFIG = "config.json"
@@ -137,7 +138,7 @@ def _check_architecture(path: Path) -> None:
 
 def _decoded(path: Path, kind: type[_T]) -> _T:
     try:
-        return msgspec.json.decode(path.read_bytes(), type=kind)
+        return from_json(path.read_bytes(), kind)
     except FileNotFoundError:
         raise CheckpointInvalid(f"{path} does not exist") from None
     except OSError as error:

@@ -8,6 +8,7 @@ from typing import Any
 import msgspec
 
 from liveweight.errors import CheckpointInvalid
+from liveweight.spec.decoding import from_json
 
 SPECIAL_NAMES = (
     "bos_token",
@@ -37,7 +38,7 @@ def tokenizer_config(directory: Path) -> dict[str, Any]:
     if not path.is_file():
         return {}
     try:
-        return msgspec.json.decode(read_text(path), type=dict[str, Any])
+        return from_json(read_text(path), dict[str, Any])
     except msgspec.MsgspecError as error:
         raise CheckpointInvalid(f"{path}: {first_line(error)}") from error
 

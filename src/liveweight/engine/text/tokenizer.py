@@ -14,6 +14,7 @@ import msgspec
 from liveweight.engine.text.chat import ChatTemplate
 from liveweight.engine.text.files import first_line, read_text
 from liveweight.errors import CheckpointInvalid, MissingExtra, RequestInvalid
+from liveweight.spec.decoding import from_json
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer as Inner
@@ -60,7 +61,7 @@ class Tokenizer:
         text = read_text(path)
         try:
             inner = Inner.from_str(text)
-            decoder = msgspec.json.decode(text, type=_File).decoder
+            decoder = from_json(text, _File).decoder
         except Exception as error:  # the library raises no class of its own
             raise CheckpointInvalid(f"{path}: {first_line(error)}") from error
         kinds = [] if decoder is None else decoder.kinds()

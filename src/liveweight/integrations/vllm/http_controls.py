@@ -14,6 +14,7 @@ from liveweight.control.client import Asked, is_url
 from liveweight.errors import ChannelClosed, MessageInvalid, Refused, Unavailable
 from liveweight.integrations.vllm.controls import PauseMode
 from liveweight.spec.deadline import Deadline
+from liveweight.spec.decoding import from_json
 
 _SHOWN = 600
 
@@ -107,6 +108,6 @@ class HttpControls:
             said = raw.decode(errors="replace")[:_SHOWN]
             raise Unavailable(f"{self.url} answered {what} with status {status}: {said}")
         try:
-            return msgspec.json.decode(raw, type=dict[str, Any])
+            return from_json(raw, dict[str, Any])
         except msgspec.DecodeError as error:
             raise MessageInvalid(f"{self.url} is no vLLM: {error}") from error

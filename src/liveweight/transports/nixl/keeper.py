@@ -21,6 +21,7 @@ import msgspec
 import numpy as np
 
 from liveweight.errors import ChannelClosed, LiveWeightError, MessageInvalid, Unavailable
+from liveweight.spec.decoding import msgpack_decoder
 from liveweight.transports.nixl.library import Agent
 from liveweight.wire.values import Fault, fault_of
 
@@ -59,8 +60,8 @@ class NotKept(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag=True)
 
 
 Answer = Kept | NotKept
-_ORDERS: msgspec.msgpack.Decoder[Keep | Drop] = msgspec.msgpack.Decoder(Keep | Drop)
-_ANSWERS: msgspec.msgpack.Decoder[Answer] = msgspec.msgpack.Decoder(Kept | NotKept)
+_ORDERS: msgspec.msgpack.Decoder[Keep | Drop] = msgpack_decoder(Keep | Drop)
+_ANSWERS: msgspec.msgpack.Decoder[Answer] = msgpack_decoder(Kept | NotKept)
 
 
 def main(descriptor: int, name: str) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from liveweight.errors import MessageInvalid
+from liveweight.spec.decoding import from_msgpack
 from liveweight.transports.ipc.arena import DATA_OFFSET_BYTES
 
 DESCRIPTION_BYTES_MAX = 1 << 20
@@ -31,7 +32,7 @@ class Place(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 def place_from(entry: bytes, size_bytes: int) -> Place:
     """What a source said of a memory that its layout gives this size; MessageInvalid for what cannot be."""
     try:
-        place = msgspec.msgpack.decode(entry, type=Place)
+        place = from_msgpack(entry, Place)
     except msgspec.DecodeError as error:
         raise MessageInvalid(f"no place of an arena: {error}") from error
     if place.size_bytes != size_bytes:

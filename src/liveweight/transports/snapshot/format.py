@@ -13,6 +13,7 @@ import msgspec
 import xxhash
 
 from liveweight.errors import LiveWeightError, SnapshotDamaged
+from liveweight.spec.decoding import from_json
 from liveweight.spec.manifest import Manifest, TensorSpec, Version
 from liveweight.spec.region import Region, Span, canonical, count
 
@@ -130,7 +131,7 @@ def _current(read: _Struct, where: str) -> _Struct:
 
 def _decoded(data: bytes, kind: type[_Struct], where: str) -> _Struct:
     try:
-        return msgspec.json.decode(data, type=kind)
+        return from_json(data, kind)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError, LiveWeightError) as error:
         raise SnapshotDamaged(where, [f"corrupted: {error}"]) from error
 

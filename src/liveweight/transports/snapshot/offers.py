@@ -19,6 +19,7 @@ import msgspec
 
 from liveweight.errors import MessageInvalid, VersionNotOffered, WrongSecret
 from liveweight.observe.events import OfferKind
+from liveweight.spec.decoding import from_json
 from liveweight.transports.ipc.arena import CLOSED, combined
 from liveweight.transports.snapshot.names import COMMIT
 from liveweight.transports.snapshot.opened import Snapshot
@@ -66,8 +67,8 @@ def read_record(directory: Path, kind: OfferKind, layout: str, secret: Secret) -
         offered = sorted(_told(found.name) for found in directory.glob("offer-*.json"))
         raise VersionNotOffered(f"{kind} layout {layout}", offered) from None
     try:
-        proved = msgspec.json.decode(data, type=_Proved)
-        record = msgspec.json.decode(proved.record, type=Record)
+        proved = from_json(data, _Proved)
+        record = from_json(proved.record, Record)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise MessageInvalid(f"{path} is no offer of ours: {error}") from error
     if not hmac.compare_digest(secret.derive(_PURPOSE, bytes(proved.record)).hex(), proved.proof):

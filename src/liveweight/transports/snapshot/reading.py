@@ -21,6 +21,7 @@ from liveweight.devices.memory import Memory
 from liveweight.errors import SnapshotDamaged, Unavailable
 from liveweight.plan.copies import CopyPlans
 from liveweight.plan.loops import Table
+from liveweight.spec.decoding import from_json
 from liveweight.spec.layout import Layout
 from liveweight.transports.port import GoOn, patient
 from liveweight.transports.snapshot.files import read_summed
@@ -175,7 +176,7 @@ def _snapshot_of(descriptor: int) -> str | None:
     """The snapshot that a part's header names, if it can be read at all."""
     size = int.from_bytes(os.pread(descriptor, 8, 0), "little")
     try:
-        entries = msgspec.json.decode(os.pread(descriptor, min(size, _HEADER_BYTES_MAX), 8), type=dict)
+        entries = from_json(os.pread(descriptor, min(size, _HEADER_BYTES_MAX), 8), dict)
         found = entries["__metadata__"][METADATA_SNAPSHOT]
     except (msgspec.DecodeError, UnicodeDecodeError, KeyError, TypeError):
         return None
