@@ -99,7 +99,10 @@ def assert_nothing_left(short_path: Path, ports: list[int], memory: set[str]) ->
     assert shared_memory() - memory == set()
 
 
-MOMENTS = ["starting the engines", "warm-up", "live run", "live       2"]
+MOMENTS = [
+    *(pytest.param(moment, marks=pytest.mark.soak) for moment in ("starting the engines", "live run")),
+    *("warm-up", "live       2"),
+]
 
 
 @pytest.mark.parametrize("moment", MOMENTS)

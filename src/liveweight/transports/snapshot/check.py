@@ -17,8 +17,8 @@ from liveweight.errors import SnapshotDamaged
 from liveweight.plan.digests import plan_digests
 from liveweight.plan.loops import Table
 from liveweight.spec.digest import SEEDS, to_hex
-from liveweight.transports.snapshot.files import read_summed
-from liveweight.transports.snapshot.format import RankManifest, Stored
+from liveweight.transports.snapshot.files import read_all
+from liveweight.transports.snapshot.format import RankManifest, Stored, block_sum
 from liveweight.transports.snapshot.opened import Contents, FileBlock, Snapshot
 from liveweight.transports.snapshot.reading import OpenFiles
 from liveweight.transports.snapshot.window import block_memory
@@ -74,10 +74,9 @@ def _pieces(manifests: tuple[RankManifest, ...]) -> Iterator[Stored]:
 
 def _wrong(contents: Contents, descriptor: int, block: FileBlock, window: memoryview) -> str | None:
     into, name = window[: block.size_bytes], contents.files[block.file].path.name
-    count, found = read_summed(descriptor, into, block.offset_bytes, summed=block.sum is not None)
-    if count < block.size_bytes:
+    if read_all(descriptor, into, block.offset_bytes) < block.size_bytes:
         return f"{name} truncated"
-    if found != block.sum:
+    if block_sum(into) != block.sum:
         return f"{name} corrupted: {block.spec.name}"
     return None
 

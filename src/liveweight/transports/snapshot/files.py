@@ -14,8 +14,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-import xxhash
-
 from liveweight.errors import OutOfSpace, SnapshotDamaged
 
 TEMPORARY = ".tmp-"
@@ -23,7 +21,6 @@ TEMPORARY = ".tmp-"
 _fallocate = ctypes.CDLL(None, use_errno=True).fallocate
 _fallocate.argtypes = (ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64)
 _fallocate.restype = ctypes.c_int
-_SLICE_BYTES = 256 << 10
 _FLAGS = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW
 
 
@@ -70,23 +67,15 @@ def reserve(descriptor: int, size_bytes: int) -> None:
         raise OSError(number, os.strerror(number))
 
 
-def read_summed(
-    descriptor: int, into: memoryview, offset_bytes: int, *, summed: bool
-) -> tuple[int, str | None]:
-    """Fill `into` from there on; how many bytes there were, which are fewer only at the file's end, and their checksum if asked for.
-
-    Slice by slice, so that the checksum is taken from the caches.
-    """
-    done, checksum = 0, xxhash.xxh3_64() if summed else None
+def read_all(descriptor: int, into: memoryview, offset_bytes: int) -> int:
+    """Fill `into` from there on; how many bytes there were, which are fewer only at the file's end."""
+    done = 0
     while done < len(into):
-        part = into[done : done + _SLICE_BYTES]
-        count = os.preadv(descriptor, [part], offset_bytes + done)
+        count = os.preadv(descriptor, [into[done:]], offset_bytes + done)
         if count == 0:
             break
-        if checksum is not None:
-            checksum.update(part[:count])
         done += count
-    return done, None if checksum is None else checksum.hexdigest()
+    return done
 
 
 def sync_directory(path: Path) -> None:

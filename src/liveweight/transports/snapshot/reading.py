@@ -24,7 +24,7 @@ from liveweight.plan.loops import Table
 from liveweight.spec.decoding import from_json
 from liveweight.spec.layout import Layout
 from liveweight.transports.port import GoOn, patient
-from liveweight.transports.snapshot.files import read_summed
+from liveweight.transports.snapshot.files import read_all
 from liveweight.transports.snapshot.format import METADATA_SNAPSHOT, block_sum
 from liveweight.transports.snapshot.opened import Contents, FileBlock, FileFacts
 from liveweight.transports.snapshot.window import block_memory
@@ -129,13 +129,13 @@ class SnapshotReading:
         descriptor, facts = self._open.descriptor(block.file), self._contents.files[block.file]
         for _ in range(_TRIES):
             try:
-                count, found = read_summed(descriptor, into, block.offset_bytes, summed=block.sum is not None)
+                count = read_all(descriptor, into, block.offset_bytes)
             except OSError as error:
                 raise Unavailable(f"{facts.path} cannot be read: {error.strerror}") from error
             if count < len(into):
                 end = block.offset_bytes + count
                 raise SnapshotDamaged(self._contents.where, [f"{facts.path.name} truncated at byte {end}"])
-            if found == block.sum:
+            if block.sum is None or block_sum(into) == block.sum:
                 return
         where = f"bytes {block.offset_bytes} to {block.offset_bytes + block.size_bytes}, {block.spec.name}"
         raise SnapshotDamaged(self._contents.where, [f"{facts.path.name} corrupted: {where}"])
