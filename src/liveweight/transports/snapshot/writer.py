@@ -24,6 +24,7 @@ from liveweight.plan.loops import Table
 from liveweight.spec.digest import SEEDS, Lanes, to_hex
 from liveweight.spec.layout import Layout
 from liveweight.transports.snapshot.files import (
+    begin_writing,
     reserve,
     write_all,
     write_whole,
@@ -189,6 +190,8 @@ class RankWriter:
             size = layout.memories_bytes[window]
             sums += [block_sum(self._bytes[b.offset_bytes : b.offset_bytes + b.size_bytes]) for b in group]
             write_all(descriptor, self._bytes[:size])
+            if self._settings.durable:
+                begin_writing(descriptor, size)
             self._done_bytes += size
             self._progress(size)
         return lanes
