@@ -55,9 +55,8 @@ class Forked:
         with self._lock:
             if self._ended:
                 return 0
-            waited = os.dup(
-                self._pidfd
-            )  # another thread may be the first to see its end, and close the other one
+            # Another thread may be the first to see its end, and close the other one.
+            waited = os.dup(self._pidfd)
         try:
             if not select.select([waited], [], [], timeout)[0]:
                 raise subprocess.TimeoutExpired(f"process {self.pid}", timeout or 0.0)

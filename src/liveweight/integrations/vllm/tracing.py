@@ -72,9 +72,8 @@ def trace(model: Any, groups: Iterable[Sequence[TensorSpec]]) -> Iterator[Placed
         noted = _Copies({_storage(tensor): name for name, tensor in tensors.items()}, parameters)
         try:
             with torch.no_grad(), disable_mtp_completeness_check(), noted:
-                type(twin).load_weights(
-                    twin, iter(tensors.items())
-                )  # not one that somebody hung on the model itself
+                # The class's own, not one that somebody hung on the model itself.
+                type(twin).load_weights(twin, iter(tensors.items()))
         except Exception:  # vLLM's, of any kind: such as a loader that asks for values
             continue
         yield from (one for one in noted.found if (one.layer, one.parameter) not in noted.changed)

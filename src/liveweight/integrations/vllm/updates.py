@@ -41,11 +41,7 @@ class Updates:
 
     def over(self, deadline: Deadline) -> bool:
         """Wait until none is active any more, also of what was begun ahead and came to nothing. False where vLLM did not let it end."""
-        beginning, self._beginning = self._beginning, None
-        if beginning is not None:
-            if beginning.exception() is not None:
-                return False
-            self.end(None, deadline)
+        self.give_up(deadline)
         if self._ending is None:
             return True
         try:
@@ -57,6 +53,11 @@ class Updates:
 
     def give_up(self, deadline: Deadline) -> None:
         """End what was begun ahead, without waiting for that."""
-        if self._beginning is not None and self._beginning.exception() is None:
-            self._beginning = None
-            self.end(None, deadline)
+        beginning, self._beginning = self._beginning, None
+        if beginning is not None:
+            self._ending = self._thread.submit(self._end_begun, beginning, deadline)
+
+    def _end_begun(self, beginning: Future[bool], deadline: Deadline) -> None:
+        """In the thread that vLLM is asked in, after what it began there: nothing is waited for."""
+        beginning.result()
+        self._controls.finish(None, deadline)
