@@ -7,6 +7,7 @@ import pytest
 from liveweight.bench.decoder import decoder, parameters, small_tensors
 from liveweight.bench.ipc import CONTENDERS, IpcSettings, bench_ipc
 from liveweight.plan.tally import Tally
+from liveweight.transports.stock import RingSettings
 from liveweight.worker.torch_layout import gather, layout_of
 
 
@@ -29,7 +30,8 @@ def test_a_small_run_has_every_figure() -> None:
     assert report["ratios"]["fsdp2_of_frozen"] > 0
     for name in ("limit_s", "cast_copy_s", "freeze_s", "cold_s"):
         assert report[name] > 0
-    assert 0 < report["ring_bytes"] <= 64 << 20
+    assert report["ring_bytes"] == RingSettings().size_bytes
+    assert report["median_ratios"].keys() <= report["ratios"].keys()
     assert report["ring_peak_extra_bytes"] >= report["ring_bytes"]
     assert set(report["peak_extra_bytes"]) == {"trainer", "rank0", "rank1"}
 

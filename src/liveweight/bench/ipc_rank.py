@@ -27,6 +27,9 @@ from liveweight.worker.shadow_digest import ShadowDigest
 from liveweight.worker.torch_target import TensorTarget
 
 WAIT_S = 600.0
+IDLE_S = 0.1
+"""How long an idle rank waits for a decision, which wakes it, before it looks for the benchmark's next word. Steps without work are no
+part of a round."""
 
 
 def main(line: Line, config: dict[str, Any]) -> None:
@@ -66,7 +69,7 @@ def _serve(line: Line, receiver: Receiver, target: TensorTarget, reader: IpcRead
     limits = Limits(target, reader, receiver.rank)
     resident = 0
     while True:
-        receiver.at_boundary(idle_s=0.01)
+        receiver.at_boundary(idle_s=IDLE_S)
         match _together(line, receiver.rank, receiver.world):
             case None:
                 continue

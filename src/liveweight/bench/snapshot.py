@@ -8,6 +8,7 @@ beyond the weights themselves, before safetensors has mapped anything.
 from __future__ import annotations
 
 import os
+import shutil
 import statistics
 import tempfile
 import time
@@ -80,7 +81,7 @@ class _Bench:
         self._layout, self._weights, self._restored = layout, weights, restored
         self._settings = WriteSettings(part_bytes=settings.part_bytes)
         self._count = self.parts = 0
-        self._path = place
+        self._path: Path | None = None
 
     def contenders(self, *, ours_first: bool) -> list[tuple[str, Callable[[], float]]]:
         """What takes turns. Who writes second finds a disk that was just written to, so that changes."""
@@ -89,8 +90,10 @@ class _Bench:
         return [*saving[::-1], *reading[::-1]] if ours_first else [*saving, *reading]
 
     def save(self) -> float:
-        """A complete, synced snapshot; the one before is removed afterwards."""
+        """A complete, synced snapshot. The one before is removed first, as save_file's is: both write to memory that was in use."""
         self._count += 1
+        if self._path is not None:
+            shutil.rmtree(self._path)
         os.sync()
         began_s = time.monotonic()
         image = Image(layout=self._layout, memories=[self._weights])
@@ -98,11 +101,12 @@ class _Bench:
         took_s = time.monotonic() - began_s
         if isinstance(saved, Saved):  # nobody cancels it
             self._path, self.parts = saved.path, len(list(saved.path.glob("*.pdparams")))
-        self._store.prune(1)
         return took_s
 
     def restore(self) -> float:
         """Into the other memory, which is compared."""
+        if self._path is None:
+            raise RuntimeError("nothing was saved yet")
         self._restored.bytes()[:] = 0
         began_s = time.monotonic()
         restore(self._path, self._layout, [self._restored])

@@ -112,9 +112,10 @@ def _show_ipc(report: dict[str, Any]) -> None:
     for kind, figures in report["rounds"].items():
         for name, times in figures.items():
             what = f"{kind} {name.removesuffix('_s')}"
-            of_limit = times["best"] / report["limit_s"]
+            best, median = times["best"] / report["limit_s"], times["median"] / report["limit_median_s"]
             print(
-                f"{what:16}{times['best'] * 1e3:9.1f} ms{times['median'] * 1e3:9.1f} median{of_limit:7.2f} x limit"
+                f"{what:16}{times['best'] * 1e3:9.1f} ms{times['median'] * 1e3:9.1f} median"
+                f"{best:7.2f} x limit{median:7.2f} by medians"
             )
     extra, ring = report["ring_peak_extra_bytes"], report["ring_bytes"]
     print(f"ring of {ring / 1e6:.1f} MB: {extra / 1e6:.1f} MB beside the trainer's weights at their peak")

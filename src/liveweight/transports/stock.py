@@ -35,8 +35,8 @@ class Stock:
 class RingSettings:
     """How large a ring is, and in how many segments; a bucket fills one."""
 
-    size_bytes: int = 64 << 20
-    segments: int = 8
+    size_bytes: int = 96 << 20
+    segments: int = 6
 
     def __post_init__(self) -> None:
         if self.segments < 2 or self.segment_bytes < 4096:

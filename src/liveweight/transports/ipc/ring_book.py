@@ -12,8 +12,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 AHEAD = 3
-"""Segments that a rank holds at most: one that it reads, one that waits for it, one that is packed. More would leave the caches before
-they are read."""
+"""Segments that a rank holds at most: one that it reads, one that waits for it, one that is packed. More would only lie there."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -104,7 +103,7 @@ class RingBook:
         if not ready:
             return None
         chosen = min(ready, key=lambda destination: len(destination.held))
-        bucket, segment = chosen.next, self._free.pop()  # the one that came back last: still in the caches
+        bucket, segment = chosen.next, self._free.pop()
         chosen.next += 1
         chosen.held[bucket] = segment
         return Work(destination=chosen, bucket=bucket, segment=segment, again=False)

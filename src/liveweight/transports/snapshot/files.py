@@ -10,9 +10,12 @@ import errno
 import fcntl
 import os
 import secrets
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from types import TracebackType
+from typing import Self
 
 from liveweight.errors import OutOfSpace, SnapshotDamaged
 
@@ -27,19 +30,65 @@ _BEGIN_WRITING = 2  # SYNC_FILE_RANGE_WRITE
 _FLAGS = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW
 
 
+class Settling:
+    """Syncs files that were written and gives them their names, in a thread of its own: one of them, while the next is written.
+
+    Used by one thread. Its end waits for the last file, and raises what a file that nobody waited for met.
+    """
+
+    def __init__(self) -> None:
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="liveweight-settling")
+        self._last: Future[None] | None = None
+
+    def settle(self, work: Callable[[], None]) -> None:
+        """Have it done, and wait for what was asked for before; raises what that met."""
+        before, self._last = self._last, self._thread.submit(work)
+        if before is not None:
+            before.result()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._thread.shutdown()
+        if error is None and self._last is not None:
+            self._last.result()
+
+
 @contextmanager
-def written(path: Path, *, durable: bool) -> Iterator[int]:
-    """A descriptor to write to; at the end the file has its name. If anything is raised, there is no such file, nor a part of it."""
+def written(path: Path, *, durable: bool, settling: Settling | None = None) -> Iterator[int]:
+    """A descriptor to write to; at the end the file has its name, with `settling` soon after. If anything is raised, there is no such
+    file, nor a part of it."""
     temporary = path.with_name(f"{TEMPORARY}{secrets.token_hex(8)}-{path.name}")
-    try:
+
+    def settle() -> None:
+        with _removed_on_error(temporary, path):
+            try:
+                if durable:
+                    os.fsync(descriptor)
+            finally:
+                os.close(descriptor)
+            temporary.rename(path)
+
+    with _removed_on_error(temporary, path):
         descriptor = os.open(temporary, _FLAGS, 0o644)
         try:
             yield descriptor
-            if durable:
-                os.fsync(descriptor)
-        finally:
+        except BaseException:
             os.close(descriptor)
-        temporary.rename(path)
+            raise
+    if settling is None:
+        settle()
+    else:
+        settling.settle(settle)
+
+
+@contextmanager
+def _removed_on_error(temporary: Path, path: Path) -> Iterator[None]:
+    try:
+        yield
     except BaseException as error:
         with suppress(OSError):
             temporary.unlink()

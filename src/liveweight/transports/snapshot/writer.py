@@ -24,6 +24,7 @@ from liveweight.plan.loops import Table
 from liveweight.spec.digest import SEEDS, Lanes, to_hex
 from liveweight.spec.layout import Layout
 from liveweight.transports.snapshot.files import (
+    Settling,
     begin_writing,
     reserve,
     write_all,
@@ -123,11 +124,12 @@ class RankWriter:
     def write(self) -> RankManifest | Cancelled:
         """All parts, then the manifest. OutOfSpace, or what the image's check raises, leaves files that are no snapshot."""
         parts: list[Part] = []
-        for number, pieces in enumerate(plan_parts(self._image.layout, self._settings.part_bytes)):
-            part = self._part(number, pieces)
-            if part is None:
-                return Cancelled(written_bytes=self._done_bytes)
-            parts.append(part)
+        with Settling() as settling:
+            for number, pieces in enumerate(plan_parts(self._image.layout, self._settings.part_bytes)):
+                part = self._part(number, pieces, settling)
+                if part is None:
+                    return Cancelled(written_bytes=self._done_bytes)
+                parts.append(part)
         manifest = RankManifest(
             snapshot=self._snapshot,
             rank=self._rank,
@@ -140,14 +142,14 @@ class RankWriter:
         write_whole(path, encode_manifest(manifest), durable=self._settings.durable)
         return manifest
 
-    def _part(self, number: int, pieces: Sequence[Piece]) -> Part | None:
-        name = part_name(self._rank, self._device_id, number)
+    def _part(self, number: int, pieces: Sequence[Piece], settling: Settling) -> Part | None:
+        path = self._directory / part_name(self._rank, self._device_id, number)
         head = header(pieces, self._metadata(number))
         planned = plan_windows(pieces, self._settings.block_bytes)
         sums: list[str] = []
         size = len(head) + sum(piece.size_bytes for piece in pieces)
         try:
-            with written(self._directory / name, durable=self._settings.durable) as descriptor:
+            with written(path, durable=self._settings.durable, settling=settling) as descriptor:
                 reserve(descriptor, size)
                 write_all(descriptor, memoryview(head))
                 lanes = self._windows(descriptor, pieces, planned, sums)
@@ -156,7 +158,7 @@ class RankWriter:
             return None
         stored = _stored(pieces, planned, sums, lanes, len(head))
         return Part(
-            file=name, size_bytes=size, header_bytes=len(head), header_sum=block_sum(head), pieces=stored
+            file=path.name, size_bytes=size, header_bytes=len(head), header_sum=block_sum(head), pieces=stored
         )
 
     def _metadata(self, number: int) -> dict[str, str]:
