@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
+from typer.testing import CliRunner
 
 from liveweight.bench.decoder import module_of, small_tensors
 from liveweight.bench.growth import GrowthSettings, bench_growth, exponent
@@ -15,6 +18,7 @@ from liveweight.bench.peers.rank import WAYS, lanes_of
 from liveweight.bench.peers.run import OURS, PeersSettings, _Check, bench_peers, compared
 from liveweight.bench.peers.way import Share, buckets
 from liveweight.bench.report import write_report
+from liveweight.cli.main import app
 from liveweight.errors import DigestMismatch
 from liveweight.trainer.live import share_module
 from liveweight.transports.ipc.arena import SharedArena
@@ -54,6 +58,39 @@ def test_the_report_has_the_figures_and_says_what_is_absent(tmp_path: Path) -> N
     assert "`liveweight bench all`" in text
     assert "## Growth" not in text
     assert (tmp_path / "peers.png").exists() == (find_spec("matplotlib") is not None)
+
+
+def test_a_report_that_is_drawn_again_tells_where_its_figures_were_measured(tmp_path: Path) -> None:
+    times = {"best": 0.2, "median": 0.5}
+    rates = {"rates_gb_s": {"bare": 2.0}, "plain_ratio": 0.95, "verified_ratio": 0.9, "two_rank_ratio": 0.8}
+    measured: dict[str, dict[str, Any]] = {
+        "run": {"command": "liveweight bench all --scale 0.5", "machine": "Another machine, 64 cores."},
+        "nixl": {**rates, "bare_s": times},
+        "ipc": {
+            "bytes": 10**9,
+            "ranks": 2,
+            "limit_s": 0.1,
+            "limit_median_s": 0.2,
+            "ring_bytes": 100,
+            "ring_peak_extra_bytes": 105,
+            "rounds": {"live": {"plain_s": times}},
+        },
+        "snapshot": {
+            "sizes": [
+                dict.fromkeys(("save_s", "save_file_s", "restore_s", "load_s"), times)
+                | {"bytes": 10**9, "save_ratio": 1.0, "restore_ratio": 1.1, "peak_extra_bytes": 5_000_000}
+            ]
+        },
+    }
+    for name, found in measured.items():
+        (tmp_path / f"{name}.json").write_text(json.dumps(found))
+    result = CliRunner().invoke(app, ["bench", "all", "--render", "--out", str(tmp_path)])
+    assert result.exit_code == 0, result.output
+    text = (tmp_path / "REPORT.md").read_text()
+    assert "`liveweight bench all --scale 0.5`\n\nAnother machine, 64 cores." in text
+    assert "| live plain | 200 | 500 | 2.00 | 2.50 |" in text
+    assert "| bare | 2.00 | 200 |" in text
+    assert "| 1.00 | 200 | 200 | 200 | 200 | 1.00 | 1.10 | 5.0 |" in text
 
 
 def test_a_contender_that_leaves_a_tensor_out_is_noticed() -> None:

@@ -14,10 +14,15 @@ from liveweight.bench.plots import plot_growth, plot_peers
 PACKAGES = ("liveweight", "torch", "pyzmq", "safetensors", "nixl", "ray")
 
 
-def write_report(directory: Path, found: Mapping[str, dict[str, Any]], command: str) -> Path:
-    """REPORT.md of these figures, by the benchmark's name; pictures only where matplotlib is installed, which it says."""
+def write_report(
+    directory: Path, found: Mapping[str, dict[str, Any]], command: str, machine: str = ""
+) -> Path:
+    """REPORT.md of these figures, by the benchmark's name; pictures only where matplotlib is installed, which it says.
+
+    `machine` is where they were measured, as `this_machine` told it then; else it is this one.
+    """
     pictures = _pictures(directory, found)
-    parts = ["# Benchmarks", f"`{command}`", _machine()]
+    parts = ["# Benchmarks", f"`{command}`", machine or this_machine()]
     for name, table in _TABLES.items():
         if name in found:
             parts.append(table(found[name]))
@@ -38,7 +43,7 @@ def _pictures(directory: Path, found: Mapping[str, dict[str, Any]]) -> dict[str,
     return drawn
 
 
-def _machine() -> str:
+def this_machine() -> str:
     """Where it was measured, and with what."""
     model = platform.processor() or platform.machine()
     info = Path("/proc/cpuinfo")
@@ -93,6 +98,57 @@ def _peers(found: dict[str, Any]) -> str:
     )
 
 
+def _ipc(found: dict[str, Any]) -> str:
+    rows = [
+        (
+            f"{kind} {name.removesuffix('_s')}",
+            f"{times['best'] * 1e3:.0f}",
+            f"{times['median'] * 1e3:.0f}",
+            f"{times['best'] / found['limit_s']:.2f}",
+            f"{times['median'] / found['limit_median_s']:.2f}",
+        )
+        for kind, figures in found["rounds"].items()
+        for name, times in figures.items()
+    ]
+    copy = f"best {found['limit_s'] * 1e3:.0f} ms, median {found['limit_median_s'] * 1e3:.0f} ms"
+    return "\n\n".join(
+        (
+            "## Rounds over shared memory",
+            f"{found['bytes'] / 1e9:.2f} GB to {found['ranks']} ranks; one plain copy by the ranks: {copy}. "
+            f"The ring takes {found['ring_peak_extra_bytes'] / found['ring_bytes']:.2f} of its size.",
+            table(("round", "best ms", "median ms", "x copy", "x copy, medians"), rows),
+        )
+    )
+
+
+def _nixl(found: dict[str, Any]) -> str:
+    rows = [
+        (name, f"{rate:.2f}", f"{found[f'{name}_s']['best'] * 1e3:.0f}")
+        for name, rate in found["rates_gb_s"].items()
+    ]
+    ratios = (
+        f"Plain {found['plain_ratio']:.2f} of a bare READ (wanted >= 0.9), verified {found['verified_ratio']:.2f} "
+        f"(wanted >= 0.8); two ranks {found['two_rank_ratio']:.2f} of one's time (wanted <= 1.1)."
+    )
+    return "\n\n".join(("## NIXL", table(("reads", "GB/s", "best ms"), rows), ratios))
+
+
+def _snapshot(found: dict[str, Any]) -> str:
+    names = ("save_s", "save_file_s", "restore_s", "load_s")
+    rows = [
+        (
+            f"{one['bytes'] / 1e9:.2f}",
+            *(f"{one[name]['best'] * 1e3:.0f}" for name in names),
+            f"{one['save_ratio']:.2f}",
+            f"{one['restore_ratio']:.2f}",
+            f"{one['peak_extra_bytes'] / 1e6:.1f}",
+        )
+        for one in found["sizes"]
+    ]
+    head = ("GB", "save ms", "save_file, fsync", "restore ms", "load_file", "save ratio", "restore ratio")
+    return "\n\n".join(("## Snapshots", table((*head, "extra MB"), rows), "Wanted: <= 1.3, <= 1.2."))
+
+
 def _growth(found: dict[str, Any]) -> str:
     rows = [
         (
@@ -116,7 +172,8 @@ def _growth(found: dict[str, Any]) -> str:
             table(("axis", "at", "plain ms", "verified ms", "one copy ms", "most extra MB"), rows),
             table(("exponent of", "plain", "verified", "one copy"), slopes),
             f"Time per byte, largest size / 0.5 GB: {found['size_ratio']:.2f} (wanted <= 1.15). "
-            f"Most tensors / fewest: {found['tensors_ratio']:.2f} (wanted <= 2).",
+            f"Most tensors / fewest, {found['tensors_gb']:g} GB: {found['tensors_ratio']:.2f} plain, "
+            f"{found['tensors_verified_ratio']:.2f} verified (wanted <= 2).",
         )
     )
 
@@ -158,6 +215,9 @@ def _torture(found: dict[str, Any]) -> str:
 
 _TABLES: dict[str, Callable[[dict[str, Any]], str]] = {
     "peers": _peers,
+    "ipc": _ipc,
+    "nixl": _nixl,
+    "snapshot": _snapshot,
     "growth": _growth,
     "idle": _idle,
     "torture": _torture,

@@ -13,6 +13,7 @@ from liveweight.cli import bench_growth, bench_idle, bench_peers
 from liveweight.cli.bench import app
 from liveweight.cli.failing import telling
 from liveweight.cli.torture import PROGRAM
+from liveweight.errors import MissingExtra
 
 __all__ = ["app", "bench_growth", "bench_idle", "bench_peers"]
 
@@ -28,23 +29,40 @@ Render = Annotated[
 @app.command("all")
 @telling
 def everything(out: Out = Path("bench"), scale: Scale = 1.0, render: Render = False) -> None:
-    """Peers, growth, idle and torture, one after the other; REPORT.md with tables, pictures, the machine and the command.
+    """Peers, rounds, NIXL, snapshots, growth, idle and torture, one after the other; REPORT.md with tables, pictures, machine and command.
 
     For example: liveweight bench all --out bench --scale 0.1
     """
-    from liveweight.bench.report import write_report
+    from liveweight.bench.report import this_machine, write_report
 
     out.mkdir(parents=True, exist_ok=True)
-    found: dict[str, dict[str, Any]] = {}
+    if not render:
+        _measure(out, scale)
+        about = {"command": f"liveweight bench all --scale {scale:g}", "machine": this_machine()}
+        _write(out / "run.json", about)
+    found = {name: _read(out / f"{name}.json") for name in _RUNS if (out / f"{name}.json").exists()}
+    print(write_report(out, found, **_read(out / "run.json")))
+
+
+def _measure(out: Path, scale: float) -> None:
+    """Each benchmark's figures into its file. One whose packages are missing here is passed over, and has none."""
     for name, run in _RUNS.items():
+        print(f"{name} ...", flush=True)
         place = out / f"{name}.json"
-        if not render:
-            print(f"{name} ...", flush=True)
-            place.write_text(json.dumps(run(scale), indent=2) + "\n", encoding="utf-8")
-        if place.exists():
-            found[name] = json.loads(place.read_text(encoding="utf-8"))
-    how = "--render" if render else f"--scale {scale:g}"
-    print(write_report(out, found, f"liveweight bench all {how}"))
+        place.unlink(missing_ok=True)
+        try:
+            _write(place, run(scale))
+        except MissingExtra as missing:
+            print(missing)
+
+
+def _write(place: Path, found: dict[str, Any]) -> None:
+    place.write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
+
+
+def _read(place: Path) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(place.read_text(encoding="utf-8"))
+    return found
 
 
 def _peers(scale: float) -> dict[str, Any]:
@@ -53,13 +71,35 @@ def _peers(scale: float) -> dict[str, Any]:
     return bench_peers(PeersSettings(size_gb=1.4 * scale))
 
 
+def _ipc(scale: float) -> dict[str, Any]:
+    from liveweight.bench.ipc import IpcSettings, bench_ipc
+
+    return bench_ipc(IpcSettings(size_gb=1.4 * scale, rounds=8))
+
+
+def _nixl(scale: float) -> dict[str, Any]:
+    from liveweight.bench.nixl import NixlSettings, bench_nixl
+
+    return bench_nixl(NixlSettings(size_gb=0.5 * scale))
+
+
+def _snapshot(scale: float) -> dict[str, Any]:
+    from liveweight.bench.snapshot import SnapshotSettings, bench_snapshot
+
+    return {"sizes": [bench_snapshot(SnapshotSettings(size_gb=gb * scale)) for gb in (0.5, 4.0)]}
+
+
 def _growth(scale: float) -> dict[str, Any]:
     from liveweight.bench.growth import GrowthSettings, bench_growth
 
     full = GrowthSettings()
     sizes = tuple(size * scale for size in full.sizes_gb)
     tensors = tuple(max(10, int(count * scale)) for count in full.tensors)
-    return bench_growth(GrowthSettings(sizes_gb=sizes, tensors=tensors, base_gb=full.base_gb * scale))
+    return bench_growth(
+        GrowthSettings(
+            sizes_gb=sizes, tensors=tensors, base_gb=full.base_gb * scale, tensors_gb=full.tensors_gb * scale
+        )
+    )
 
 
 def _idle(scale: float) -> dict[str, Any]:
@@ -86,6 +126,9 @@ def _torture(scale: float) -> dict[str, Any]:
 
 _RUNS: dict[str, Callable[[float], dict[str, Any]]] = {
     "peers": _peers,
+    "ipc": _ipc,
+    "nixl": _nixl,
+    "snapshot": _snapshot,
     "growth": _growth,
     "idle": _idle,
     "torture": _torture,

@@ -54,10 +54,13 @@ class SharedModule:
     def holds(self, tensors: Sequence[AnyTensor]) -> bool:
         """Whether these are, one by one, the tensors that lie in the arena, each in one run.
 
-        Many thousand are asked before every offer: no tuple is made for each, as its shape would be.
+        Many thousand are asked before every offer, and each is far from the caches: once, and no tuple is made, as its shape would be.
         """
-        return [tensor.data_ptr() for tensor in tensors] == self.addresses and all(
-            [tensor.is_contiguous() for tensor in tensors]  # noqa: C419 - a list is faster here
+        return len(tensors) == len(self.addresses) and all(
+            [  # noqa: C419 - a list is faster here
+                tensor.data_ptr() == address and tensor.is_contiguous()
+                for tensor, address in zip(tensors, self.addresses, strict=True)
+            ]
         )
 
     def digest(self, kernels: Kernels, threads: int, layout: Layout) -> Lanes:
