@@ -17,7 +17,7 @@ BENCH_VENV := .venv-bench
 VLLM ?= 0.32.0
 VLLM_VENV := .venv-vllm/$(VLLM)
 
-.PHONY: venv demo picture test test-paddle test-vllm check soak soak-vllm bench wheel clean
+.PHONY: venv demo picture profile test test-paddle test-vllm check soak soak-vllm bench wheel clean
 venv: $(VENV)/.ready
 
 # torch first: a range alone would pull the newest build with gigabytes of CUDA.
@@ -34,6 +34,11 @@ demo: venv
 # The README's picture of the demo, from a whole run.
 picture: venv
 	$(BIN)/python docs/pictures/draw.py
+
+# The picture of docs/performance.md: where a round's time goes.
+profile: $(BENCH_VENV)/.ready
+	$(BENCH_VENV)/bin/python -m pip install --quiet "py-spy>=0.4,<1"
+	PATH="$(abspath $(BENCH_VENV))/bin:$$PATH" $(BENCH_VENV)/bin/python docs/pictures/profile.py
 
 # What fails is run once more, alone: what fails again is broken, what passes then says that a test depends on its neighbours or on the
 # machine's load. Its first failure stays in the log, and is a defect too.

@@ -82,6 +82,44 @@ def test_a_rank_killed_while_engine_ranks_stage_is_named_by_all_others(cluster: 
     assert_holds(ranks, 1)
 
 
+@pytest.mark.parametrize("moment", ["RoundOpened", "StagingBegan"])
+def test_a_rank_stopped_while_its_memory_is_read_harms_nobody_before_the_next_offer(
+    cluster: Cluster, moment: str
+) -> None:
+    ranks, trainer = ready(cluster)
+    held = ranks[moment == "StagingBegan"]
+    held.ask("hold", event=moment)
+    calls = [one.begin("publish", label=2) for one in trainer]
+    held.held(moment)
+    trainer[2].stop()
+    held.ask("go")
+    answers = [one.end(call) for one, call in zip(trainer[:2], calls, strict=False)]
+    assert [answer.get("version") for answer in answers] == [2, 2], answers
+    assert_holds(ranks, 2)
+    for answer in publish_without_the_last(trainer, 3, hurry=True):
+        assert (answer["error"]["rank"], answer["error"]["step"]) == (2, "freeze")
+        assert answer["error"]["serving"] == "2"
+    assert_holds(ranks, 2)
+
+
+def test_a_rank_stopped_before_its_memory_was_handed_over_is_named_by_all_others(cluster: Cluster) -> None:
+    ranks = cluster.replica(2)
+    trainer = cluster.trainer_ranks(3, style="rows")
+    ranks[1].ask("hold", event="StagingBegan")
+    for one in trainer[:2]:
+        one.ask("hurry", timeout_s=5.0)
+    calls = [one.begin("publish", label=1) for one in trainer]
+    ranks[1].held("StagingBegan")
+    trainer[2].stop()
+    ranks[1].ask("go")
+    for one, call in zip(trainer[:2], calls, strict=False):
+        error = one.end(call)["error"]
+        assert (error["code"], error["retryable"]) == (LATE, True), error
+        assert "trainer rank 2" in error["text"]
+    assert_holds(ranks, 0)
+    recover(cluster, ranks)
+
+
 @pytest.mark.parametrize("how", ["killed", "stopped"])
 @pytest.mark.parametrize("moment", ["Voting", "Hook"])
 def test_a_rank_lost_after_all_have_staged_shows_at_the_next_offer(

@@ -58,7 +58,7 @@ class Child:
             self._process = subprocess.Popen(
                 [sys.executable, "-c", code], pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL
             )
-        self.line = Line(ours)
+        self.line, self.pid = Line(ours), self._process.pid
         self._socket = ours
         self.line.say(**config)
 

@@ -1,8 +1,8 @@
 """What live updates cost an engine while nobody updates it: the time of a decode step, beside engines that meet in every step.
 
-Four engines of the same model take turns within every repetition: without live updates, with them, with a gloo broadcast in every step,
-and with a broadcast and a barrier. Differences are paired: each is of two neighbours in time. Their median counts, with the 95% interval
-of a bootstrap, so that one stall of the machine decides nothing.
+Four engines of the same model: without live updates, with them, with a gloo broadcast in every step, and with a broadcast and a barrier.
+Differences are paired: the first engine has its turn right before or right after each of the others, by turns. Their median counts, with
+the 95% interval of a bootstrap, so that one stall of the machine decides nothing. Those that meet cost much, and need fewer pairs.
 """
 
 from __future__ import annotations
@@ -35,37 +35,42 @@ from liveweight.errors import DeadlineExceeded
 Name: TypeAlias = Literal["off", "on", "broadcast", "barrier"]
 ENGINES: tuple[Name, ...] = ("off", "on", "broadcast", "barrier")
 WAIT_S = 600.0
+WARM = 2
 RESAMPLES = 2000
+MEETING_EVERY = 5
+"""Those that meet have a pair in every so many turns."""
+
+Pairs: TypeAlias = dict[Name, list[tuple[float, float]]]
+"""Seconds of a step: an engine's, and beside it that of the one without live updates."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class IdleSettings:
-    """How large the model is, and how often each engine has its turn of so many steps."""
+    """How large the model is, and how many pairs of turns of so many steps there are. Short turns make close neighbours."""
 
     size: Literal["tiny", "small", "1b"] = "small"
     tp: int = 2
     requests: int = 4
-    steps: int = 32
-    turns: int = 60
+    steps: int = 16
+    turns: int = 300
 
 
 def bench_idle(settings: IdleSettings) -> dict[str, Any]:
     """Run it; the figures as they are written to JSON."""
-    taken: dict[Name, list[float]] = {name: [] for name in ENGINES}
+    pairs: Pairs = {name: [] for name in ENGINES[1:]}
     with ExitStack() as stack:
         directory = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="lw-idle-")))
         init_model(directory / "model", SIZES["qwen3"][settings.size])
         engines = {name: stack.enter_context(_engine(name, directory, settings.tp)) for name in ENGINES}
-        for turn in range(settings.turns + 2):
-            first = turn % len(ENGINES)  # nobody is always behind the same neighbour
-            for name in (*ENGINES[first:], *ENGINES[:first]):
-                took_s = _turn(engines[name], settings)
-                if turn >= 2:  # the first ones warm
-                    taken[name].append(took_s / settings.steps)
+        for turn in range(settings.turns + WARM):
+            for name in ENGINES[1:] if turn < WARM or (turn - WARM) % MEETING_EVERY == 0 else ENGINES[1:2]:
+                pair = _pair(engines[name], engines["off"], settings, swapped=turn % 2 == 1)
+                if turn >= WARM:
+                    pairs[name].append(pair)
         for engine in engines.values():
             engine.stop()  # ranks write their counts when they end
         counts = {name: _counts(directory / name, settings.tp) for name in ENGINES}
-    return _report(settings, taken, counts)
+    return _report(settings, pairs, counts)
 
 
 def _engine(name: Name, directory: Path, tp: int) -> Engine:
@@ -90,8 +95,16 @@ def _launching(place: Path, tp: int, meets: Meets) -> Launch:
     return launch
 
 
+def _pair(one: Engine, off: Engine, settings: IdleSettings, *, swapped: bool) -> tuple[float, float]:
+    """Seconds of a step of both, `off` first if swapped."""
+    if swapped:
+        beside = _turn(off, settings)
+        return _turn(one, settings), beside
+    return _turn(one, settings), _turn(off, settings)
+
+
 def _turn(engine: Engine, settings: IdleSettings) -> float:
-    """So many decode steps of all requests at once, from the first token that came to the last."""
+    """So many decode steps of all requests at once, from the first token that came to the last; seconds of one."""
     pieces: queue.SimpleQueue[Delta] = queue.SimpleQueue()
     sampling = Sampling(max_tokens=settings.steps + 1, temperature=0.0, ignore_eos=True)
     for number in range(settings.requests):
@@ -106,7 +119,7 @@ def _turn(engine: Engine, settings: IdleSettings) -> float:
             raise piece.fault
         began_s = began_s or time.perf_counter()
         left -= piece.last
-    return time.perf_counter() - began_s
+    return (time.perf_counter() - began_s) / settings.steps
 
 
 def _counts(place: Path, tp: int) -> dict[str, int]:
@@ -118,23 +131,19 @@ def _counts(place: Path, tp: int) -> dict[str, int]:
     return total
 
 
-def _report(
-    settings: IdleSettings, taken: dict[Name, list[float]], counts: dict[Name, dict[str, int]]
-) -> dict[str, Any]:
-    step_s = statistics.median(taken["off"])
+def _report(settings: IdleSettings, pairs: Pairs, counts: dict[Name, dict[str, int]]) -> dict[str, Any]:
+    off_s = statistics.median(off for found in pairs.values() for _, off in found)
     per_step = {name: collectives_per_step(count) for name, count in counts.items()}
     return {
         "model": f"qwen3 {settings.size}",
         "tp": settings.tp,
         "cores": os.cpu_count(),
         "turns": settings.turns,
-        "step_s": {name: statistics.median(times) for name, times in taken.items()},
+        "step_s": {"off": off_s}
+        | {name: statistics.median(one for one, _ in found) for name, found in pairs.items()},
         "collectives_per_step": per_step,
         "extra_collectives": per_step["on"] - per_step["off"],
-        **{
-            name: paired([one - off for one, off in zip(taken[name], taken["off"], strict=True)], step_s)
-            for name in ENGINES[1:]
-        },
+        **{name: paired([one - off for one, off in found], off_s) for name, found in pairs.items()},
     }
 
 

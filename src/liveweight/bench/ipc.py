@@ -11,7 +11,6 @@ import os
 import statistics
 import tempfile
 import time
-from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -21,6 +20,7 @@ import msgspec
 from liveweight.bench.child import Child, reset_peak, resident_bytes
 from liveweight.bench.decoder import decoder, module_of, parameters, small_tensors
 from liveweight.bench.freeze import bench_freeze
+from liveweight.bench.ipc_figures import figures_of, ratios_of, rounds_of
 from liveweight.bench.ipc_fsdp2 import sharded_rounds
 from liveweight.bench.ipc_rank import WAIT_S
 from liveweight.bench.ipc_rank import main as rank_main
@@ -58,7 +58,7 @@ class IpcSettings:
     size_gb: float = 1.4
     replicas: int = 1
     ranks: int = 2
-    rounds: int = 6
+    rounds: int = 8
     tensors: int = 0
     threads: int = 1
     cast: bool = True
@@ -79,8 +79,10 @@ def bench_ipc(settings: IpcSettings) -> dict[str, Any]:
         for contender in CONTENDERS:
             scene.publish(*contender)  # warms the bindings of both shadows
         for _ in range(settings.rounds):
+            spans.append(
+                scene.limit()
+            )  # as often as each of the others: the best of more tries would be a better one
             for contender in CONTENDERS:
-                spans.append(scene.limit())
                 times[contender].append(scene.publish(*contender))
         scene.check()
         peaks = scene.peaks()
@@ -99,10 +101,10 @@ def bench_ipc(settings: IpcSettings) -> dict[str, Any]:
         "cold_live_s": cold_live_s,
         **ring,
         "peak_extra_bytes": peaks,
-        "rounds": _rounds(times) | ({"fsdp2": {"verified_s": _figures(sharded)}} if sharded else {}),
-        "ratios": _ratios(times, limit_s)
+        "rounds": rounds_of(times) | ({"fsdp2": {"verified_s": figures_of(sharded)}} if sharded else {}),
+        "ratios": ratios_of(times, limit_s)
         | ({"fsdp2_of_frozen": min(sharded) / min(times["frozen", True])} if sharded else {}),
-        "median_ratios": _ratios(times, statistics.median(spans), statistics.median),
+        "median_ratios": ratios_of(times, statistics.median(spans), statistics.median),
         **freeze,
     }
 
@@ -117,29 +119,6 @@ def _cold_ring(scene: Scene) -> dict[str, Any]:
         "cold_ring_s": cold_s,
         "ring_bytes": scene.ring.segments * scene.ring.segment_bytes,
         "ring_peak_extra_bytes": scene.peaks()["trainer"],
-    }
-
-
-def _rounds(times: dict[tuple[OfferKind, bool], list[float]]) -> dict[str, Any]:
-    figures: dict[str, Any] = {}
-    for (kind, verify), taken in times.items():
-        name = "verified_s" if verify else "plain_s"
-        figures.setdefault(kind, {})[name] = _figures(taken)
-    return figures
-
-
-def _figures(taken: list[float]) -> dict[str, float]:
-    return {"best": min(taken), "median": statistics.median(taken)}
-
-
-def _ratios(
-    times: dict[tuple[OfferKind, bool], list[float]],
-    limit_s: float,
-    of: Callable[[list[float]], float] = min,
-) -> dict[str, float]:
-    return {
-        f"{kind}_{'verified' if verify else 'plain'}": of(taken) / limit_s
-        for (kind, verify), taken in times.items()
     }
 
 
@@ -216,6 +195,11 @@ class Scene:
             rank.line.say(do="stop")
         for rank in self._ranks:
             rank.line.hear(Deadline.after(WAIT_S))
+
+    @property
+    def processes(self) -> dict[str, int]:
+        """Their ids, for who wants to look at them."""
+        return {"trainer": os.getpid()} | {f"rank {n}": rank.pid for n, rank in enumerate(self._ranks)}
 
     def publish(self, kind: OfferKind, verify: bool, transfer_mode: str = "ipc") -> float:
         """One round of new content; seconds from the call to the last commit."""

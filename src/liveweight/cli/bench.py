@@ -87,7 +87,7 @@ def _show(report: DigestReport) -> None:
 def ipc(
     size_gb: Annotated[float, typer.Option(min=0.001, help="GB of bfloat16 weights.")] = 1.4,
     ranks: Annotated[int, typer.Option(min=1, help="Ranks of the replica; each keeps its share.")] = 2,
-    rounds: Annotated[int, typer.Option(min=1, help="Repetitions of every contender.")] = 6,
+    rounds: Annotated[int, typer.Option(min=1, help="Repetitions of every contender.")] = 8,
     tensors: Annotated[int, typer.Option(min=0, help="So many equal tensors, in place of a decoder's.")] = 0,
     threads: Annotated[int, typer.Option(min=1, help="Staging threads of each rank.")] = 1,
     cast: Annotated[bool, typer.Option(help="Freeze from float32 too.")] = True,

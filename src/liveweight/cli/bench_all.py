@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -26,9 +26,16 @@ Render = Annotated[
 ]
 
 
+Only = Annotated[
+    list[str] | None, typer.Option(help="Measure this one, and leave the figures of the others as they are.")
+]
+
+
 @app.command("all")
 @telling
-def everything(out: Out = Path("bench"), scale: Scale = 1.0, render: Render = False) -> None:
+def everything(
+    out: Out = Path("bench"), scale: Scale = 1.0, only: Only = None, render: Render = False
+) -> None:
     """Peers, rounds, NIXL, snapshots, growth, idle and torture, one after the other; REPORT.md with tables, pictures, machine and command.
 
     For example: liveweight bench all --out bench --scale 0.1
@@ -36,22 +43,25 @@ def everything(out: Out = Path("bench"), scale: Scale = 1.0, render: Render = Fa
     from liveweight.bench.report import this_machine, write_report
 
     out.mkdir(parents=True, exist_ok=True)
+    unknown = sorted(set(only or ()) - set(_RUNS))
+    if unknown:
+        raise typer.BadParameter(f"no benchmark {unknown[0]}: there are {', '.join(_RUNS)}")
     if not render:
-        _measure(out, scale)
+        _measure(out, scale, only or list(_RUNS))
         about = {"command": f"liveweight bench all --scale {scale:g}", "machine": this_machine()}
         _write(out / "run.json", about)
     found = {name: _read(out / f"{name}.json") for name in _RUNS if (out / f"{name}.json").exists()}
     print(write_report(out, found, **_read(out / "run.json")))
 
 
-def _measure(out: Path, scale: float) -> None:
+def _measure(out: Path, scale: float, names: Sequence[str]) -> None:
     """Each benchmark's figures into its file. One whose packages are missing here is passed over, and has none."""
-    for name, run in _RUNS.items():
+    for name in names:
         print(f"{name} ...", flush=True)
         place = out / f"{name}.json"
         place.unlink(missing_ok=True)
         try:
-            _write(place, run(scale))
+            _write(place, _RUNS[name](scale))
         except MissingExtra as missing:
             print(missing)
 
@@ -107,7 +117,7 @@ def _idle(scale: float) -> dict[str, Any]:
 
     full = IdleSettings()
     return bench_idle(
-        IdleSettings(size="small" if scale == 1 else "tiny", turns=max(3, int(full.turns * scale)))
+        IdleSettings(size="small" if scale == 1 else "tiny", turns=max(6, int(full.turns * scale)))
     )
 
 

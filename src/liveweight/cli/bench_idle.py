@@ -15,13 +15,13 @@ from liveweight.cli.failing import telling
 def idle(
     size: Annotated[Literal["tiny", "small", "1b"], typer.Option(help="Of the random weights.")] = "small",
     tp: Annotated[int, typer.Option(min=2, help="Ranks of each engine.")] = 2,
-    turns: Annotated[int, typer.Option(min=2, help="Repetitions of every engine.")] = 60,
-    steps: Annotated[int, typer.Option(min=1, help="Decode steps of a turn.")] = 32,
+    turns: Annotated[int, typer.Option(min=2, help="Pairs of turns, with and without live updates.")] = 300,
+    steps: Annotated[int, typer.Option(min=1, help="Decode steps of a turn.")] = 16,
     json_to: JsonTo = None,
 ) -> None:
     """The time of a decode step with live updates enabled, beside engines that broadcast, or also wait, in every step.
 
-    For example: liveweight bench idle --size small --turns 60 --json idle.json
+    For example: liveweight bench idle --size small --turns 300 --json idle.json
     """
     from liveweight.bench.idle import IdleSettings, bench_idle
 
