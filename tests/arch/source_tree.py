@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,14 +13,15 @@ SRC = ROOT / "src"
 PACKAGE = "liveweight"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Source:
-    """One Python file of the package. `module` is its dotted name, without `__init__`."""
+    """One Python file of the package. `module` is its dotted name, without `__init__`; `nodes` are all of its tree."""
 
     path: str
     module: str
     text: str
     tree: ast.Module
+    nodes: tuple[ast.AST, ...]
 
     @property
     def is_package(self) -> bool:
@@ -45,9 +47,11 @@ def part_of(module: str) -> str:
 def source(path: str, text: str) -> Source:
     """A Source from a path below `src/` and its text."""
     module = path.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
-    return Source(path=path, module=module, text=text, tree=ast.parse(text, path))
+    tree = ast.parse(text, path)
+    return Source(path=path, module=module, text=text, tree=tree, nodes=tuple(ast.walk(tree)))
 
 
+@functools.cache
 def sources() -> list[Source]:
     """Every Python file of the package. Never empty, so that no rule passes for want of files."""
     paths = sorted((SRC / PACKAGE).rglob("*.py"))
@@ -57,9 +61,14 @@ def sources() -> list[Source]:
     return found
 
 
-def imports(file: Source) -> Iterator[tuple[ast.stmt | ast.expr, str]]:
+@functools.cache
+def imports(file: Source) -> tuple[tuple[ast.stmt | ast.expr, str], ...]:
     """Every module or name that the file imports, at any depth and under any condition, as absolute names."""
-    for node in ast.walk(file.tree):
+    return tuple(_imported(file))
+
+
+def _imported(file: Source) -> Iterator[tuple[ast.stmt | ast.expr, str]]:
+    for node in file.nodes:
         match node:
             case ast.Import(names=names):
                 yield from ((node, alias.name) for alias in names)
@@ -86,20 +95,26 @@ def _absolute(file: Source, module: str, level: int) -> str:
     return ".".join([*base, module] if module else base)
 
 
-def names(file: Source) -> Iterator[tuple[ast.expr, str]]:
+@functools.cache
+def names(file: Source) -> tuple[tuple[ast.expr, str], ...]:
     """Every name that is used, spelled out: `o.environ` after `import os as o` is `os.environ`."""
+    return tuple(_used(file))
+
+
+def _used(file: Source) -> Iterator[tuple[ast.expr, str]]:
     known = aliases(file)
-    for node in ast.walk(file.tree):
+    for node in file.nodes:
         if isinstance(node, ast.Name | ast.Attribute):
             name = spelled_out(node, known)
             if name is not None:
                 yield node, name
 
 
+@functools.cache
 def aliases(file: Source) -> dict[str, str]:
     """What the names that the file imports stand for. (One table per file: scopes make no difference.)"""
     known: dict[str, str] = {}
-    for node in ast.walk(file.tree):
+    for node in file.nodes:
         match node:
             case ast.Import(names=names):
                 known |= {alias.asname: alias.name for alias in names if alias.asname is not None}

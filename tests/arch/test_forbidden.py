@@ -56,7 +56,7 @@ def uses(forbidden: set[str]) -> Callable[[Source], Found]:
 def exits(file: Source) -> Found:
     """Exit codes and arguments of the program, also as an exception."""
     yield from uses(EXIT)(file)
-    for node in ast.walk(file.tree):
+    for node in file.nodes:
         if isinstance(node, ast.Raise) and "SystemExit" in ast.unparse(node):
             yield node, "SystemExit"
 
@@ -71,7 +71,7 @@ def pickles(file: Source) -> Found:
         queue = forks and last in PICKLING_QUEUES and base not in ("queue", "asyncio")
         if queue or last in PICKLING_METHODS:
             yield node, name
-    for word in ast.walk(file.tree):
+    for word in file.nodes:
         if (
             isinstance(word, ast.keyword)
             and word.arg == "allow_pickle"
@@ -82,7 +82,7 @@ def pickles(file: Source) -> Found:
 
 def finalisers(file: Source) -> Found:
     """Clean-up that no `with` orders."""
-    for node in ast.walk(file.tree):
+    for node in file.nodes:
         if isinstance(node, ast.FunctionDef) and node.name == "__del__":
             yield node, "__del__"
     yield from ((node, name) for node, name in imports(file) if name.partition(".")[0] == "atexit")
@@ -90,7 +90,7 @@ def finalisers(file: Source) -> Found:
 
 def asserts(file: Source) -> Found:
     """Validation that `python -O` removes."""
-    yield from ((node, "assert") for node in ast.walk(file.tree) if isinstance(node, ast.Assert))
+    yield from ((node, "assert") for node in file.nodes if isinstance(node, ast.Assert))
 
 
 def decoders(file: Source) -> Found:
@@ -98,7 +98,7 @@ def decoders(file: Source) -> Found:
     if file.module == f"{PACKAGE}.spec.decoding":
         return
     known = aliases(file)
-    for node in ast.walk(file.tree):
+    for node in file.nodes:
         if isinstance(node, ast.Call) and spelled_out(node.func, known) in DECODING:
             yield node, ast.unparse(node.func)
 
@@ -112,7 +112,7 @@ def drawers(file: Source) -> Found:
 def stray_errors(file: Source) -> Found:
     """Classes of the error tree outside the one file that draws it."""
     known = aliases(file)
-    for node in ast.walk(file.tree):
+    for node in file.nodes:
         if isinstance(node, ast.ClassDef):
             bases = [spelled_out(base, known) or "" for base in node.bases]
             if any(base.startswith(f"{PACKAGE}.errors.") for base in bases):

@@ -25,7 +25,7 @@ EXCEPTIONS: dict[str, str] = {
 def too_long(file: Source) -> dict[str, int]:
     """What exceeds the limits, with its number of lines. A function counts from `def` to its end."""
     lines = {file.path: len(file.text.splitlines())} if len(file.text.splitlines()) > FILE_LINES else {}
-    for node in ast.walk(file.tree):
+    for node in file.nodes:
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             length = (node.end_lineno or node.lineno) - node.lineno + 1
             if length > FUNCTION_LINES:
