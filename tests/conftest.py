@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import os
 import shutil
+import subprocess
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
+from liveweight.bench import child, idle
+from liveweight.bench.torture.nursery import Forked
+from tests.support.cli import Cli
 from tests.support.cluster import Cluster, running
 from tests.support.engines import Logits, Models
 from tests.support.zygote import Zygote
@@ -33,6 +38,25 @@ def zygote() -> Iterator[Zygote]:
     started = Zygote()
     yield started
     started.close()
+
+
+@pytest.fixture(scope="session")
+def cli(zygote: Zygote) -> Cli:
+    """The program, for tests of what its commands do."""
+    return Cli(zygote)
+
+
+@pytest.fixture
+def forked_python(zygote: Zygote, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The processes that benchmarks start are forked: they do the same, but for importing torch."""
+
+    def popen(command: Sequence[str], *, pass_fds: Sequence[int], stdin: int) -> Forked:
+        del stdin
+        return Forked(zygote.run_code(command[2], pass_fds[0]))
+
+    theirs = SimpleNamespace(Popen=popen, DEVNULL=subprocess.DEVNULL)
+    for module in (child, idle):
+        monkeypatch.setattr(module, "subprocess", theirs)
 
 
 @pytest.fixture

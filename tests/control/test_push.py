@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import subprocess
-import sys
 import threading
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -24,9 +22,9 @@ from liveweight.spec.deadline import Deadline
 from liveweight.trainer.replica import WireReplica
 from liveweight.wire.credentials import load_or_create_secret
 from liveweight.wire.values import RoundId
-from tests.arch.source_tree import ROOT
 from tests.control.test_control_routes import Stream
 from tests.support import noted_hooks
+from tests.support.cli import Cli
 from tests.support.engines import WITHIN_S, Models, forking
 from tests.support.http_server import Served, serving
 from tests.support.zygote import Zygote
@@ -58,19 +56,6 @@ def secret_file(place: Path) -> Path:
     return place / f"liveweight-{os.getuid()}" / "secret"
 
 
-def liveweight(place: Path, *arguments: object, **environment: str) -> subprocess.CompletedProcess[str]:
-    """The program; its sockets and its secret lie below `place`."""
-    return subprocess.run(
-        [sys.executable, "-m", "liveweight.cli.main", *map(str, arguments)],
-        cwd=ROOT,
-        env={**os.environ, "TMPDIR": str(place), **environment},
-        capture_output=True,
-        text=True,
-        timeout=WITHIN_S,
-        check=False,
-    )
-
-
 def said(url: str, **changes: Any) -> dict[str, Any]:
     """The first choice of an answer."""
     answer = httpx.post(f"{url}{COMPLETIONS}", json={**ASK, **changes}, timeout=WITHIN_S)
@@ -78,36 +63,19 @@ def said(url: str, **changes: Any) -> dict[str, Any]:
     return choice
 
 
-@contextmanager
-def served_program(place: Path, model: Path, *options: str, **environment: str) -> Iterator[tuple[str, str]]:
-    """`liveweight serve` on two ranks: its URL and its address. It ends well."""
-    command = [sys.executable, "-m", "liveweight.cli.main", "serve", str(model)]
-    command += ["--tp", "2", "--port", "0", "--threads", "1", *options]
-    given = {**os.environ, "TMPDIR": str(place), **environment}
-    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, env=given) as server:
-        try:
-            assert server.stdout is not None
-            line = server.stdout.readline()
-            yield line.split()[3].rstrip(","), line.rpartition(" updates at ")[2].strip()
-            server.terminate()
-            assert server.wait(WITHIN_S) == 0
-        finally:
-            server.kill()
-
-
 def test_a_push_changes_what_a_served_engine_says_and_an_undo_takes_it_back(
-    models: Models, short_path: Path, zygote: Zygote
+    models: Models, short_path: Path, zygote: Zygote, cli: Cli
 ) -> None:
     old, new, other = models.directory(), models.directory(seed=1), models.directory(tied=False)
     with live(zygote, short_path, new) as reference:
         expected = said(reference.url)["text"]
-    with served_program(short_path, old) as (url, address):
+    with cli.serving(short_path, old) as (url, address):
         before = said(url)
         start = httpx.get(f"{url}/v1/weights").json()
         assert before["weight_version"] == {"label": "initial", "digest": start["version"]["digest"]}
         assert (start["state"], start["version"]["run"], start["undo"]) == ("serving initial", "start", None)
 
-        pushed = liveweight(short_path, "push", new, url, "--version", "step_1")
+        pushed = cli.run(short_path, "push", new, url, "--version", "step_1")
         assert pushed.returncode == 0, pushed.stderr
         wanted = r"open (\d+)/\1 · staged \d+\.\d MB · verified 2/2 · voted 2/2 · commit \d+\.\d ms"
         assert re.fullmatch(wanted, pushed.stdout.splitlines()[0]), pushed.stdout
@@ -120,56 +88,56 @@ def test_a_push_changes_what_a_served_engine_says_and_an_undo_takes_it_back(
         assert weights["undo"] == start["version"]
         assert [(row["version"], row["outcome"]) for row in weights["rounds"]] == [("step_1", "committed")]
 
-        refused = liveweight(short_path, "push", other, url, "--version", "step_2")
+        refused = cli.run(short_path, "push", other, url, "--version", "step_2")
         assert refused.returncode == 1
         assert refused.stderr.startswith("LW-101 refused: ")
         assert ". Still serving step_1. What to do: publish exactly " in refused.stderr
         assert said(url)["text"] == expected
 
-        undone = liveweight(short_path, "undo", url)
+        undone = cli.run(short_path, "undo", url)
         assert undone.stdout == f"{url} serves initial\n", undone.stderr
         assert said(url)["text"] == before["text"]
-        again = liveweight(short_path, "undo", url)
+        again = cli.run(short_path, "undo", url)
         assert (again.returncode, again.stderr.partition(" ")[0]) == (1, "LW-107")
 
 
 def test_the_options_of_rounds_reach_the_ranks_and_a_run_holds_across_pushes(
-    models: Models, short_path: Path
+    models: Models, short_path: Path, cli: Cli
 ) -> None:
     options = ["--draft-weights", "keep", "--shadow", "host", "--hook", f"{noted_hooks.__name__}:first"]
     notes, without = short_path / "notes", models.directory(seed=1)
     notes.mkdir()
-    environment = {noted_hooks.DIRECTORY: str(notes), "PYTHONPATH": str(ROOT)}
+    environment = {noted_hooks.DIRECTORY: str(notes)}
     named = ("--run", "experiment", "--version", "step_1")
-    with served_program(short_path, models.directory(mtp=True), *options, **environment) as (url, _):
-        pushed = liveweight(short_path, "push", without, url, *named)
+    with cli.serving(short_path, models.directory(mtp=True), *options, **environment) as (url, _):
+        pushed = cli.run(short_path, "push", without, url, *named)
         assert pushed.returncode == 0, pushed.stderr
         assert re.match(r"open 46/(58|59|6\d) · draft kept · staged ", pushed.stdout), pushed.stdout
         weights = httpx.get(f"{url}/v1/weights").json()
         assert (weights["version"]["run"], weights["version"]["label"]) == ("experiment", "step_1")
         assert (weights["draft"], weights["draft_weights"]) == ("kept", "keep")
         assert weights["rounds"][-1]["draft"] == "kept"
-        again = liveweight(short_path, "push", without, url, *named)
+        again = cli.run(short_path, "push", without, url, *named)
         assert "installed already" in again.stdout, again.stderr
-        other = liveweight(short_path, "push", models.directory(seed=2), url, *named)
+        other = cli.run(short_path, "push", models.directory(seed=2), url, *named)
         assert (other.returncode, "LW-104" in other.stderr) == (1, True)
-        elsewhere = liveweight(short_path, "push", models.directory(seed=2), url, "--version", "step_1")
+        elsewhere = cli.run(short_path, "push", models.directory(seed=2), url, "--version", "step_1")
         assert elsewhere.returncode == 0, elsewhere.stderr  # a run of its own
     ran = [file.read_text().count('"hook": "first"') for file in notes.iterdir()]
     assert ran == [3, 3]  # the start and two commits, on both ranks
 
 
 def test_status_is_a_table_or_json_and_pause_and_resume_say_what_came_of_them(
-    models: Models, short_path: Path, zygote: Zygote
+    models: Models, short_path: Path, zygote: Zygote, cli: Cli
 ) -> None:
     model, nobody = models.directory(), "http://127.0.0.1:1"
     with live(zygote, short_path, model) as served:
         url = served.url
-        table = liveweight(short_path, "status", url, nobody)
-        listed = liveweight(short_path, "status", "--json", url)
-        paused = liveweight(short_path, "pause", url, "--mode", "wait")
+        table = cli.run(short_path, "status", url, nobody)
+        listed = cli.run(short_path, "status", "--json", url)
+        paused = cli.run(short_path, "pause", url, "--mode", "wait")
         stood_still = served.engine.status().paused
-        resumed = liveweight(short_path, "resume", url)
+        resumed = cli.run(short_path, "resume", url)
         went_on = served.engine.status().paused
     assert [row.split()[:3] for row in table.stdout.splitlines()] == [
         ["engine", "model", "version"],
@@ -183,13 +151,13 @@ def test_status_is_a_table_or_json_and_pause_and_resume_say_what_came_of_them(
     assert (paused.stdout, resumed.stdout) == (f"{url} is paused\n", f"{url} is running\n")
 
 
-def test_one_push_updates_several_engines(models: Models, short_path: Path, zygote: Zygote) -> None:
+def test_one_push_updates_several_engines(models: Models, short_path: Path, zygote: Zygote, cli: Cli) -> None:
     new = models.directory(seed=1)
     with ExitStack() as stack:
         urls = [
             stack.enter_context(live(zygote, short_path, models.directory(seed=seed))).url for seed in (0, 2)
         ]
-        pushed = liveweight(short_path, "push", new, *urls, "--version", "7", "--no-verify")
+        pushed = cli.run(short_path, "push", new, *urls, "--version", "7", "--no-verify")
         assert pushed.returncode == 0, pushed.stderr
         lines = pushed.stdout.splitlines()
         assert sorted(line.partition(": ")[0] for line in lines[:2]) == sorted(urls)
@@ -241,7 +209,7 @@ def test_health_and_weights_answer_during_a_round_and_an_undo_is_refused(
 
 
 def test_a_publisher_finds_an_engine_by_its_url_and_its_control_key(
-    models: Models, short_path: Path, zygote: Zygote
+    models: Models, short_path: Path, zygote: Zygote, cli: Cli
 ) -> None:
     access = Access(api_key="a", control_key="c")
     more: dict[str, Any] = {"secret": secret_file(short_path), "directory": short_path / "trainer"}
@@ -255,8 +223,8 @@ def test_a_publisher_finds_an_engine_by_its_url_and_its_control_key(
             report = publisher.publish(3)
         shown = {"authorization": "Bearer c"}
         weights = httpx.get(f"{served.url}/v1/weights", headers=shown).json()
-        refused = liveweight(short_path, "pause", served.url)
-        paused = liveweight(short_path, "pause", served.url, LIVEWEIGHT_CONTROL_KEY="c")
+        refused = cli.run(short_path, "pause", served.url)
+        paused = cli.run(short_path, "pause", served.url, LIVEWEIGHT_CONTROL_KEY="c")
     assert weights["version"] == {"run": publisher.run, "label": 3, "digest": report.version.digest}
     assert (refused.returncode, refused.stderr.partition(" ")[0]) == (1, "LW-207")
     assert paused.stdout == f"{served.url} is paused\n"

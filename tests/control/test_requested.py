@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import re
 import signal
-import subprocess
-import sys
 import threading
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -19,9 +17,9 @@ import pytest
 import liveweight as lw
 from liveweight.control.calls import HEADER
 from liveweight.engine.engine import Engine
-from tests.arch.source_tree import ROOT
 from tests.control.test_control_routes import Stream
-from tests.control.test_push import ASK, HeldReplica, live, liveweight, said, secret_file, served_program
+from tests.control.test_push import ASK, HeldReplica, live, said, secret_file
+from tests.support.cli import Cli, Command
 from tests.support.cluster import Program
 from tests.support.engines import WITHIN_S, Models
 from tests.support.http_server import Served
@@ -402,49 +400,47 @@ def test_an_engine_that_is_stopped_in_the_middle_ends_at_once(
 
 
 @contextmanager
-def offering(place: Path, *arguments: object) -> Iterator[subprocess.Popen[str]]:
+def offering(cli: Cli, place: Path, *arguments: object) -> Iterator[Command]:
     """`liveweight offer`, once it offers."""
-    command = [sys.executable, "-m", "liveweight.cli.main", "offer", *map(str, arguments)]
-    pipe = subprocess.PIPE
-    with subprocess.Popen(command, cwd=ROOT, stdout=pipe, stderr=pipe, text=True) as started:
-        try:
-            assert started.stdout is not None
-            line = started.stdout.readline()
-            assert re.match(rf"offering step_\d+ at ipc://{place}", line), line + started.communicate()[1]
-            yield started
-        finally:
-            started.kill()
+    with cli.started(place, "offer", *arguments) as source:
+        line = source.first_line()
+        assert re.match(rf"offering step_\d+ at ipc://{place}", line), line + source.errors
+        yield source
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_the_programs_serve_offer_and_update(
-    models: Models, short_path: Path, number: signal.Signals
-) -> None:
+def test_the_programs_serve_offer_and_update(models: Models, short_path: Path, cli: Cli) -> None:
     address, secret = f"ipc://{short_path}/s/source.sock", secret_file(short_path)
-    new = models.directory(seed=1)
-    with served_program(short_path, models.directory(), "--weights-from", address) as (url, _):
-        more = ("--version", "step_1", "--address", address, "--secret-file", secret)
-        with offering(short_path, new, *more) as source:
-            taken = liveweight(short_path, "update", url)
-            again = liveweight(short_path, "update", url, "--version", "step_1", "--pause", "keep")
-            unknown = liveweight(short_path, "update", url, "--version", "step_2")
-            wrong = liveweight(short_path, "update", url, "--transfer-mode", "pigeon")
-            source.send_signal(number)
-            _, errors = source.communicate(timeout=WITHIN_S)
-        gone = liveweight(short_path, "update", url)
+    source = (models.directory(seed=1), "--version", "step_1", "--address", address, "--secret-file", secret)
+    with cli.serving(short_path, models.directory(), "--weights-from", address) as (url, _):
+        with offering(cli, short_path, *source) as first:
+            taken = cli.run(short_path, "update", url)
+            again = cli.run(short_path, "update", url, "--version", "step_1", "--pause", "keep")
+            unknown = cli.run(short_path, "update", url, "--version", "step_2")
+            wrong = cli.run(short_path, "update", url, "--transfer-mode", "pigeon")
+            assert_ends_well(first, signal.SIGINT)
+        gone = cli.run(short_path, "update", url)
         served_text = said(url)["weight_version"]["label"]
+        with offering(cli, short_path, *source) as second:
+            assert_ends_well(second, signal.SIGTERM)
     wanted = r"open (\d+)/\1 · staged \d+\.\d MB · verified 2/2 · voted 2/2 · commit \d+\.\d ms"
-    first, second = taken.stdout.splitlines()
-    assert re.fullmatch(wanted, first), taken.stderr
-    assert re.fullmatch(rf"{url} serves step_1, digest [0-9a-f]{{32}}", second)
+    line, result = taken.stdout.splitlines()
+    assert re.fullmatch(wanted, line), taken.stderr
+    assert re.fullmatch(rf"{url} serves step_1, digest [0-9a-f]{{32}}", result)
     assert again.stdout.splitlines()[0].endswith(" · installed already")
     assert (unknown.returncode, gone.returncode, wrong.returncode) == (1, 1, 2)
     assert unknown.stderr.startswith("LW-105 ")
     assert "asked for step_2, the source offers step_1. Still serving step_1. What to do: " in unknown.stderr
     assert gone.stderr.startswith("LW-205 ")
     assert ". Still serving step_1. What to do: " in gone.stderr
-    assert (source.returncode, errors, served_text) == (0, "", "step_1")
+    assert served_text == "step_1"
     assert list((short_path / "s").iterdir()) == []
+
+
+def assert_ends_well(source: Command, number: signal.Signals) -> None:
+    """At that signal, without a word."""
+    source.send_signal(number)
+    code, _ = source.ended()
+    assert (code, source.errors) == (0, "")
 
 
 def test_a_publisher_refuses_what_contradicts_itself(models: Models, short_path: Path) -> None:

@@ -13,14 +13,15 @@ import pytest
 
 from liveweight.engine.config import Updates
 from liveweight.errors import EngineConfigInvalid, Refused
-from tests.control.test_push import ASK, liveweight, said, secret_file, served_program
+from tests.control.test_push import ASK, said, secret_file
 from tests.control.test_requested import offering
+from tests.support.cli import Cli
 from tests.support.engines import WITHIN_S, Models
 from tests.support.serve_processes import program, url_of
 
 
 def test_an_engine_started_for_gdr_refuses_other_offers_unless_asked_and_ucx_writes_nothing_to_its_terminal(
-    models: Models, short_path: Path, monkeypatch: pytest.MonkeyPatch
+    models: Models, short_path: Path, monkeypatch: pytest.MonkeyPatch, cli: Cli
 ) -> None:
     pytest.importorskip("nixl")
     monkeypatch.setenv("UCX_LOG_LEVEL", "info")  # what it would say at every start of an agent
@@ -30,12 +31,12 @@ def test_an_engine_started_for_gdr_refuses_other_offers_unless_asked_and_ucx_wri
     arguments = ("--tp", "2", "--port", "0", "--secret-file", secret, "--weights-from", address)
     with program(str(models.directory()), *arguments, "--transfer-mode", "gdr") as server:
         url = url_of(server)
-        with offering(short_path, *source):
-            refused = liveweight(short_path, "update", url)
-        with offering(short_path, *source, "--transfer-mode", "gdr"):
-            taken = liveweight(short_path, "update", url)
-        with offering(short_path, *source, "--run", "other"):
-            asked = liveweight(short_path, "update", url, "--transfer-mode", "ipc")
+        with offering(cli, short_path, *source):
+            refused = cli.run(short_path, "update", url)
+        with offering(cli, short_path, *source, "--transfer-mode", "gdr"):
+            taken = cli.run(short_path, "update", url)
+        with offering(cli, short_path, *source, "--run", "other"):
+            asked = cli.run(short_path, "update", url, "--transfer-mode", "ipc")
         label = said(url)["weight_version"]["label"]
         server.terminate()
         output, errors = server.communicate(timeout=WITHIN_S)
@@ -47,19 +48,19 @@ def test_an_engine_started_for_gdr_refuses_other_offers_unless_asked_and_ucx_wri
 
 @pytest.mark.parametrize("mode", ["gdr", "ipc"])
 def test_the_seeds_own_curl_line_updates_an_engine_that_awaits_its_weights(
-    models: Models, short_path: Path, mode: str
+    models: Models, short_path: Path, mode: str, cli: Cli
 ) -> None:
     if mode == "gdr":
         pytest.importorskip("nixl")
     address, secret = f"ipc://{short_path}/s/source.sock", str(secret_file(short_path))
     source = (models.directory(seed=1), "--version", "step_100", "--address", address)
     waiting = ("--weights-from", address, "--await-weights", "--fastdeploy")
-    with served_program(short_path, models.directory(), *waiting) as (url, _):
+    with cli.serving(short_path, models.directory(), *waiting) as (url, _):
         health = httpx.get(f"{url}/health", timeout=WITHIN_S)
         assert (health.status_code, health.json()["status"]) == (503, "pending_weights")
         refused = httpx.post(f"{url}/v1/completions", json=ASK, timeout=WITHIN_S)
         assert (refused.status_code, refused.json()["error"]["code"]) == (503, "LW-707")
-        with offering(short_path, *source, "--secret-file", secret, "--transfer-mode", mode):
+        with offering(cli, short_path, *source, "--secret-file", secret, "--transfer-mode", mode):
             curl = f"""curl -s -X POST {url}/v1/update_weights -H "Content-Type: application/json" """
             line = curl + f"""-d '{{"version": "step_100", "transfer_mode": "{mode}"}}'"""
             ran = subprocess.run(shlex.split(line), capture_output=True, timeout=WITHIN_S, check=True)
@@ -70,12 +71,10 @@ def test_the_seeds_own_curl_line_updates_an_engine_that_awaits_its_weights(
         assert said(url)["weight_version"]["label"] == "step_100"
 
 
-def test_a_push_over_gdr_reaches_an_engine(models: Models, short_path: Path) -> None:
+def test_a_push_over_gdr_reaches_an_engine(models: Models, short_path: Path, cli: Cli) -> None:
     pytest.importorskip("nixl")
-    secret = str(secret_file(short_path))
-    with program(str(models.directory()), "--tp", "2", "--port", "0", "--secret-file", secret) as server:
-        url = url_of(server)
-        pushed = liveweight(
+    with cli.serving(short_path, models.directory()) as (url, _):
+        pushed = cli.run(
             short_path, "push", models.directory(seed=1), url, "--version", "step_1", "--transfer-mode", "gdr"
         )
         assert pushed.returncode == 0, pushed.stderr

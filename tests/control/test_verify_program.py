@@ -13,7 +13,8 @@ import httpx
 
 from liveweight.engine.config import EngineConfig, Updates
 from liveweight.engine.engine import Engine
-from tests.control.test_push import liveweight, said, secret_file
+from tests.control.test_push import said, secret_file
+from tests.support.cli import Cli
 from tests.support.engines import WITHIN_S, Models, forking
 from tests.support.flipping_hook import FLIPPED, NAME
 from tests.support.http_server import Served, serving
@@ -32,27 +33,27 @@ def live(zygote: Zygote, place: Path, model: Path, tp: int) -> Iterator[Served[E
 
 
 def test_it_says_what_equals_a_checkpoint_and_what_differs_on_which_rank(
-    models: Models, short_path: Path, zygote: Zygote
+    models: Models, short_path: Path, zygote: Zygote, cli: Cli
 ) -> None:
     old, new = (models.directory(mtp=True, seed=seed, dtype="bfloat16") for seed in (0, 1))
     with live(zygote, short_path, old, 2) as served:
         url, engine = served.url, served.engine
-        start = liveweight(short_path, "verify", old, url)
+        start = cli.run(short_path, "verify", old, url)
         assert start.returncode == 0, start.stderr
         form = r"verified (\d+)/\1 tensors · digest ([0-9a-f]{32}) · serving initial\n"
         found = re.fullmatch(form, start.stdout)
         assert found is not None, start.stdout
         assert found[2] == engine.start.digest
 
-        other = liveweight(short_path, "verify", new, url)
+        other = cli.run(short_path, "verify", new, url)
         assert other.returncode == DIFFERENT
         assert other.stderr.startswith("LW-401 ")
         assert re.search(r" and \d+ more differ on rank [01, ]+\. Serving initial\.\n$", other.stderr), (
             other.stderr
         )
 
-        assert liveweight(short_path, "push", new, url, "--version", "step_1").returncode == 0
-        pushed = liveweight(short_path, "verify", new, url)
+        assert cli.run(short_path, "push", new, url, "--version", "step_1").returncode == 0
+        pushed = cli.run(short_path, "verify", new, url)
         assert (pushed.returncode, pushed.stdout.endswith("serving step_1\n")) == (0, True), pushed.stderr
         over_http = httpx.post(f"{url}/v1/weights/verify", timeout=WITHIN_S).json()
         assert over_http["match"] is True
@@ -60,26 +61,26 @@ def test_it_says_what_equals_a_checkpoint_and_what_differs_on_which_rank(
 
         os.kill(engine.pids[-1], signal.SIGUSR1)
         said(url)  # a step: the rank's main thread has run the handler
-        damaged = liveweight(short_path, "verify", new, url)
+        damaged = cli.run(short_path, "verify", new, url)
         assert damaged.returncode == DIFFERENT
         assert damaged.stderr == f"LW-401 {FLIPPED} differs on rank 1. Serving step_1.\n"
-        one = liveweight(short_path, "verify", new, url, "--name", "model.embed_tokens.weight")
+        one = cli.run(short_path, "verify", new, url, "--name", "model.embed_tokens.weight")
         assert (one.returncode, one.stdout) == (0, "verified 1/1 tensors · serving step_1\n")
 
-        assert liveweight(short_path, "undo", url).returncode == 0
-        undone = liveweight(short_path, "verify", old, url)
+        assert cli.run(short_path, "undo", url).returncode == 0
+        undone = cli.run(short_path, "verify", old, url)
         assert (undone.returncode, undone.stdout) == (0, start.stdout), undone.stderr
 
 
 def test_what_cannot_be_compared_or_reached_is_said_with_another_exit_code(
-    models: Models, short_path: Path, zygote: Zygote
+    models: Models, short_path: Path, zygote: Zygote, cli: Cli
 ) -> None:
     model, nobody = models.directory(), "http://127.0.0.1:1"
     with live(zygote, short_path, model, 1) as served:
-        both = liveweight(short_path, "verify", model, served.url, nobody)
-        unknown = liveweight(short_path, "verify", model, served.url, "--name", "nobody")
-        misfit = liveweight(short_path, "verify", models.directory("qwen3_moe"), served.url)
-        empty = liveweight(short_path, "verify", short_path, served.url)
+        both = cli.run(short_path, "verify", model, served.url, nobody)
+        unknown = cli.run(short_path, "verify", model, served.url, "--name", "nobody")
+        misfit = cli.run(short_path, "verify", models.directory("qwen3_moe"), served.url)
+        empty = cli.run(short_path, "verify", short_path, served.url)
     assert both.returncode == 1
     assert both.stdout.startswith(f"{served.url}: verified ")
     assert both.stderr.startswith(f"{nobody}: LW-205 {nobody} cannot be reached")

@@ -29,8 +29,8 @@ consoles: list[Console] = []
 def main(config: dict[str, Any]) -> None:
     """Be a rank until the stream ends, with the variables that it was given.
 
-    `console` is where the test listens, `gate` where it holds the rank's snapshots; `stream` and `parent` are for a rank that was not
-    forked.
+    `console` is where the test listens, `gate` where it holds the rank's snapshots; `stream` and `parent` are for a rank that the zygote
+    did not fork.
     """
     os.environ.update(config.get("environ", {}))
     if "gate" in config:

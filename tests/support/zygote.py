@@ -1,10 +1,12 @@
 """The zygote: one process that has imported everything slow, and forks the test programs from there.
 
-Real processes, a second saved on each. A request is a JSON line with two descriptors: the program's standard input and output.
+Real processes, seconds saved on each. A request is a JSON line with descriptors: the program's standard streams, and those that
+it is to have under the numbers that its configuration says.
 """
 
 from __future__ import annotations
 
+import gc
 import importlib
 import json
 import os
@@ -13,6 +15,7 @@ import socket
 import subprocess
 import sys
 import traceback
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from tests.support.two_hosts import enter
@@ -27,8 +30,13 @@ PROGRAMS = (
     "tests.support.counting_rank_program",
     "tests.support.engine_program",
     "tests.support.snapshot_program",
+    "tests.support.cli_program",
+    "tests.support.code_program",
 )
 REQUEST_BYTES = 1 << 16
+STREAMS, DESCRIPTORS = 3, 4
+EXIT = '{"exit": '
+"""How the last line of a program begins that was not killed."""
 
 
 class Zygote:
@@ -46,11 +54,17 @@ class Zygote:
             )
         self._socket = ours
 
-    def start(self, module: str, config: dict[str, object], stdin: int, stdout: int) -> int:
-        """Fork a program; its process id."""
+    def start(self, module: str, config: dict[str, object], *descriptors: int) -> int:
+        """Fork a program with these standard streams, two or three, and others after the third; its process id."""
         request = json.dumps({"module": module, "config": config}).encode()
-        socket.send_fds(self._socket, [request], [stdin, stdout])
+        socket.send_fds(self._socket, [request], descriptors)
         return int(self._socket.recv(REQUEST_BYTES))
+
+    def run_code(self, code: str, descriptor: int) -> int:
+        """Fork `python -c`, which has one more descriptor, under its number here; its process id."""
+        config: dict[str, object] = {"code": code, "descriptors": [descriptor]}
+        with Path(os.devnull).open() as nothing:
+            return self.start("tests.support.code_program", config, nothing.fileno(), 1, 2, descriptor)
 
     def close(self) -> None:
         """End the zygote; programs that still run are their tests' matter."""
@@ -63,8 +77,10 @@ def main() -> None:
     requests = socket.socket(fileno=int(sys.argv[1]))
     modules = {name: importlib.import_module(name) for name in PROGRAMS}
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel reaps: nobody asks for an exit code
+    gc.collect()
+    gc.freeze()  # else the first collection of every program writes to, and so copies, all that was imported
     while True:
-        data, descriptors, _, _ = socket.recv_fds(requests, REQUEST_BYTES, 2)
+        data, descriptors, _, _ = socket.recv_fds(requests, REQUEST_BYTES, DESCRIPTORS)
         if not data:
             return
         request = json.loads(data)
@@ -81,20 +97,28 @@ def main() -> None:
 def _run(program: object, config: dict[str, object], descriptors: list[int]) -> None:
     code = 1
     try:
-        for number, descriptor in enumerate(descriptors):
-            os.dup2(descriptor, number)
-            os.close(descriptor)
+        _take(descriptors[:STREAMS], range(STREAMS))
+        _take(descriptors[STREAMS:], config.get("descriptors", ()))  # type: ignore[arg-type]
         if "host" in config:
             enter(str(config["host"]))
         program(config)  # type: ignore[operator]
         code = 0
+    except SystemExit as ended:
+        code = int(ended.code or 0)
     except BaseException:
         traceback.print_exc()
     finally:
-        sys.stdout.write(json.dumps({"exit": code}) + "\n")
+        sys.stdout.write(f"{EXIT}{code}}}\n")
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)
+
+
+def _take(descriptors: Sequence[int], numbers: Iterable[int]) -> None:
+    for descriptor, number in zip(descriptors, numbers, strict=False):
+        if descriptor != number:
+            os.dup2(descriptor, number)
+            os.close(descriptor)
 
 
 if __name__ == "__main__":

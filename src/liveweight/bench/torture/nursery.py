@@ -6,6 +6,7 @@ when the nursery does.
 
 from __future__ import annotations
 
+import gc
 import os
 import select
 import signal
@@ -118,6 +119,8 @@ def serve(descriptor: int, roles: Mapping[str, Callable[[int], None]], leave: Ca
     """The nursery's process: fork on request until nobody asks any more. `leave` ends a forked process at once."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel reaps: nobody asks for an exit code
+    gc.collect()
+    gc.freeze()  # else the first collection of every process writes to, and so copies, all that was imported
     with socket.socket(fileno=descriptor) as requests:
         while True:
             role, ends, _, _ = socket.recv_fds(requests, _ROLE_BYTES, 1)

@@ -1,0 +1,51 @@
+"""`liveweight` with its arguments, forked from where all that it imports is there; the ranks of an engine that it serves are forked, too.
+
+How the program starts, and how its ranks do, is for tests that execute it: tests/control/test_serve_real.py, tests/process/test_readme.py.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import tempfile
+from collections.abc import Callable
+from typing import Any
+
+import liveweight.api
+import liveweight.control.app
+import liveweight.control.client
+import liveweight.control.server
+import liveweight.observe.metrics
+import liveweight.trainer.checkpoint
+from liveweight.cli import main as cli
+from liveweight.cli import serve
+from liveweight.engine.config import EngineConfig
+from liveweight.engine.engine import Engine
+from liveweight.observe.bus import Bus
+from tests.support import serve_program
+from tests.support.spare_ranks import SpareRank
+
+del liveweight
+
+
+def main(config: dict[str, Any]) -> None:
+    """The config has the arguments, the variables that differ from the zygote's, and whether an echo is served in place of a model."""
+    os.environ.update(config["environ"])
+    tempfile.tempdir = None  # what the zygote found there may be another one
+    arguments: list[str] = config["arguments"]
+    if config["echo"]:
+        serve._start = serve_program.start
+    elif arguments[0] == "serve":
+        serve._start = forking(_ranks(arguments))
+    sys.argv = ["liveweight", *arguments]
+    cli.run()
+
+
+def _ranks(arguments: list[str]) -> int:
+    return int(arguments[arguments.index("--tp") + 1]) if "--tp" in arguments else 1
+
+
+def forking(world: int) -> Callable[[EngineConfig, Bus], Engine]:
+    """In place of the engine's own start: with ranks that are forked here."""
+    spares = [SpareRank({}) for _ in range(world)]
+    return lambda config, bus: Engine(config, bus=bus, launch=lambda rank, end: spares[rank].launch(end))

@@ -1,0 +1,46 @@
+"""Ranks of an engine that are there before it: children of its process, forked while that has no threads."""
+
+from __future__ import annotations
+
+import os
+import socket
+import traceback
+from collections.abc import Mapping
+from typing import Any
+
+from liveweight.bench.torture.nursery import Forked
+from liveweight.engine.ranks import Process
+from tests.support import engine_rank_program
+
+
+class SpareRank:
+    """A process that waits for its end of a stream, to be a rank with this configuration."""
+
+    def __init__(self, config: Mapping[str, Any]) -> None:
+        self._ours, theirs = socket.socketpair()
+        told = {**config, "parent": os.getpid()}
+        self._pid = os.fork()
+        if self._pid == 0:
+            self._ours.close()
+            _wait_and_run(theirs, told)
+        theirs.close()
+
+    def launch(self, end: socket.socket) -> Process:
+        """Let it begin."""
+        with self._ours:
+            socket.send_fds(self._ours, [b"."], [end.fileno()])
+        return Forked(self._pid)
+
+
+def _wait_and_run(link: socket.socket, config: dict[str, Any]) -> None:
+    code = 1
+    try:
+        with link:
+            _, descriptors, _, _ = socket.recv_fds(link, 1, 1)
+        if descriptors:
+            engine_rank_program.main(config | {"stream": descriptors[0]})
+        code = 0
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        os._exit(code)
