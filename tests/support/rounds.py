@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from pathlib import Path
 from typing import Any
 
 from tests.support import model
 from tests.support.cluster import Cluster, Program
+from tests.support.real_servers import LOOK_AGAIN_S, until
 
 WORLD = 2
+LEFT_S = 20.0
+"""How long what a round used may be there after it."""
 
 
 def assert_holds(ranks: list[Program], label: int, version: object = None) -> None:
@@ -33,10 +37,12 @@ def publish_when_free(
     """Publish; while an old round still holds the replica, try again."""
     ends_s = time.monotonic() + within_s
     called: dict[str, Any] = {} if name is None else {"name": name}
+    pause = threading.Event()
     while True:
         answer = trainer.ask("publish", label=label, **called)
         if answer.get("error", {}).get("code") != "LW-106" or time.monotonic() > ends_s:
             return answer
+        pause.wait(LOOK_AGAIN_S)
 
 
 def weights_of(programs: list[Program]) -> list[tuple[int, int]]:
@@ -51,10 +57,14 @@ def weights_of(programs: list[Program]) -> list[tuple[int, int]]:
 
 def assert_no_growth(programs: list[Program], before: list[tuple[int, int]]) -> None:
     """No process has more descriptors or threads than before, once those of the last round have ended."""
-    ends_s = time.monotonic() + 20.0
-    while (now := weights_of(programs)) != before and time.monotonic() < ends_s:
-        continue
-    assert all(a <= b for new, old in zip(now, before, strict=True) for a, b in zip(new, old, strict=True))
+
+    def none_grew() -> bool:
+        now = weights_of(programs)
+        return all(
+            a <= b for new, old in zip(now, before, strict=True) for a, b in zip(new, old, strict=True)
+        )
+
+    until(none_grew, f"no more descriptors and threads than {before}", LEFT_S)
 
 
 def ready(cluster: Cluster, offer: str, **options: Any) -> tuple[list[Program], Program]:
