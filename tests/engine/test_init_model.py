@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import subprocess
-import sys
 import warnings
 from pathlib import Path
 from typing import Any
@@ -23,6 +21,7 @@ from liveweight.engine.init_model.sizes import SIZES
 from liveweight.engine.init_model.tokenizer import SPECIALS, special_ids
 from liveweight.engine.models.spec import ModelSpec
 from liveweight.errors import EngineConfigInvalid
+from tests.support.cli import Cli
 from tests.support.decoders import DENSE, SPARSE, loaded, tensors_of
 
 TINY = SIZES["qwen3"]["tiny"]
@@ -205,27 +204,16 @@ def test_a_vocabulary_without_room_for_all_bytes_is_refused(tmp_path: Path) -> N
         init_model(tmp_path / "model", dataclasses.replace(DENSE, vocab=259))
 
 
-def test_the_command_writes_a_directory_and_refuses_to_write_it_again(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "liveweight.cli.main", "init-model", str(tmp_path / "model")]
-    options = [
-        "--arch",
-        "qwen3_moe",
-        "--size",
-        "tiny",
-        "--mtp",
-        "--seed",
-        "5",
-        "--untied",
-        "--dtype",
-        "bfloat16",
-    ]
-    first = subprocess.run([*command, *options], capture_output=True, text=True, timeout=100, check=False)
+def test_the_command_writes_a_directory_and_refuses_to_write_it_again(tmp_path: Path, cli: Cli) -> None:
+    options = ("--arch", "qwen3_moe", "--size", "tiny", "--mtp", "--seed", "5", "--untied")
+    command = ("init-model", tmp_path / "model", *options, "--dtype", "bfloat16")
+    first = cli.run(tmp_path, *command)
     assert first.returncode == 0, first.stderr
     fields = json.loads((tmp_path / "model" / "config.json").read_text())
     assert fields["architectures"] == ["Qwen3MoeForCausalLM"]
     assert fields["num_nextn_predict_layers"] == 1
     assert (fields["dtype"], fields["tie_word_embeddings"]) == ("bfloat16", False)
-    again = subprocess.run([*command, *options], capture_output=True, text=True, timeout=100, check=False)
+    again = cli.run(tmp_path, *command)
     assert again.returncode == 1
     assert again.stderr.startswith("LW-702")
     assert len(again.stderr.splitlines()) == 1
