@@ -1,14 +1,17 @@
-"""The demo's report in a real browser: what is laid out and drawn is what the run's JSON says."""
+"""A short demo from end to end, and its report in a real browser: what is laid out and drawn is what the run's JSON says."""
 
 from __future__ import annotations
 
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.support.chromium import chromium, measured
-from tests.support.demo_processes import demo, lines_of
+from tests.support.chromium import measured
+from tests.support.demo_processes import demo, files_left, lines_of, processes_left
 
 pytestmark = pytest.mark.timeout(600)
 
@@ -32,20 +35,65 @@ return {
 """
 
 
+SUMMARY = {
+    *("reward_first", "reward_last", "rounds", "stall_ms_p50", "stall_ms_p99", "faults_survived"),
+    *("control_reward_first", "control_reward_last"),
+}
+
+
+@dataclass(frozen=True)
+class Ended:
+    """A demo that has ended: its report, its JSON, and what it left in the directory of its temporary files and of processes."""
+
+    page: Path
+    said: list[dict[str, Any]]
+    left: tuple[list[Path], list[int]]
+
+
 @pytest.fixture(scope="module")
-def run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict[str, Any]]]:
-    """A short demo's report, and its JSON."""
-    chromium()
-    directory = tmp_path_factory.mktemp("demo")
-    with demo(directory, "--steps", "3", "--json", "--out", str(directory / "out")) as started:
-        return directory / "out" / "index.html", lines_of(started)
+def run() -> Iterator[Ended]:
+    """A short demo."""
+    with (
+        tempfile.TemporaryDirectory(prefix="lw-") as temporary,
+        tempfile.TemporaryDirectory(prefix="lw-") as out,
+    ):
+        place = Path(temporary)
+        with demo(place, "--steps", "3", "--json", "--out", out) as started:
+            said = lines_of(started)
+        yield Ended(Path(out) / "index.html", said, (files_left(place), processes_left(place)))
 
 
-def test_what_the_browser_draws_is_what_the_run_said(
-    run: tuple[Path, list[dict[str, Any]]], tmp_path: Path
-) -> None:
-    page, (*steps, summary) = run
-    found = measured(page, LOOK, tmp_path)
+@pytest.fixture(scope="module")
+def found(run: Ended, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """What the browser makes of its page."""
+    seen: dict[str, Any] = measured(run.page, LOOK, tmp_path_factory.mktemp("page"))
+    return seen
+
+
+def test_a_short_demo_from_end_to_end(run: Ended) -> None:
+    *steps, summary = run.said
+    assert [(step["run"], step["step"]) for step in steps] == [
+        (name, number) for name in ("live", "control") for number in (1, 2, 3)
+    ]
+    assert summary.keys() >= SUMMARY
+    assert summary["reward_first"] < 0.2
+    live, control = steps[:3], steps[3:]
+    assert summary["rounds"] == 4  # the warm-up and three steps
+    versions = [one["version"] for step in live for one in step["rounds"]]
+    assert versions == [0, 1, 2, 3]
+    ranks = [part["ranks"] for step in live for one in step["rounds"] for part in one["replicas"]]
+    assert all([rank["rank"] for rank in own] == [0, 1] for own in ranks)
+    assert all(step["rounds"] == [] for step in control)
+    assert [step["staleness_worst"] for step in control] == [0, 1, 2]
+    assert all(step["staleness_worst"] <= 2 for step in live)
+    assert summary["gap_worst"] < 1e-4
+    assert sum(step["gap"]["tokens"] for step in live) > 0
+    assert "<!DOCTYPE html>" in run.page.read_text()
+    assert run.left == ([], [])
+
+
+def test_what_the_browser_draws_is_what_the_run_said(run: Ended, found: dict[str, Any]) -> None:
+    *steps, summary = run.said
     assert found["figures"].keys() >= {"reward_first", "reward_last", "control_reward_last", "stall_ms_p99"}
     assert {name: float(value) for name, value in found["figures"].items()} == {
         name: pytest.approx(summary[name]) for name in found["figures"]
@@ -69,9 +117,7 @@ def test_what_the_browser_draws_is_what_the_run_said(
     assert len(found["gap"]) == 3
 
 
-def test_the_page_is_whole_by_itself(run: tuple[Path, list[dict[str, Any]]], tmp_path: Path) -> None:
-    page, _ = run
-    found = measured(page, LOOK, tmp_path)
+def test_the_page_is_whole_by_itself(found: dict[str, Any]) -> None:
     assert found["asked"] == []
     assert len(found["charts"]) == 5
     assert all(width > 300 and height > 50 for _, _, width, height in found["charts"])

@@ -1,4 +1,4 @@
-"""`liveweight demo` as a program: a short one from end to end, with chaos, and ended by signals at moments of all kinds."""
+"""`liveweight demo` as a program: with chaos, and ended by signals at moments of all kinds. A short one and its report: tests/browser."""
 
 from __future__ import annotations
 
@@ -20,44 +20,18 @@ from tests.support.demo_processes import (
     lines_of,
     processes_left,
     shared_memory,
+    small_demo,
 )
 from tests.support.real_servers import until
 from tests.support.serve_processes import Process, alive, descendants_of
 
 pytestmark = pytest.mark.timeout(600)
 SHORT = ("--steps", "3", "--json")
-SUMMARY = {
-    *("reward_first", "reward_last", "rounds", "stall_ms_p50", "stall_ms_p99", "faults_survived"),
-    *("control_reward_first", "control_reward_last"),
-}
-
-
-def test_a_short_demo_from_end_to_end(short_path: Path, tmp_path: Path) -> None:
-    with demo(short_path, *SHORT, "--out", str(tmp_path)) as started:
-        *steps, summary = lines_of(started)
-    assert [(step["run"], step["step"]) for step in steps] == [
-        (run, number) for run in ("live", "control") for number in (1, 2, 3)
-    ]
-    assert summary.keys() >= SUMMARY
-    assert summary["reward_first"] < 0.2
-    live, control = steps[:3], steps[3:]
-    assert summary["rounds"] == 4  # the warm-up and three steps
-    versions = [one["version"] for step in live for one in step["rounds"]]
-    assert versions == [0, 1, 2, 3]
-    ranks = [part["ranks"] for step in live for one in step["rounds"] for part in one["replicas"]]
-    assert all([rank["rank"] for rank in own] == [0, 1] for own in ranks)
-    assert all(step["rounds"] == [] for step in control)
-    assert [step["staleness_worst"] for step in control] == [0, 1, 2]
-    assert all(step["staleness_worst"] <= 2 for step in live)
-    assert summary["gap_worst"] < 1e-4
-    assert sum(step["gap"]["tokens"] for step in live) > 0
-    assert "<!DOCTYPE html>" in (tmp_path / "index.html").read_text()
-    assert (files_left(short_path), processes_left(short_path)) == ([], [])
 
 
 def test_with_chaos_the_run_goes_on(short_path: Path, tmp_path: Path) -> None:
     arguments = ("--steps", "6", "--json", "--chaos", "--no-control", "--replicas", "2", "--seed", "2")
-    with demo(short_path, *arguments, "--out", str(tmp_path)) as started:
+    with small_demo(short_path, *arguments, "--out", str(tmp_path)) as started:
         *steps, summary = lines_of(started)
     faults = [fault for step in steps for fault in step["faults"]]
     assert {"cut", "deadline", "rank", "replica"} <= {fault["kind"] for fault in faults}
@@ -99,34 +73,58 @@ def assert_nothing_left(short_path: Path, ports: list[int], memory: set[str]) ->
     assert shared_memory() - memory == set()
 
 
-MOMENTS = [
-    *(pytest.param(moment, marks=pytest.mark.soak) for moment in ("starting the engines", "live run")),
-    *("warm-up", "live       2"),
-]
-
-
-@pytest.mark.parametrize("moment", MOMENTS)
-def test_a_signal_leaves_nothing_behind(short_path: Path, moment: str) -> None:
-    memory, chance = shared_memory(), random.Random(moment)
-    with demo(short_path, "--steps", "50", "--no-control") as started:
-        until_line(started, moment)
-        threading.Event().wait(chance.random())  # anywhere in what comes next
-        family = descendants_of(started)
-        ports = ports_of(family)
-        started.send_signal(chance.choice([signal.SIGINT, signal.SIGTERM]))
-        _, errors = started.communicate(timeout=ENDED_S)
+def assert_a_signal_leaves_nothing(
+    started: subprocess.Popen[str], short_path: Path, memory: set[str], chance: random.Random
+) -> None:
+    """At any moment of what comes next."""
+    threading.Event().wait(chance.random())
+    family = descendants_of(started)
+    ports = ports_of(family)
+    started.send_signal(chance.choice([signal.SIGINT, signal.SIGTERM]))
+    _, errors = started.communicate(timeout=ENDED_S)
     assert (started.returncode, errors) == (130, "")
     assert alive(family) == []
     assert_nothing_left(short_path, ports, memory)
 
 
-def test_an_engine_that_is_killed_from_outside_is_started_again(short_path: Path, tmp_path: Path) -> None:
+OTHERS = ("starting the engines", "live run", "live       2")
+MOMENTS = [*(pytest.param(moment, marks=pytest.mark.soak) for moment in OTHERS), "warm-up"]
+
+
+@pytest.mark.parametrize("moment", MOMENTS)
+def test_a_signal_leaves_nothing_behind(short_path: Path, moment: str) -> None:
+    """The soak has more moments; one in the middle of a live run is below, too."""
+    memory, chance = shared_memory(), random.Random(moment)
+    program = small_demo if moment.startswith("live") else demo  # the warm-up is to last
+    with program(short_path, "--steps", "50", "--no-control") as started:
+        until_line(started, moment)
+        assert_a_signal_leaves_nothing(started, short_path, memory, chance)
+
+
+def kill_the_engine(started: subprocess.Popen[str]) -> None:
+    """From outside."""
+    family = descendants_of(started)
+    os.kill(next(one.pid for one in family if "liveweight.cli.child" in one.command), signal.SIGKILL)
+
+
+def test_an_engine_that_is_killed_from_outside_is_started_again_and_a_signal_leaves_nothing_behind(
+    short_path: Path,
+) -> None:
+    """In the soak, the run goes on to its end."""
+    memory, chance = shared_memory(), random.Random("after a restart")
+    with small_demo(short_path, "--steps", "200", "--no-control") as started:
+        until_line(started, "live       2")
+        kill_the_engine(started)
+        until_line(started, "  survived: ")
+        until_line(started, "live ")
+        assert_a_signal_leaves_nothing(started, short_path, memory, chance)
+
+
+@pytest.mark.soak
+def test_a_run_whose_engine_is_killed_from_outside_comes_to_its_end(short_path: Path, tmp_path: Path) -> None:
     with demo(short_path, "--steps", "6", "--no-control", "--out", str(tmp_path)) as started:
         until_line(started, "live       2")
-        server = next(
-            process for process in descendants_of(started) if "liveweight.cli.child" in process.command
-        )
-        os.kill(server.pid, signal.SIGKILL)
+        kill_the_engine(started)
         said, errors = started.communicate(timeout=ENDED_S)
     assert (started.returncode, errors) == (0, "")
     assert "survived: " in said
@@ -135,7 +133,7 @@ def test_an_engine_that_is_killed_from_outside_is_started_again(short_path: Path
 
 
 def test_no_engine_outlives_a_demo_that_is_killed(short_path: Path) -> None:
-    with demo(short_path, "--steps", "50", "--no-control") as started:
+    with small_demo(short_path, "--steps", "50", "--no-control") as started:
         until_line(started, "live       1")
         family = descendants_of(started)
         started.kill()

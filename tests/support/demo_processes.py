@@ -7,7 +7,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +17,11 @@ ENDED_S = 500.0
 
 
 @contextmanager
-def demo(short_path: Path, *arguments: str) -> Iterator[subprocess.Popen[str]]:
+def demo(
+    short_path: Path, *arguments: str, program: str = "liveweight.cli.main"
+) -> Iterator[subprocess.Popen[str]]:
     """The program, whose temporary files all lie under the path. Killed with the block, if it has not ended before."""
-    command = [sys.executable, "-m", "liveweight.cli.main", "demo", *arguments]
+    command = [sys.executable, "-m", program, "demo", *arguments]
     environment = {**os.environ, "TMPDIR": str(short_path), "COLUMNS": "200"}
     pipe = subprocess.PIPE
     with subprocess.Popen(
@@ -29,6 +31,11 @@ def demo(short_path: Path, *arguments: str) -> Iterator[subprocess.Popen[str]]:
             yield started
         finally:
             started.kill()
+
+
+def small_demo(short_path: Path, *arguments: str) -> AbstractContextManager[subprocess.Popen[str]]:
+    """The same with little to learn, for tests of processes."""
+    return demo(short_path, *arguments, program="tests.support.small_demo")
 
 
 def lines_of(started: subprocess.Popen[str], within_s: float = ENDED_S) -> list[dict[str, Any]]:
