@@ -43,6 +43,22 @@ def test_a_pause_that_a_dead_trainer_left_is_ended_by_the_next_as_soon_as_it_mee
     assert vllm.holds(NEW)
 
 
+def test_a_version_that_a_dead_trainer_installed_and_did_not_name_is_named_before_vllm_goes_on(
+    started: Started,
+) -> None:
+    vllm = started(1)
+    with publisher(vllm) as trainer:
+        trainer.publish("installed")
+        assert vllm.rests()
+    vllm.active = vllm.paused = True
+    vllm.version = "before"
+    told: list[tuple[str, str]] = []
+    vllm.on_call = lambda: told.append((vllm.calls[-1], vllm.version))
+    with publisher(vllm):
+        assert (vllm.active, vllm.paused, vllm.version) == (False, False, "installed")
+    assert told[-1] == ("resume", "installed")
+
+
 def test_a_trainer_never_pauses_without_an_update_that_tells_its_successor(started: Started) -> None:
     vllm = started(1)
     states: list[tuple[bool, bool]] = []

@@ -62,18 +62,19 @@ class VllmReplica:
         if self._wire.connected and not self._in_doubt:
             return
         self._controls.init({**self._terms, "timeout_s": max(1.0, deadline.remaining_s())}, deadline)
-        if self._wire.standing(deadline).round is None:
-            self._end_what_was_left(deadline)
+        standing = self._wire.standing(deadline)
+        if standing.round is None:
+            self._end_what_was_left(standing.serving, deadline)
         self._in_doubt = False
 
-    def _end_what_was_left(self, deadline: Deadline) -> None:
+    def _end_what_was_left(self, serving: Version | None, deadline: Deadline) -> None:
         """An update that is active without a round is one that a trainer did not live to end, and vLLM is paused for it. All workers
-        hold one version: those that do not refuse to be met."""
+        hold one version: those that do not refuse to be met. vLLM may not have been told its name."""
         try:
             self._controls.start(deadline)
             self._controls.finish(None, deadline)
         except Unavailable:
-            self._controls.finish(None, deadline)
+            self._controls.finish(None if serving is None else str(serving), deadline)
             self._controls.resume(deadline)
 
     def describe(self, structure: str, manifest: Manifest, deadline: Deadline) -> None:
