@@ -2,23 +2,11 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-
-def tortured(tmp_path: Path, *arguments: str) -> dict[str, Any]:
-    """What it writes; its exit code must say the same."""
-    place = tmp_path / "torture.json"
-    command = [sys.executable, "-m", "liveweight.cli.main", "torture", *arguments, "--json", str(place)]
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=500, check=False)
-    found: dict[str, Any] = json.loads(place.read_text()) if place.exists() else {}
-    assert (ended.returncode == 0) == found.get("holds"), (ended.stdout, ended.stderr, found)
-    return found
+from tests.support.torturing import tortured
 
 
 @pytest.mark.timeout(600)

@@ -17,7 +17,7 @@ from liveweight.bench.torture import leaks as leaking
 from liveweight.bench.torture.blows import BITS, cut, flip
 from liveweight.bench.torture.leaks import Leaks
 from liveweight.bench.torture.nursery import Forked
-from liveweight.bench.torture.replay import Answer, Replay, Versions
+from liveweight.bench.torture.replay import Answer, Replay, Versions, torn_in_order
 from liveweight.bench.torture.run import TortureResult
 from liveweight.bench.torture.strikes import MOMENTS, READING, Strike, strikes
 from liveweight.engine.init_model.checkpoint import init_model
@@ -183,6 +183,61 @@ def test_only_tokens_that_their_version_would_not_have_drawn_are_torn(
     wrong_name, wrong_token = 6 if attributed else 0, 6
     assert wrong_token - 2 <= replay.torn <= wrong_name + wrong_token
     assert (replay.torn > wrong_token) == attributed
+
+
+@pytest.mark.parametrize(
+    ("first", "last", "since", "contents"),
+    [
+        ("5", "5", 0, (2,)),
+        ("5", "7", 0, (2, 0, 1)),
+        ("default", "default", 0, (0,)),
+        ("default", "2", 0, (0, 1, 2)),
+        ("default", "default", 7, (0,)),  # started again after the seventh
+        ("default", "9", 7, (0, 2, 0)),
+        ("8", "9", 7, (2, 0)),
+    ],
+)
+def test_what_may_have_served_an_answer_lies_between_its_admission_and_its_end(
+    first: str, last: str, since: int, contents: tuple[int, ...]
+) -> None:
+    assert Versions([Path("a"), Path("b"), Path("c")]).between(first, last, since=since) == contents
+
+
+@pytest.mark.parametrize(
+    ("drawn", "torn"),
+    [
+        (["111111"], 0),
+        (["111000", "000111"], 0),  # one commit in the middle
+        (["000111", "111000"], 3),  # the new version first, then the old one
+        (["110000", "000000", "000011"], 2),  # two tokens that none of them explains
+        (["110000", "001100", "000011"], 0),  # two commits
+        (["101010", "010101"], 2),  # back and forth is no order
+    ],
+)
+def test_tokens_of_an_answer_are_explained_by_versions_that_follow_each_other(
+    drawn: list[str], torn: int
+) -> None:
+    assert torn_in_order([[bit == "1" for bit in row] for row in drawn]) == torn
+
+
+def test_an_answer_that_crossed_a_commit_is_whole_and_one_that_went_back_is_torn(versions: Versions) -> None:
+    prompt = [5, 6, 7]
+    before = greedy(versions, 0, prompt, 4)
+    after = greedy(versions, 1, [*prompt, *before], 4)
+    again = greedy(versions, 0, [*prompt, *before, *after], 4)
+    with Replay(versions, attributed=True) as replay:
+        replay.put(Answer(prompt, before + after, served=(0, 1)))
+        replay.put(Answer(prompt, before + after, served=(0, 1, 0, 1)))
+        replay.finish(Deadline.after(WITHIN_S))
+    assert (replay.tokens, replay.torn) == (16, 0)
+    with Replay(versions, attributed=True) as replay:
+        replay.put(Answer(prompt, before + after, served=(0,)))
+        replay.finish(Deadline.after(WITHIN_S))
+    assert replay.torn >= 3, "the new version's tokens, in an answer that says it was served by the old one"
+    with Replay(versions, attributed=True) as replay:
+        replay.put(Answer(prompt, before + after + again, served=(0, 1)))
+        replay.finish(Deadline.after(WITHIN_S))
+    assert replay.torn >= 3
 
 
 def result(**fields: object) -> TortureResult:

@@ -16,10 +16,11 @@ from liveweight.cli.modes import mode_option
 from liveweight.errors import MissingExtra
 
 if TYPE_CHECKING:
+    from liveweight.integrations.vllm.server import VllmLaunching
     from liveweight.rl.demo import Outcome
     from liveweight.rl.records import Listener
     from liveweight.rl.rounds import MakePublisher
-    from liveweight.rl.settings import DemoSettings, Launching, VllmLaunching
+    from liveweight.rl.settings import DemoSettings, Launching
     from liveweight.rl.watch import WatchedReplica
     from liveweight.trainer.publisher import Publisher
 
@@ -167,12 +168,22 @@ def play(settings: DemoSettings, say: Listener, vllm_python: Path | None = None)
 
 def _launching(vllm_python: Path | None) -> Launching | VllmLaunching:
     """Engines that end with this program, however it ends."""
-    from liveweight.rl.settings import Launching, VllmLaunching
+    from liveweight.rl.settings import Launching
 
-    child, environment = ("-m", "liveweight.cli.child", str(os.getpid())), dict(os.environ)
     if vllm_python is not None:
-        return VllmLaunching(python=vllm_python.absolute(), runs=(*child, "-m"), environment=environment)
-    return Launching(program=(sys.executable, *child, "serve"), environment=environment)
+        return vllm_launching(vllm_python)
+    return Launching(program=(sys.executable, *_child(), "serve"), environment=dict(os.environ))
+
+
+def vllm_launching(python: Path) -> VllmLaunching:
+    """A vLLM that ends with this program, however it ends."""
+    from liveweight.integrations.vllm.server import VllmLaunching
+
+    return VllmLaunching(python=python.absolute(), runs=(*_child(), "-m"), environment=dict(os.environ))
+
+
+def _child() -> tuple[str, ...]:
+    return "-m", "liveweight.cli.child", str(os.getpid())
 
 
 def _publishers(settings: DemoSettings) -> Callable[[Path], MakePublisher]:

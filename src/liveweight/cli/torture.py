@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 from liveweight.cli.bench import JsonTo
+from liveweight.cli.demo import VllmPython, vllm_launching
 from liveweight.cli.demo_torn import interruptible
 from liveweight.cli.exits import FAILED, INTERRUPTED
 from liveweight.errors import MissingExtra
@@ -23,8 +24,10 @@ _NEEDED = ("torch", "tokenizers")
 PROGRAM = "liveweight.cli.nursery"
 
 Goal = Annotated[
-    Literal["embedded", "in-place"],
-    typer.Option(help="The embedded engine, or one whose live weights a trainer writes, as most peers do."),
+    Literal["embedded", "vllm", "in-place"],
+    typer.Option(
+        help="The embedded engine, a server of vLLM, or an engine whose live weights a trainer writes, as most peers do."
+    ),
 ]
 Kills = Annotated[int, typer.Option(min=1, help="How many rounds are struck.")]
 Seed = Annotated[int, typer.Option(min=0, help="Of the strikes and the weights.")]
@@ -38,9 +41,10 @@ def torture(
     seed: Seed = 0,
     clients: Clients = 4,
     tokens: Tokens = 48,
+    vllm_python: VllmPython = None,
     json_to: JsonTo = None,
 ) -> None:
-    """Kill, stop, corrupt and cut off trainers and ranks at random moments of rounds, under load, and replay every token.
+    """Kill, stop, corrupt and cut off trainers, ranks and servers at random moments of rounds, under load, and replay every token.
 
     The exit code is 0 if no token is torn, no wait went past its deadline, nothing leaked and no engine was lost; else 1. Of the
     in-place target it is 0 if torn tokens were found: they are there.
@@ -49,10 +53,18 @@ def torture(
     """
     if any(find_spec(name) is None for name in _NEEDED):
         raise MissingExtra("the torture", "engine")
+    if target == "vllm" and vllm_python is None:
+        raise typer.BadParameter("--target vllm needs --vllm-python, such as .venv-vllm/0.32.0/bin/python")
     from liveweight.bench.torture.run import TortureSettings, torture
 
     settings = TortureSettings(
-        program=PROGRAM, target=target, kills=kills, seed=seed, clients=clients, tokens=tokens
+        program=PROGRAM,
+        target=target,
+        kills=kills,
+        seed=seed,
+        clients=clients,
+        tokens=tokens,
+        vllm=None if vllm_python is None else vllm_launching(vllm_python),
     )
     try:
         with interruptible():

@@ -15,6 +15,7 @@ from pathlib import Path
 
 from liveweight.engine.init_model.checkpoint import init_model
 from liveweight.errors import LiveWeightError, RoundAborted
+from liveweight.integrations.vllm.server import VllmLaunching
 from liveweight.rl.chaos import plan
 from liveweight.rl.loop import Look, Loop, Publish
 from liveweight.rl.policy import Policy
@@ -23,7 +24,7 @@ from liveweight.rl.records import Listener, Phase, PhaseName, Round, Run, Step, 
 from liveweight.rl.rollouts import Asking, Rollouts
 from liveweight.rl.rounds import Listening, MakePublisher, Progress, Rounds, Unheard
 from liveweight.rl.servers import Fleet, Server
-from liveweight.rl.settings import DemoSettings, Launching, VllmLaunching
+from liveweight.rl.settings import DemoSettings, Launching
 from liveweight.rl.staleness import Bound
 from liveweight.rl.stopping import Stop
 from liveweight.rl.vllm_servers import VllmServer

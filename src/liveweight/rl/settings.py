@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
-from pathlib import Path
+from dataclasses import dataclass, field
 from typing import Literal, TypeAlias
 
-from liveweight.engine.init_model.sizes import SIZES, Size
+from liveweight.engine.init_model.sizes import SIZES, VLLM_TINY, Size
 from liveweight.rl.task import SortDigits
 from liveweight.wire.values import KvPolicy
 
@@ -58,9 +57,8 @@ class DemoSettings:
 
     @property
     def size(self) -> Size:
-        """The model's. vLLM's attention on CPUs wants larger heads."""
-        tiny = SIZES["qwen3"]["tiny"]
-        return replace(tiny, head_dim=32) if self.engine == "vllm" else tiny
+        """The model's."""
+        return VLLM_TINY if self.engine == "vllm" else SIZES["qwen3"]["tiny"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,13 +66,4 @@ class Launching:
     """How an engine is started: the program, to which its arguments are added, and the environment that it gets."""
 
     program: tuple[str, ...]
-    environment: Mapping[str, str]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class VllmLaunching:
-    """How a vLLM is started: the Python of its environment, how that runs a module, and the environment that it gets."""
-
-    python: Path
-    runs: tuple[str, ...]
     environment: Mapping[str, str]

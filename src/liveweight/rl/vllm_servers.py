@@ -8,9 +8,17 @@ from __future__ import annotations
 from pathlib import Path
 
 from liveweight.integrations.vllm.engine import vllm
-from liveweight.integrations.vllm.server import START_S, Serving, await_serving, end, free_port, launch
+from liveweight.integrations.vllm.server import (
+    START_S,
+    Serving,
+    VllmLaunching,
+    await_serving,
+    end,
+    free_port,
+    launch,
+)
 from liveweight.rl.servers import Server
-from liveweight.rl.settings import Launching, VllmLaunching
+from liveweight.rl.settings import Launching
 from liveweight.rl.stopping import Stop
 from liveweight.rl.watch import Driven
 from liveweight.spec.deadline import Deadline

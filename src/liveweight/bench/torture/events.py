@@ -1,4 +1,4 @@
-"""The moments of a round, as the engine's own leader says them."""
+"""The moments of a round, as the engine's own leader says them, or the trainer that drives it."""
 
 from __future__ import annotations
 
@@ -30,6 +30,14 @@ class Events:
         with self._lock:
             self.waker.take()
             return name in self._seen
+
+    def reached(self, name: str) -> None:
+        """A moment as a trainer says it of its own round, where the engine's leader is out of hearing."""
+        with self._lock:
+            self.last = name
+            self._seen.add(name)
+            self._tally.rounds += name == "RoundOpened"
+            self._tally.committed += name == "Committed"
 
     def on_event(self, event: AnyEvent) -> None:
         """The bus's reader."""

@@ -5,11 +5,12 @@ from __future__ import annotations
 import select
 import signal
 import socket
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Callable, Sequence
 
 from liveweight.bench.torn_process import Failed
 from liveweight.bench.torture.nursery import Nursery
-from liveweight.bench.torture.trainer import Ended, Publish, Publishing, Standing, Word, Writing
+from liveweight.bench.torture.trainer import Ended, Publish, Publishing, Reached, Standing, Word, Writing
 from liveweight.engine.pipe import Pipe
 from liveweight.errors import ChannelClosed
 from liveweight.spec.deadline import Deadline
@@ -19,12 +20,21 @@ from liveweight.wire.waker import Waker
 class Hand:
     """One trainer. For one thread."""
 
-    def __init__(self, nursery: Nursery, role: str, config: Publishing | Writing, deadline: Deadline) -> None:
-        """Returns when it stands ready; its own failure is raised."""
+    def __init__(
+        self,
+        nursery: Nursery,
+        role: str,
+        config: Publishing | Writing,
+        deadline: Deadline,
+        reached: Callable[[str], None] = lambda _: None,
+    ) -> None:
+        """Returns when it stands ready; its own failure is raised. `reached` is told the moments that it says of its rounds."""
+        self._reached = reached
         ours, theirs = socket.socketpair()
         self._pipe: Pipe[Word] = Pipe(ours, Word, peer="a trainer")
         with theirs:
             self.process = nursery.fork(role, theirs)
+        self._words: deque[Word] = deque()
         self.alive = True
         self.stopped = False
         try:
@@ -39,15 +49,19 @@ class Hand:
         self._pipe.send(order)
 
     def ended(self, timeout_s: float, wakers: Sequence[Waker] = ()) -> Ended | None:
-        """How its round ended, if it says so within that time, and before a waker wakes. A trainer that is gone says nothing any more."""
+        """How its round ended, if it says so within that time, and before a waker wakes or it says anything else. A trainer that is gone
+        says nothing any more."""
         if not self.alive:
             return None
         waited: list[Pipe[Word] | Waker] = [self._pipe, *wakers]
-        ready, _, _ = select.select(waited, [], [], timeout_s)
-        if self._pipe not in ready:
+        if not self._words and self._pipe not in select.select(waited, [], [], timeout_s)[0]:
             return None
-        word = self._word()
-        return word if isinstance(word, Ended) else None
+        match self._word():
+            case Ended() as ended:
+                return ended
+            case Reached(name=name):
+                self._reached(name)
+        return None
 
     def send(self, number: int) -> None:
         """A signal."""
@@ -73,10 +87,12 @@ class Hand:
     def _word(self) -> Word | None:
         """What it says; None where it has ended without a word."""
         try:
-            word = self._pipe.receive()
+            while not self._words:
+                self._words += self._pipe.arrived()
         except ChannelClosed:
             self.kill()
             return None
+        word = self._words.popleft()
         if isinstance(word, Failed):
             self.kill()
             raise word.fault.to_error()

@@ -16,10 +16,11 @@ from typing import Self
 
 from liveweight.bench.torn_in_place import HOOK
 from liveweight.bench.torture.hand import Hand
+from liveweight.bench.torture.load import Submitting
 from liveweight.bench.torture.nursery import Forked, Nursery
 from liveweight.bench.torture.replay import Versions
-from liveweight.bench.torture.strikes import Strike
-from liveweight.bench.torture.target import RECOVER_S, SLACK_S, Tally
+from liveweight.bench.torture.strikes import MENU, Strike
+from liveweight.bench.torture.target import LOOK_EVERY, RECOVER_S, SLACK_S, Tally
 from liveweight.bench.torture.trainer import Publish, Writing
 from liveweight.engine.config import EngineConfig
 from liveweight.engine.engine import Engine
@@ -34,7 +35,7 @@ BUCKET_S = 0.02
 class InPlace:
     """See Target."""
 
-    attributed = False
+    attributed, menu, look_every = False, MENU, LOOK_EVERY
 
     def __init__(self, nursery: Nursery, directory: Path, versions: Versions) -> None:
         del directory
@@ -63,9 +64,9 @@ class InPlace:
             self._trainer.kill()
         self._engine.stop()
 
-    def engine(self) -> Engine:
+    def engine(self) -> Submitting:
         """See Target."""
-        return self._engine
+        return Submitting(self._engine)
 
     def takes(self, strike: Strike) -> bool:
         """One-sided writes have no connection to cut, and nobody who would notice a flipped bit."""

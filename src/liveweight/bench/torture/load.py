@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import queue
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from types import TracebackType
 from typing import Protocol, Self
 
@@ -18,10 +18,43 @@ END_S = 30.0
 
 
 class Asked(Protocol):
-    """An engine, as clients see it."""
+    """An engine, as clients see it. For any thread."""
+
+    def ask(self, answer: Answer, sampling: Sampling, patience_s: float) -> Iterator[int]:
+        """Ask what the answer answers, and write into it what comes: first 0, once the request is taken, then how many tokens came.
+        LiveWeightError where it failed, TimeoutError if it stood still for so long."""
+
+
+class Submits(Protocol):
+    """An engine of this process."""
 
     def submit(self, prompt: Sequence[int], sampling: Sampling, sink: Sink) -> int:
         """See Engine."""
+
+
+class Submitting:
+    """An engine of this process as clients see it: its tokens say which version they came from."""
+
+    def __init__(self, engine: Submits) -> None:
+        self._engine = engine
+
+    def ask(self, answer: Answer, sampling: Sampling, patience_s: float) -> Iterator[int]:
+        """See Asked."""
+        pieces: queue.SimpleQueue[Delta] = queue.SimpleQueue()
+        self._engine.submit(answer.prompt, sampling, pieces.put)
+        yield 0
+        while True:
+            try:
+                piece = pieces.get(timeout=patience_s)
+            except queue.Empty:
+                raise TimeoutError from None
+            answer.tokens += [token.id for token in piece.tokens]
+            answer.weights += [token.weights for token in piece.tokens]
+            yield len(piece.tokens)
+            if piece.fault is not None:
+                raise piece.fault
+            if piece.last:
+                return
 
 
 class Load:
@@ -77,28 +110,24 @@ class Load:
 
     def _ask(self, answer: Answer) -> bool:
         """One request, to its end; False where it was refused or failed."""
-        pieces: queue.SimpleQueue[Delta] = queue.SimpleQueue()
+        taken = False
         try:
-            self._engine().submit(answer.prompt, self._sampling, pieces.put)
-        except LiveWeightError:
+            for came in self._engine().ask(answer, self._sampling, self._patience_s):
+                taken = True
+                self._note(came)
+        except TimeoutError:
+            with self._changed:
+                self.late += 1
             return False
-        while True:
-            try:
-                piece = pieces.get(timeout=self._patience_s)
-            except queue.Empty:
-                with self._changed:
-                    self.late += 1
-                return False
-            self._note(answer, piece)
-            if piece.last:
-                return piece.fault is None
+        except LiveWeightError:
+            with self._changed:
+                self.failed += taken
+            return False
+        return True
 
-    def _note(self, answer: Answer, piece: Delta) -> None:
-        answer.tokens += [token.id for token in piece.tokens]
-        answer.weights += [token.weights for token in piece.tokens]
+    def _note(self, came: int) -> None:
         with self._changed:
-            self.failed += piece.fault is not None
-            self._arrived += len(piece.tokens)
+            self._arrived += came
             self._changed.notify_all()
 
 

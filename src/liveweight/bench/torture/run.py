@@ -18,21 +18,22 @@ from liveweight.bench.torture.nursery import Nursery
 from liveweight.bench.torture.replay import Replay, Versions
 from liveweight.bench.torture.strikes import strikes
 from liveweight.bench.torture.target import RECOVER_S, Target
+from liveweight.bench.torture.vllm import Vllm
 from liveweight.engine.init_model.checkpoint import init_model
-from liveweight.engine.init_model.sizes import SIZES
-from liveweight.errors import DeadlineExceeded
+from liveweight.engine.init_model.sizes import SIZES, VLLM_TINY
+from liveweight.errors import DeadlineExceeded, Unavailable
+from liveweight.integrations.vllm.server import VllmLaunching
 from liveweight.spec.deadline import Deadline
 
-Name: TypeAlias = Literal["embedded", "in-place"]
+Name: TypeAlias = Literal["embedded", "in-place", "vllm"]
 TARGETS: dict[Name, Callable[[Nursery, Path, Versions], Target]] = {"embedded": Embedded, "in-place": InPlace}
 CONTENTS = 3
-LOOK_EVERY = 20
 REPLAY_S = 600.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TortureSettings:
-    """What to do, and how often. `program` is the module that serves the nursery."""
+    """What to do, and how often. `program` is the module that serves the nursery; `vllm` how that target is started."""
 
     program: str
     target: Name = "embedded"
@@ -40,6 +41,7 @@ class TortureSettings:
     seed: int = 0
     clients: int = 4
     tokens: int = 48
+    vllm: VllmLaunching | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,7 +69,7 @@ class TortureResult:
 
     @property
     def holds(self) -> bool:
-        """Whether it is as it should be: of the embedded engine nothing is torn, late, leaked or lost, and updates went through; the
+        """Whether it is as it should be: of what liveweight updates nothing is torn, late, leaked or lost, and updates went through; the
         in-place target shows torn tokens, or the detector would detect nothing."""
         if self.target == "in-place":
             return self.torn_tokens > 0
@@ -89,7 +91,7 @@ def torture(settings: TortureSettings, struck: Callable[[int, Target], None]) ->
         directory = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="lw-torture-")))
         versions = Versions([_content(directory, settings, number) for number in range(CONTENTS)])
         nursery = stack.enter_context(Nursery(settings.program))
-        target = TARGETS[settings.target](nursery, directory, versions)
+        target = _target(settings, nursery, directory, versions)
         with Replay(versions, attributed=target.attributed) as replay:
             with target:
                 load = Load(
@@ -106,6 +108,14 @@ def torture(settings: TortureSettings, struck: Callable[[int, Target], None]) ->
         return _result(settings, target, load, replay, leaks, time.monotonic() - began_s)
 
 
+def _target(settings: TortureSettings, nursery: Nursery, directory: Path, versions: Versions) -> Target:
+    if settings.target != "vllm":
+        return TARGETS[settings.target](nursery, directory, versions)
+    if settings.vllm is None:
+        raise Unavailable("torturing vLLM needs the Python of its environment")
+    return Vllm(nursery, directory, versions, settings.vllm)
+
+
 def _strike(
     settings: TortureSettings,
     target: Target,
@@ -114,21 +124,22 @@ def _strike(
     struck: Callable[[int, Target], None],
 ) -> None:
     load.went_on(Deadline.after(RECOVER_S))
-    chosen = (strike for strike in strikes(settings.seed) if target.takes(strike))
+    chosen = (strike for strike in strikes(settings.seed, target.menu) if target.takes(strike))
     for number in range(1, settings.kills + 1):
         target.strike(next(chosen))
         try:
             load.went_on(Deadline.after(RECOVER_S))
         except DeadlineExceeded:
             target.tally.lost += 1  # it says that it serves, and does not
-        if number % LOOK_EVERY == 0:
+        if number % target.look_every == 0:
             leaks.look(target.processes())
         struck(number, target)
 
 
 def _content(directory: Path, settings: TortureSettings, number: int) -> Path:
     """Versions differ in every weight but the norms'."""
-    init_model(directory / str(number), SIZES["qwen3"]["tiny"], seed=settings.seed * CONTENTS + number)
+    size = VLLM_TINY if settings.target == "vllm" else SIZES["qwen3"]["tiny"]
+    init_model(directory / str(number), size, seed=settings.seed * CONTENTS + number)
     return directory / str(number)
 
 

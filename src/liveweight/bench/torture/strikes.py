@@ -10,7 +10,7 @@ from typing import Literal, TypeAlias
 from liveweight.observe.events import OfferKind
 
 Kind: TypeAlias = Literal["kill", "stop", "corrupt", "cut"]
-Whom: TypeAlias = Literal["trainer", "rank"]
+Whom: TypeAlias = Literal["trainer", "rank", "server"]
 After: TypeAlias = Literal["publish", "RoundOpened", "Verified", "Voted", "Committed"]
 """What a strike waits for: that publishing was asked for, or an event of the engine's leader. Ranks stage after the round is opened."""
 
@@ -20,17 +20,30 @@ _OFTEN = (2, 5, 2, 3, 1)
 READING: tuple[After, ...] = ("publish", "RoundOpened")
 """When bytes are still being read: those that are corrupted later are nobody's any more."""
 STOPS_S = (0.02, 0.3)
-FOREVER = 0.06
-"""The part of all stops that nobody ends: until the engine gives the rank up, or the round is over without its trainer."""
-_CHOICES: tuple[tuple[Kind, Whom, int], ...] = (
-    ("kill", "trainer", 6),
-    ("kill", "rank", 3),
-    ("stop", "trainer", 3),
-    ("stop", "rank", 3),
-    ("corrupt", "trainer", 4),
-    ("cut", "trainer", 4),
-    ("cut", "rank", 2),
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Menu:
+    """What is done to whom, how often beside the others; and the part of all stops that nobody ends: until the engine gives the rank up, or
+    the round is over without its trainer."""
+
+    kinds: tuple[tuple[Kind, Whom, int], ...]
+    forever: float
+
+
+MENU = Menu(
+    kinds=(
+        ("kill", "trainer", 6),
+        ("kill", "rank", 3),
+        ("stop", "trainer", 3),
+        ("stop", "rank", 3),
+        ("corrupt", "trainer", 4),
+        ("cut", "trainer", 4),
+        ("cut", "rank", 2),
+    ),
+    forever=0.06,
 )
+"""For an engine of ranks that are replaced."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,10 +63,10 @@ class Strike:
         return f"{self.kind} {self.whom}"
 
 
-def strikes(seed: int) -> Iterator[Strike]:
+def strikes(seed: int, menu: Menu = MENU) -> Iterator[Strike]:
     """Without an end. Of corrupted bytes only verified offers that are copies take notice: parameters may change on their own."""
     chance = random.Random(f"{seed} torture")
-    kinds = [(kind, whom) for kind, whom, often in _CHOICES for _ in range(often)]
+    kinds = [(kind, whom) for kind, whom, often in menu.kinds for _ in range(often)]
     while True:
         kind, whom = chance.choice(kinds)
         offers: tuple[OfferKind, ...] = (
@@ -65,7 +78,7 @@ def strikes(seed: int) -> Iterator[Strike]:
             after=chance.choice(READING) if kind == "corrupt" else chance.choices(MOMENTS, _OFTEN)[0],
             part=chance.random(),
             number=chance.randrange(1 << 30),
-            stop_s=None if chance.random() < FOREVER else chance.uniform(*STOPS_S),
+            stop_s=None if chance.random() < menu.forever else chance.uniform(*STOPS_S),
             offer=chance.choice(offers),
             verify=kind == "corrupt" or chance.random() < 0.75,
         )

@@ -9,10 +9,12 @@ from typing import Protocol, Self
 
 from liveweight.bench.torture.load import Asked
 from liveweight.bench.torture.nursery import Forked
-from liveweight.bench.torture.strikes import Strike
+from liveweight.bench.torture.strikes import Menu, Strike
 
 RECOVER_S = 180.0
 """How long an engine may take to serve again, and a trainer to stand ready, before it counts as lost."""
+LOOK_EVERY = 20
+"""After so many strikes leaks are looked for."""
 SLACK_S = 10.0
 """What a wait may take beyond its deadline on a machine that is busy with the torture itself."""
 
@@ -45,7 +47,9 @@ class Target(Protocol):
 
     tally: Tally
     attributed: bool
-    """Whether its tokens say which version they came from."""
+    """Whether its tokens say which version they came from, or its answers which they may have come from."""
+    menu: Menu
+    look_every: int
 
     def engine(self) -> Asked:
         """The present engine."""

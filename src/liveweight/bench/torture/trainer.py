@@ -19,8 +19,11 @@ import msgspec
 from liveweight.bench.live_trainer import module_of_checkpoint
 from liveweight.bench.torn_in_place import live_memory, share_of, write
 from liveweight.bench.torn_process import Failed, run_with
+from liveweight.bench.torture.strikes import After
+from liveweight.bench.torture.telling import Telling
 from liveweight.engine.pipe import Pipe
 from liveweight.errors import LiveWeightError, RoundFailed, RoundOpen
+from liveweight.integrations.vllm.engine import vllm
 from liveweight.observe.bus import Bus
 from liveweight.observe.events import OfferKind
 from liveweight.spec.deadline import Deadline
@@ -28,6 +31,7 @@ from liveweight.trainer.checkpoint import CheckpointSource
 from liveweight.trainer.live import share_module
 from liveweight.trainer.publisher import Publisher
 from liveweight.transports.ipc.arena import SharedArena
+from liveweight.wire.credentials import load_or_create_secret
 
 if TYPE_CHECKING:
     import torch
@@ -40,12 +44,15 @@ MakePublisher: TypeAlias = Callable[..., Publisher]
 
 
 class Publishing(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """A trainer that publishes: what there is to publish, and where."""
+    """A trainer that publishes: what there is to publish, and where. With a URL the engine is a vLLM, whose leader shall listen at the
+    address and whose workers stage at that pace."""
 
     checkpoints: tuple[str, ...]
     address: str
     secret_file: str
     directory: str
+    vllm_url: str | None = None
+    pace_bytes_per_s: float | None = None
 
 
 class Writing(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -75,6 +82,12 @@ class Standing(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     parameters: int = 0
 
 
+class Reached(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """How far a round has come."""
+
+    name: After
+
+
 class Ended(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """A round is over: committed, or failed with that code."""
 
@@ -83,7 +96,7 @@ class Ended(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     took_s: float
 
 
-Word: TypeAlias = Standing | Ended | Failed
+Word: TypeAlias = Standing | Reached | Ended | Failed
 Told: TypeAlias = Publishing | Writing | Publish
 
 
@@ -110,7 +123,7 @@ def _publish_on_request(make: MakePublisher, pipe: Pipe[Told], config: Told) -> 
         publisher = stack.enter_context(
             make(
                 shared,
-                engines=[config.address],
+                engines=[_engine(config, pipe)],
                 secret=Path(config.secret_file),
                 directory=Path(config.directory),
                 timeout_s=FREE_S,
@@ -122,6 +135,18 @@ def _publish_on_request(make: MakePublisher, pipe: Pipe[Told], config: Told) -> 
         while isinstance(order := pipe.receive(), Publish):
             _load(module, contents[order.content])
             pipe.send(_published(publisher, order))
+
+
+def _engine(config: Publishing, pipe: Pipe[Told]) -> str | Telling:
+    """As `lw.Publisher` takes it."""
+    if config.vllm_url is None:
+        return config.address
+    secret = load_or_create_secret(Path(config.secret_file))
+    named = vllm(config.vllm_url, address=config.address, pace_bytes_per_s=config.pace_bytes_per_s)
+    # While a round runs, its thread alone speaks: the program's waits for its end.
+    return Telling(
+        named.replica(secret, Path(config.secret_file)), lambda name: pipe.send(Reached(name=name))
+    )
 
 
 def _load(module: torch.nn.Module, content: dict[str, torch.Tensor]) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, TypeAlias
 
 from liveweight.engine.models.spec import DENSE, SPARSE
@@ -61,6 +61,8 @@ SIZES: dict[str, dict[str, Size]] = {
         ),
     },
 }  # fmt: skip
+VLLM_TINY = replace(SIZES["qwen3"]["tiny"], head_dim=32)
+"""vLLM's attention on CPUs wants larger heads."""
 
 
 def config(size: Size, *, tied: bool, mtp: bool, dtype: Dtype, ids: dict[str, int]) -> dict[str, object]:

@@ -35,6 +35,15 @@ ENVIRONMENT = {
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class VllmLaunching:
+    """How a vLLM is started: the Python of its environment, how that runs a module, and the environment that it gets."""
+
+    python: Path
+    runs: tuple[str, ...]
+    environment: Mapping[str, str]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Serving:
     """How a server is started: vLLM's Python and how it runs a module, the model, where its secret and its log are, its port."""
 

@@ -1,0 +1,217 @@
+"""A real vLLM server as a target: it is started again on its first weights when it was killed, and brought up to date by the next round."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import signal
+from contextlib import ExitStack, suppress
+from pathlib import Path
+from typing import Self
+
+from liveweight.bench.torture.events import Events
+from liveweight.bench.torture.hand import Hand
+from liveweight.bench.torture.nursery import Forked, Nursery
+from liveweight.bench.torture.replay import Versions
+from liveweight.bench.torture.strikes import Menu, Strike
+from liveweight.bench.torture.striking import Rounds
+from liveweight.bench.torture.target import RECOVER_S, Tally
+from liveweight.bench.torture.trainer import Publish, Publishing
+from liveweight.bench.torture.vllm_server import VllmServer
+from liveweight.errors import LiveWeightError
+from liveweight.integrations.vllm.replica import GRACE_S
+from liveweight.integrations.vllm.server import VllmLaunching
+from liveweight.observe.events import OfferKind
+from liveweight.spec.deadline import Deadline
+from liveweight.trainer.replica import WireReplica
+from liveweight.wire.credentials import load_or_create_secret
+
+ROUND_S, LEASE_S, HEAL_S = 4.0, 2.0, 60.0
+ASK_S = 5.0
+OFFERS: tuple[OfferKind, ...] = ("frozen", "live", "ring")
+PACE_S = 0.1
+"""How long staging takes at least: so that there is a middle of it."""
+COMMIT_S = 0.25
+"""About how long vLLM is paused for a commit."""
+MENU = Menu(
+    kinds=(
+        ("kill", "trainer", 6),
+        ("stop", "trainer", 4),
+        ("corrupt", "trainer", 4),
+        ("cut", "trainer", 5),
+        ("kill", "server", 3),
+        ("stop", "server", 3),
+    ),
+    forever=0.4,
+)
+
+
+class Vllm:
+    """See Target."""
+
+    attributed, menu, look_every = True, MENU, 3
+
+    def __init__(
+        self, nursery: Nursery, directory: Path, versions: Versions, launching: VllmLaunching
+    ) -> None:
+        self.tally = Tally()
+        self._nursery, self._directory, self._versions = nursery, directory, versions
+        self._label = 0
+        self._stack, self._events = ExitStack(), Events(self.tally)
+        self._server = VllmServer(launching, directory, versions, lambda: self._label)
+        self._rounds = Rounds(
+            self,
+            self.tally,
+            self._events,
+            lasts_s={"RoundOpened": PACE_S, "Voted": COMMIT_S},
+            round_s=ROUND_S,
+            lease_s=LEASE_S,
+            grace_s=2 * GRACE_S,
+        )
+        self._offers = itertools.cycle(OFFERS)
+        self._trainers: list[Forked] = []
+        self._trainer: Hand | None = None
+        self._used: set[OfferKind] = set()
+
+    def __enter__(self) -> Self:
+        self._stack.callback(self._events.close)
+        secret = load_or_create_secret(self._directory / "secret")
+        self._leader = WireReplica(self._address, secret)
+        self._stack.callback(self._leader.close)
+        self._stack.callback(self._server.end)
+        with ExitStack() as failing:
+            failing.callback(self._stack.close)
+            self._server.start()
+            self._heal()
+            self.idle()  # what it takes to ask is there before leaks are looked for
+            failing.pop_all()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._trainer is not None:
+            self._trainer.kill()
+        self._stack.close()
+
+    @property
+    def _address(self) -> str:
+        return f"ipc://{self._directory}/vllm.sock"
+
+    def engine(self) -> VllmServer:
+        """See Target."""
+        return self._server
+
+    def takes(self, strike: Strike) -> bool:
+        """A server that stands still for good is nothing that a round could put right."""
+        return strike.whom == "trainer" or strike.kind == "kill" or strike.stop_s is not None
+
+    def processes(self) -> dict[int, str]:
+        """See Target. A trainer is looked at once it has made offers of every kind: it keeps what it has for one."""
+        names = {os.getpid(): "the torture", self._nursery.pid: "the nursery", **self._server.processes()}
+        if self._trainer is not None and self._used == set(OFFERS):
+            names[self._trainer.process.pid] = "the trainer"
+        return names
+
+    def left(self) -> tuple[list[Forked], list[Path]]:
+        """See Target."""
+        return self._trainers + self._server.family, []
+
+    def strike(self, strike: Strike) -> None:
+        """See Target. The round after it is not struck, and has to go through."""
+        try:
+            trainer = self._standing_trainer()
+        except LiveWeightError as error:
+            self._lose(f"no trainer could meet it: {error}")
+            trainer = self._standing_trainer()
+        order = self._order(strike, self._rounds.timeout_s, self._rounds.lease_s)
+        self._rounds.strike(strike, order, trainer)
+        if strike.whom == "server" and strike.kind == "kill":
+            self.tally.restarts += 1
+            self._server.start()
+        self._heal()
+
+    def _order(self, strike: Strike | None, timeout_s: float, lease_s: float) -> Publish:
+        self._label += 1
+        offer = next(self._offers) if strike is None else strike.offer
+        self._used.add(offer)
+        return Publish(
+            label=self._label,
+            content=self._versions.of_label(self._label),
+            offer=offer,
+            verify=strike is None or strike.verify,
+            timeout_s=timeout_s,
+            lease_s=lease_s,
+        )
+
+    # What is struck.
+
+    def pid_of(self, strike: Strike) -> int:
+        """See Struck."""
+        del strike
+        return self._server.pid
+
+    def send(self, pid: int, number: signal.Signals) -> None:
+        """See Struck. All that the server has started with it."""
+        os.killpg(pid, number)
+        if number == signal.SIGKILL:
+            self._server.end(number)
+
+    def idle(self) -> bool:
+        """See Struck."""
+        with suppress(LiveWeightError):
+            return self._leader.standing(Deadline.after(ASK_S)).round is None
+        return False
+
+    def said(self) -> str:
+        """See Struck."""
+        try:
+            standing = self._leader.standing(Deadline.after(ASK_S))
+        except LiveWeightError as error:
+            return f"{error.code} {error}"
+        return f"{standing.state}, round {standing.round}, serving {standing.serving}"
+
+    # What follows.
+
+    def _heal(self) -> None:
+        """A round that nobody strikes: whoever was struck stands again, and it goes through in time, or the server is lost."""
+        deadline = Deadline.after(RECOVER_S)
+        while (code := self._undisturbed()) is not None:
+            self.tally.outcomes[f"not struck: {code}"] += 1
+            if deadline.over or not self._server.alive:
+                self._lose(f"a round that was not struck failed: {code}")
+                return
+
+    def _undisturbed(self) -> str | None:
+        try:
+            trainer = self._standing_trainer()
+        except LiveWeightError as error:
+            return error.code
+        return self._rounds.undisturbed(self._order(None, HEAL_S, HEAL_S / 2), trainer)
+
+    def _lose(self, why: str) -> None:
+        """It counts as lost, and another takes its place."""
+        self.tally.lost += 1
+        self.tally.notes.append(f"lost after round {self._label}: {why}; {self.said()}")
+        self._server.end(signal.SIGKILL)
+        self._server.start()
+
+    def _standing_trainer(self) -> Hand:
+        if self._trainer is not None and self._trainer.alive and self._trainer.process.poll() is None:
+            return self._trainer
+        if self._trainer is not None:
+            self._trainer.kill()
+        contents = self._versions.directories
+        size_bytes = sum(path.stat().st_size for path in contents[0].glob("*.safetensors"))
+        config = Publishing(
+            checkpoints=tuple(map(str, contents)),
+            address=self._address,
+            secret_file=str(self._directory / "secret"),
+            directory=str(self._directory / "trainer"),
+            vllm_url=self._server.url,
+            pace_bytes_per_s=size_bytes / PACE_S,
+        )
+        self._used.clear()
+        self._trainer = Hand(
+            self._nursery, "publisher", config, Deadline.after(RECOVER_S), self._events.reached
+        )
+        self._trainers.append(self._trainer.process)
+        return self._trainer
