@@ -105,13 +105,13 @@ def test_a_rank_stopped_while_its_memory_is_read_harms_nobody_before_the_next_of
 def test_a_rank_stopped_before_its_memory_was_handed_over_is_named_by_all_others(cluster: Cluster) -> None:
     ranks = cluster.replica(2)
     trainer = cluster.trainer_ranks(3, style="rows")
-    ranks[1].ask("hold", event="StagingBegan")
+    ranks[0].ask("hold", event="RoundOpened")
     for one in trainer[:2]:
-        one.ask("hurry", timeout_s=5.0)
+        one.ask("hurry", timeout_s=40.0)
     calls = [one.begin("publish", label=1) for one in trainer]
-    ranks[1].held("StagingBegan")
+    ranks[0].held("RoundOpened")
     trainer[2].stop()
-    ranks[1].ask("go")
+    ranks[0].ask("go")
     for one, call in zip(trainer[:2], calls, strict=False):
         error = one.end(call)["error"]
         assert (error["code"], error["retryable"]) == (LATE, True), error
