@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import shutil
 import subprocess
@@ -14,7 +15,8 @@ from typing import Any
 import pytest
 import torch
 
-from liveweight.bench import child, idle
+from liveweight.bench import child, idle, torn_process, torn_side
+from liveweight.bench.torn import TP
 from liveweight.bench.torture.nursery import Forked
 from tests.support.cli import Cli
 from tests.support.cluster import Cluster, running
@@ -22,6 +24,12 @@ from tests.support.engines import Logits, Models
 from tests.support.zygote import Zygote
 
 os.environ.setdefault("UCX_LOG_FILE", "/dev/stderr")  # its own choice is stdout, where our programs talk
+
+
+def pytest_collection_finish() -> None:
+    """What was imported stays: the collector need not go through all of it again and again."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture
@@ -48,14 +56,18 @@ def cli(zygote: Zygote) -> Cli:
 
 @pytest.fixture
 def forked_python(zygote: Zygote, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The processes that benchmarks start are forked: they do the same, but for importing torch."""
+    """The processes that benchmarks and the torn demo start are forked: they do the same, but for importing torch."""
 
-    def popen(command: Sequence[str], *, pass_fds: Sequence[int], stdin: int) -> Forked:
-        del stdin
-        return Forked(zygote.run_code(command[2], pass_fds[0]))
+    def popen(
+        command: Sequence[str], *, pass_fds: Sequence[int], stdin: int, process_group: int | None = None
+    ) -> Forked:
+        assert stdin == subprocess.DEVNULL
+        ranks = TP if torn_side.__name__ in command[2] else 0
+        return Forked(zygote.run_code(command[2], pass_fds[0], ranks=ranks, apart=process_group == 0))
 
-    theirs = SimpleNamespace(Popen=popen, DEVNULL=subprocess.DEVNULL)
-    for module in (child, idle):
+    names = ("DEVNULL", "TimeoutExpired")
+    theirs = SimpleNamespace(Popen=popen, **{name: getattr(subprocess, name) for name in names})
+    for module in (child, idle, torn_process):
         monkeypatch.setattr(module, "subprocess", theirs)
 
 

@@ -13,6 +13,7 @@ import httpx
 import pytest
 
 import liveweight as lw
+from tests.support.cli import Cli
 from tests.support.engines import WITHIN_S, Models
 from tests.support.real_servers import until
 from tests.support.serve_processes import Client, alive, ended, program, ranks_of, url_of
@@ -114,8 +115,9 @@ def _weights(http: httpx.Client) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("options", [["--snapshot-every", "2"], ["--resume"], ["--keep-snapshots", "3"]])
-def test_options_of_snapshots_need_a_directory(models: Models, options: list[str]) -> None:
-    with program(str(models.directory()), "--port", "0", *options) as started:
-        code, errors = ended(started)
-    assert (code, errors.partition(" ")[0]) == (1, "LW-702")
-    assert "--snapshots" in errors
+def test_options_of_snapshots_need_a_directory(
+    models: Models, short_path: Path, cli: Cli, options: list[str]
+) -> None:
+    failed = cli.run(short_path, "serve", models.directory(), "--port", "0", *options)
+    assert (failed.returncode, failed.stderr.partition(" ")[0]) == (1, "LW-702")
+    assert "--snapshots" in failed.stderr

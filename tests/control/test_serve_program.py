@@ -16,6 +16,8 @@ import httpx
 import pytest
 
 from tests.arch.source_tree import ROOT
+from tests.support.cli import Cli
+from tests.support.zygote import Zygote
 
 LONG = {"prompt": "the quick brown fox", "max_tokens": 50_000, "ignore_eos": True, "stream": True}
 
@@ -38,12 +40,16 @@ def url_of(started: subprocess.Popen[str]) -> str:
     """Where it serves, from the line that it prints when it does."""
     assert started.stdout is not None
     line = started.stdout.readline()
-    assert line.startswith("serving echo on http://127.0.0.1:"), (
-        line,
-        started.stderr and started.stderr.read(),
-    )
-    assert re.search(r", tp 2, updates at ipc:///\S+/engine-\d+\.sock\n$", line)
-    return line.split()[3].rstrip(",")
+    assert line, started.stderr and started.stderr.read()
+    return url_in(line.rstrip("\n"))
+
+
+def url_in(line: str) -> str:
+    """The same, of the line itself."""
+    wanted = r"serving echo on (http://127\.0\.0\.1:\d+), tp 2, updates at ipc:///\S+/engine-\d+\.sock"
+    found = re.fullmatch(wanted, line)
+    assert found is not None, line
+    return found[1]
 
 
 def ended(started: subprocess.Popen[str]) -> tuple[int, str]:
@@ -119,7 +125,15 @@ def test_a_signal_while_it_starts_ends_it_too(tmp_path: Path, number: signal.Sig
         assert ended(started) == (0, "")
 
 
-def test_what_keeps_it_from_starting_is_one_line_with_a_remedy(tmp_path: Path, model_dir: Path) -> None:
+@pytest.fixture
+def echo(zygote: Zygote) -> Cli:
+    """The program, forked, for tests of what its options do."""
+    return Cli(zygote, echo=True)
+
+
+def test_what_keeps_it_from_starting_is_one_line_with_a_remedy(
+    tmp_path: Path, model_dir: Path, echo: Cli
+) -> None:
     (tmp_path / "empty").write_text("\n", encoding="utf-8")
     cases = {
         "LW-701 fault: model.safetensors is cut off": [str(tmp_path / "fault")],
@@ -135,28 +149,28 @@ def test_what_keeps_it_from_starting_is_one_line_with_a_remedy(tmp_path: Path, m
         "LW-702 cannot serve on host.invalid": [str(model_dir), "--host", "host.invalid"],
     }
     for line, arguments in cases.items():
-        with program(*arguments, "--port", "0") as started:
-            code, errors = ended(started)
+        failed = echo.run(tmp_path, "serve", *arguments, "--port", "0")
+        code, errors = failed.returncode, failed.stderr
         assert (code, errors.startswith(line), errors.count("\n")) == (1, True, 1), errors
         assert ". What to do: " in errors
 
 
 @pytest.mark.parametrize("way", ["argument", "file", "environment"])
 def test_the_key_comes_from_an_argument_a_file_or_the_environment(
-    tmp_path: Path, model_dir: Path, way: str
+    tmp_path: Path, model_dir: Path, way: str, echo: Cli
 ) -> None:
     (tmp_path / "key").write_text("sk-1\n", encoding="utf-8")
     arguments = {"argument": ["--api-key", "sk-1"], "file": ["--api-key-file", str(tmp_path / "key")]}
     environment = {"LIVEWEIGHT_API_KEY": "sk-1"} if way == "environment" else {}
     given = [*arguments.get(way, []), "--tp", "2", "--port", "0"]
-    with program(str(model_dir), *given, **environment) as started:
-        url = url_of(started)
+    with echo.started(tmp_path, "serve", model_dir, *given, **environment) as started:
+        url = url_in(started.first_line())
         statuses = [
             httpx.get(f"{url}/v1/models", headers={"authorization": f"Bearer {key}"}).status_code
             for key in ("sk-1", "sk-2")
         ]
-        started.terminate()
-        ended(started)
+        started.send_signal(signal.SIGTERM)
+        started.ended()
     assert statuses == [200, 401]
 
 

@@ -8,13 +8,13 @@ import shutil
 import signal
 import subprocess
 import time
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import httpx
 
 from liveweight.control.server import bind
+from tests.support.cli import Cli
 from tests.support.engines import Models
 from tests.support.real_servers import until
 from tests.support.serve_processes import Client, alive, ended, program, ranks_of, url_of
@@ -106,7 +106,7 @@ def broken(original: Path, directory: Path, **fields: object) -> str:
 
 
 def test_what_keeps_a_model_from_being_served_is_one_line_with_a_remedy(
-    models: Models, tmp_path: Path
+    models: Models, tmp_path: Path, short_path: Path, cli: Cli
 ) -> None:
     model = models.directory()
     with bind("127.0.0.1", 0) as taken:
@@ -120,14 +120,8 @@ def test_what_keeps_a_model_from_being_served_is_one_line_with_a_remedy(
             ("LW-702", "tp 3 does not divide"): [str(model), "--tp", "3"],
             ("LW-702", f"port {port}: Address already in use"): [str(model), "--tp", "2", "--port", port],
         }
-        with ExitStack() as stack:
-            started = [stack.enter_context(program("--port", "0", *given)) for given in cases.values()]
-            for (number, said), case in zip(cases, started, strict=True):
-                code, errors = ended(case)
-                line, _, remedy = errors.partition(". What to do: ")
-                assert (code, line.partition(" ")[0], said in line, remedy.count("\n")) == (
-                    1,
-                    number,
-                    True,
-                    1,
-                ), errors
+        for (number, said), given in cases.items():
+            failed = cli.run(short_path, "serve", "--port", "0", *given)
+            line, _, remedy = failed.stderr.partition(". What to do: ")
+            found = (failed.returncode, line.partition(" ")[0], said in line, remedy.count("\n"))
+            assert found == (1, number, True, 1), failed.stderr

@@ -84,7 +84,7 @@ class Cli:
         """One command, to its end."""
         with self.started(place, *arguments, **environment) as command:
             code, said = command.ended()
-            return CompletedProcess(list(arguments), code, said, command.errors)
+            return CompletedProcess([str(argument) for argument in arguments], code, said, command.errors)
 
     @contextmanager
     def started(self, place: Path, *arguments: object, **environment: str) -> Iterator[Command]:

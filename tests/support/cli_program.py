@@ -8,7 +8,6 @@ from __future__ import annotations
 import os
 import sys
 import tempfile
-from collections.abc import Callable
 from typing import Any
 
 import liveweight.api
@@ -23,7 +22,7 @@ from liveweight.engine.config import EngineConfig
 from liveweight.engine.engine import Engine
 from liveweight.observe.bus import Bus
 from tests.support import serve_program
-from tests.support.spare_ranks import SpareRank
+from tests.support.spare_ranks import spare_ranks
 
 del liveweight
 
@@ -36,7 +35,7 @@ def main(config: dict[str, Any]) -> None:
     if config["echo"]:
         serve._start = serve_program.start
     elif arguments[0] == "serve":
-        serve._start = forking(_ranks(arguments))
+        start_with_spares(_ranks(arguments))
     sys.argv = ["liveweight", *arguments]
     cli.run()
 
@@ -45,7 +44,11 @@ def _ranks(arguments: list[str]) -> int:
     return int(arguments[arguments.index("--tp") + 1]) if "--tp" in arguments else 1
 
 
-def forking(world: int) -> Callable[[EngineConfig, Bus], Engine]:
-    """In place of the engine's own start: with ranks that are forked here."""
-    spares = [SpareRank({}) for _ in range(world)]
-    return lambda config, bus: Engine(config, bus=bus, launch=lambda rank, end: spares[rank].launch(end))
+def start_with_spares(world: int) -> None:
+    """The program's engine is to have ranks that are forked now."""
+    launch = spare_ranks({} for _ in range(world))
+
+    def start(config: EngineConfig, bus: Bus) -> Engine:
+        return Engine(config, bus=bus, launch=launch)
+
+    serve._start = start

@@ -10,17 +10,17 @@ from liveweight.engine.config import EngineConfig
 from liveweight.engine.engine import Engine
 from liveweight.observe.bus import Bus
 from tests.support.program import Console
-from tests.support.spare_ranks import SpareRank
+from tests.support.spare_ranks import spare_ranks
 
 
 def main(config: dict[str, Any]) -> None:
     """The config has the engine's, and the paths of the ranks' consoles."""
-    spares = [SpareRank({"console": path}) for path in config["consoles"]]
+    launch = spare_ranks({"console": path} for path in config["consoles"])
     console, bus = Console(), Bus()
     engine_config = msgspec.convert(config["engine"], EngineConfig)
     with (
         bus.subscribe(console.on_event),
-        Engine(engine_config, launch=lambda rank, end: spares[rank].launch(end), bus=bus),
+        Engine(engine_config, launch=launch, bus=bus),
     ):
         console.say(ready="")
         while console.commands.get()["do"] != "stop":

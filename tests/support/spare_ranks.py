@@ -5,11 +5,11 @@ from __future__ import annotations
 import os
 import socket
 import traceback
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from liveweight.bench.torture.nursery import Forked
-from liveweight.engine.ranks import Process
+from liveweight.engine.ranks import Launch, Process
 from tests.support import engine_rank_program
 
 
@@ -30,6 +30,12 @@ class SpareRank:
         with self._ours:
             socket.send_fds(self._ours, [b"."], [end.fileno()])
         return Forked(self._pid)
+
+
+def spare_ranks(configs: Iterable[Mapping[str, Any]]) -> Launch:
+    """Fork them; starts them by rank, each once."""
+    spares = [SpareRank(config) for config in configs]
+    return lambda rank, end: spares[rank].launch(end)
 
 
 def _wait_and_run(link: socket.socket, config: dict[str, Any]) -> None:

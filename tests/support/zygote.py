@@ -60,9 +60,14 @@ class Zygote:
         socket.send_fds(self._socket, [request], descriptors)
         return int(self._socket.recv(REQUEST_BYTES))
 
-    def run_code(self, code: str, descriptor: int) -> int:
-        """Fork `python -c`, which has one more descriptor, under its number here; its process id."""
-        config: dict[str, object] = {"code": code, "descriptors": [descriptor]}
+    def run_code(self, code: str, descriptor: int, *, ranks: int = 0, apart: bool = False) -> int:
+        """Fork `python -c`, which has one more descriptor, under its number here; its process id. See code_program."""
+        config: dict[str, object] = {
+            "code": code,
+            "descriptors": [descriptor],
+            "ranks": ranks,
+            "apart": apart,
+        }
         with Path(os.devnull).open() as nothing:
             return self.start("tests.support.code_program", config, nothing.fileno(), 1, 2, descriptor)
 
