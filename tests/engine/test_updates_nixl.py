@@ -16,7 +16,7 @@ from tests.support.versions import Clients, mixtures
 pytest.importorskip("nixl")
 
 
-@pytest.mark.parametrize("mode", ["gdr", "rdma"])
+@pytest.mark.parametrize("mode", ["gdr", pytest.param("rdma", marks=pytest.mark.soak)])
 def test_no_token_comes_from_a_mixture_while_rounds_over_nixl_commit(
     start: Callable[..., Engine],
     publisher: Any,
@@ -24,6 +24,7 @@ def test_no_token_comes_from_a_mixture_while_rounds_over_nixl_commit(
     transformers_logits: Callable[[Path], Logits],
     mode: str,
 ) -> None:
+    """The soak has rdma, too: the same reads, into a buffer first, which tests/contract tries in every run."""
     directories = [models.directory(), models.directory(seed=1)]
     engine = start(directories[0], tp=2, updates={"staging_threads": 2})
     logits = {weights_text(engine.start): transformers_logits(directories[0])}

@@ -31,6 +31,10 @@ from tests.support.zygote import Zygote
 PROMPTS = [[5, 6, 7, 8], [9, 10, 11]]
 SHORT_S = 1.5
 OFFERS = pytest.mark.parametrize("offer", ["live", "frozen"])
+FROZEN_AND_IN_THE_SOAK_LIVE = pytest.mark.parametrize(
+    "offer", [pytest.param("live", marks=pytest.mark.soak), "frozen"]
+)
+"""For what others do meanwhile, which is the scheduler's matter, whatever ranks read."""
 AT = pytest.mark.parametrize("moment", MOMENTS)
 Make = Callable[..., Scene]
 
@@ -214,12 +218,13 @@ def ended(pid: int) -> None:
     os.close(descriptor)
 
 
-@OFFERS
+@FROZEN_AND_IN_THE_SOAK_LIVE
 @AT
 @pytest.mark.parametrize("source", ["second", "wrong"])
 def test_another_publisher_in_the_middle(
     make: Make, judge: Any, models: Models, cluster: Cluster, offer: str, moment: Moment, source: str
 ) -> None:
+    """The soak has it with live offers, too."""
     place = make(offer=offer)
     other = models.directory(seed=3) if source == "second" else models.directory(tied=False)
 
@@ -247,10 +252,11 @@ def test_another_publisher_in_the_middle(
     judge(place).serves(3)
 
 
-@OFFERS
+@FROZEN_AND_IN_THE_SOAK_LIVE
 @AT
 @pytest.mark.parametrize("act", ["pause", "resume", "abort", "undo"])
 def test_an_operator_in_the_middle(make: Make, judge: Any, offer: str, moment: Moment, act: str) -> None:
+    """The soak has it with live offers, too."""
     place = make(offer=offer)
     engine = place.engine
     acts: dict[str, Callable[[], object]] = {

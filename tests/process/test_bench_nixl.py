@@ -10,6 +10,7 @@ from liveweight.bench.decoder import decoder
 from liveweight.bench.nixl import CONTENDERS, NixlSettings, bench_nixl
 
 
+@pytest.mark.usefixtures("forked_python")
 def test_a_small_run_has_every_figure() -> None:
     report = bench_nixl(NixlSettings(size_gb=0.01, rounds=1))
     assert report["bytes"] == sum(spec.size_bytes for spec in decoder(10_000_000))

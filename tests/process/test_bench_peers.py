@@ -27,6 +27,7 @@ RANKS = 2
 
 
 @pytest.mark.timeout(600)
+@pytest.mark.usefixtures("forked_python")
 def test_every_contender_takes_part_or_is_said_to_be_absent() -> None:
     report = bench_peers(PeersSettings(size_gb=0.01, ranks=RANKS, rounds=2, tensors=60))
     rows, absent = report["contenders"], report["absent"]
@@ -132,6 +133,7 @@ def test_only_those_that_stand_apart_enter_the_speedups() -> None:
 
 
 @pytest.mark.timeout(600)
+@pytest.mark.usefixtures("forked_python")
 def test_growth_has_every_axis_and_an_exponent() -> None:
     report = bench_growth(
         GrowthSettings(sizes_gb=(0.24,), tensors=(20, 200), ranks=(1,), replicas=(2,), base_gb=0.01, rounds=1)
@@ -148,6 +150,7 @@ def test_an_exponent_is_that_of_the_power_law() -> None:
 
 
 @pytest.mark.timeout(600)
+@pytest.mark.usefixtures("forked_python")
 def test_live_updates_add_no_collective_and_meeting_in_every_step_does() -> None:
     report = bench_idle(IdleSettings(size="tiny", turns=3, steps=4))
     assert report["extra_collectives"] == 0

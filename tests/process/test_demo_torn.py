@@ -8,14 +8,17 @@ import random
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
+from typer.testing import CliRunner
 
+from liveweight.cli import main
 from tests.arch.source_tree import ROOT
 from tests.support.serve_processes import alive, descendants_of
 
@@ -48,6 +51,11 @@ def counted(started: subprocess.Popen[str]) -> dict[str, Any]:
     """What it prints, once it has ended well."""
     said, errors = started.communicate(timeout=ENDED_S)
     assert (started.returncode, errors) == (0, "")
+    return counts_in(said)
+
+
+def counts_in(said: str) -> dict[str, Any]:
+    """What it has printed."""
     found: dict[str, Any] = json.loads(said)
     for side in (found["left"], found["right"]):
         assert side["old"] + side["new"] + side["neither"] == side["total"] == side["streamed"] > 0
@@ -55,12 +63,41 @@ def counted(started: subprocess.Popen[str]) -> dict[str, Any]:
     return found
 
 
-@pytest.mark.parametrize("pause", ["--pause", pytest.param("--no-pause", marks=pytest.mark.soak)])
+@pytest.fixture
+def forked_demo(
+    short_path: Path, monkeypatch: pytest.MonkeyPatch, forked_python: None
+) -> Callable[..., dict[str, Any]]:
+    """The command, run here; its engines, ranks and trainers are processes of their own all the same. What it prints."""
+    del forked_python
+    monkeypatch.setattr(tempfile, "tempdir", str(short_path))
+
+    def run(*arguments: str) -> dict[str, Any]:
+        ended = CliRunner().invoke(main.app, ["demo", "torn", *SMALL, *arguments, "--json"])
+        assert (ended.exit_code, ended.stderr) == (0, ""), ended.exception
+        assert files_left(short_path) == []
+        return counts_in(ended.stdout)
+
+    return run
+
+
 def test_after_a_kill_the_left_side_serves_a_mixture_and_the_right_side_never(
+    forked_demo: Callable[..., dict[str, Any]],
+) -> None:
+    """The soak has the program itself, also without a pause."""
+    assert_torn_left_and_whole_right(forked_demo("--pause"))
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("pause", ["--pause", "--no-pause"])
+def test_the_program_finds_a_mixture_on_the_left_side_and_none_on_the_right(
     short_path: Path, pause: str
 ) -> None:
     with demo(short_path, pause, "--json") as started:
-        found = counted(started)
+        assert_torn_left_and_whole_right(counted(started))
+    assert files_left(short_path) == []
+
+
+def assert_torn_left_and_whole_right(found: dict[str, Any]) -> None:
     left, right = found["left"], found["right"]
     torn = left["parts"]["after_kill"]
     assert torn["neither"] > torn["total"] / 4  # some of these answers end under the successor's weights
@@ -71,12 +108,12 @@ def test_after_a_kill_the_left_side_serves_a_mixture_and_the_right_side_never(
     assert all(part["new"] == part["total"] > 0 for part in healed)
     assert right["serving"] == "step_2"
     assert found["holds"]
-    assert files_left(short_path) == []
 
 
-def test_without_a_kill_both_sides_go_from_the_old_version_to_the_new(short_path: Path) -> None:
-    with demo(short_path, "--no-kill", "--json") as started:
-        found = counted(started)
+def test_without_a_kill_both_sides_go_from_the_old_version_to_the_new(
+    forked_demo: Callable[..., dict[str, Any]],
+) -> None:
+    found = forked_demo("--no-kill")
     for side in (found["left"], found["right"]):
         assert side["neither"] == 0
         assert side["old"] > 0

@@ -21,6 +21,8 @@ SHOWN = {
     "push_from_the_shell.sh": ["verified ", " tensors · digest ", " · serving step_100"],
 }
 """What is run, and what it says."""
+LONG = pytest.mark.soak
+"""Four ranks do what two do."""
 
 
 BESIDE_VLLM = {"vllm_live_update.py": ROOT / "tests" / "vllm" / "test_vllm_programs.py"}
@@ -34,7 +36,9 @@ def test_every_example_is_run() -> None:
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("shown", sorted(SHOWN))
+@pytest.mark.parametrize(
+    "shown", [pytest.param(shown, marks=LONG if "--ranks 4" in shown else ()) for shown in sorted(SHOWN)]
+)
 def test_an_example_does_what_it_shows(shown: str, short_path: Path) -> None:
     name, *options = shown.split()
     found = os.environ | {

@@ -19,6 +19,7 @@ def test_the_ranks_of_the_benchmark_own_the_whole_decoder_between_them(world: in
     assert {spec.name for spec in tally.expected} == {spec.name for spec in specs}
 
 
+@pytest.mark.usefixtures("forked_python")
 def test_a_small_run_has_every_figure() -> None:
     report = bench_ipc(IpcSettings(size_gb=0.01, ranks=2, rounds=2, tensors=200))
     assert report["tensors"] == 200
@@ -37,6 +38,7 @@ def test_a_small_run_has_every_figure() -> None:
 
 
 @pytest.mark.timeout(400)
+@pytest.mark.usefixtures("forked_python")
 @pytest.mark.parametrize("tensors", [4_000, pytest.param(40_000, marks=pytest.mark.soak)])
 def test_thousands_of_small_tensors_make_a_round(tensors: int) -> None:
     report = bench_ipc(
