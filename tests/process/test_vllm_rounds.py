@@ -153,6 +153,18 @@ def test_a_second_trainer_finds_the_leader_of_the_first_gone_and_takes_over(star
     assert vllm.holds(NEW)
 
 
+def test_the_first_round_into_a_vllm_that_was_started_again_goes_through(started: Started) -> None:
+    vllm = started(2)
+    with publisher(vllm) as trainer:
+        trainer.publish(1)
+        assert vllm.rests()
+        vllm.restart()
+        assert vllm.holds(BASE)
+        trainer.publish(2)
+        assert vllm.holds(NEW)
+        assert (vllm.version, vllm.paused) == ("2", False)
+
+
 def test_workers_that_are_met_again_at_the_same_address_go_by_the_new_trainers_pace(
     started: Started, short_path: Path
 ) -> None:

@@ -178,10 +178,20 @@ class VllmWorkers:
         with self._changed:
             return self._changed.wait_for(lambda: not self.active, 60.0)
 
+    def restart(self) -> None:
+        """As a server that was killed and started again: on the weights of its start, and met by nobody."""
+        self._end_ranks()
+        self.workers = [Worker(self.start) for _ in self.workers]
+        self.paused, self.active, self.version = False, False, "default"
+
     def close(self) -> None:
         """End all workers."""
-        self._together(lambda rank: self.ranks[rank].close() if self.ranks else None)
+        self._end_ranks()
         self._threads.shutdown()
+
+    def _end_ranks(self) -> None:
+        ranks, self.ranks = self.ranks, []
+        self._together(lambda rank: ranks[rank].close() if ranks else None)
 
     def holds(self, wanted: Weights) -> bool:
         """Whether every worker's model is that version, to the bit."""
