@@ -89,7 +89,6 @@ soak: venv
 # An environment of its own: what is compared with is not needed for anything else.
 bench: $(BENCH_VENV)/.ready
 	$(BENCH_VENV)/bin/liveweight bench digest
-	$(BENCH_VENV)/bin/liveweight bench ipc
 	$(BENCH_VENV)/bin/liveweight bench engine
 	$(BENCH_VENV)/bin/liveweight bench all --out bench
 

@@ -13,7 +13,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import TimeoutError as FutureTimeout
 from dataclasses import dataclass
 
-from liveweight.errors import LiveWeightError, OutcomeUnknown, RoundFailed, WrongState
+from liveweight.errors import DeadlineExceeded, LiveWeightError, OutcomeUnknown, RoundFailed, WrongState
 from liveweight.spec.deadline import Deadline
 from liveweight.spec.manifest import Version
 from liveweight.trainer.errands import Verification
@@ -176,8 +176,29 @@ class Lead:
             reports = self._roster.frozen(label, deadline)
             self._offers.stand({0: current.frozen, **reports})
             self._publisher.settings = dataclasses.replace(self.settings, timeout_s=deadline.remaining_s())
-            report = self._publisher.publish(label)
+            try:
+                report = self._publisher.publish(label)
+            except RoundFailed as failed:
+                raise self._explained(failed) from failed
         return dataclasses.replace(report, total_s=time.monotonic() - current.began_s)
+
+    def _explained(self, failed: RoundFailed) -> RoundFailed:
+        """Engine ranks that did not stage in time may have waited for ranks of this trainer that stand still: then these are named."""
+        silent = self._roster.silent()
+        if not (silent and failed.step == "stage" and isinstance(failed.cause, DeadlineExceeded)):
+            return failed
+        who = ", ".join(
+            f"trainer rank {rank} (silent for {since_s:.0f} s)" for rank, since_s in silent.items()
+        )
+        return RoundFailed(
+            DeadlineExceeded(f"{who} to hand its memory over", failed.waited_s),
+            replica=failed.replica,
+            rank=next(iter(silent)),
+            step=failed.step,
+            waited_s=failed.waited_s,
+            serving=failed.serving,
+            next_mode=failed.next_mode,
+        )
 
     def _failed(self, fault: Fault, deadline: Deadline) -> RoundFailed:
         return RoundFailed(

@@ -31,6 +31,8 @@ from liveweight.wire.values import Fault, fault_of
 IDLE_S = 3600.0
 PROBE_S = 0.2
 """How often ranks are looked after while somebody waits for them."""
+SILENT_S = 3.0
+"""A rank that waits for the end of a round asks for it every second."""
 OUTCOMES_KEPT = 16
 DISMISS_S = 5.0
 FAREWELL_S = 0.1
@@ -70,6 +72,7 @@ class Roster:
         self._frozen: dict[int, Froze] = {}
         self._number = 0
         self._outcomes: dict[int, Outcome] = {}
+        self._heard_s: dict[int, float] = {}
         self._asked: list[_Asked] = []
         self._outbox: list[tuple[bytes, Message, int]] = []
         self._watchers, self._probed_s = 0, 0.0
@@ -115,6 +118,7 @@ class Roster:
         """That round has begun here."""
         with self._changed:
             self._number = number
+            self._heard_s.clear()
             self._frozen = {rank: body for rank, body in self._frozen.items() if body.number >= number}
 
     def frozen(self, label: str | int, deadline: Deadline) -> Mapping[int, Froze]:
@@ -146,6 +150,13 @@ class Roster:
             lost = sorted(self._lost)
         if lost:
             raise ChannelClosed(f"trainer rank {', '.join(map(str, lost))} is gone")
+
+    def silent(self) -> dict[int, float]:
+        """The ranks that asked how this round ends and ask no more, and since how many seconds: they stand still."""
+        now_s = time.monotonic()
+        with self._changed:
+            since = {rank: now_s - heard_s for rank, heard_s in sorted(self._heard_s.items())}
+        return {rank: silent_s for rank, silent_s in since.items() if silent_s > SILENT_S}
 
     def conclude(self, outcome: Outcome) -> None:
         """A round has ended: whoever asks learns how."""
@@ -235,6 +246,7 @@ class Roster:
                     if number >= self._number:
                         self._frozen[rank] = body
                 case Learn(rank=rank, wait_s=wait_s) if self._peers.get(rank) == peer:
+                    self._heard_s[rank] = time.monotonic()
                     self._asked.append(
                         _Asked(peer=peer, call=call, body=body, ends_s=time.monotonic() + wait_s)
                     )

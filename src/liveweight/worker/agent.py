@@ -45,8 +45,6 @@ from liveweight.worker.turnstile import Turnstile
 
 IDLE_S = 60.0
 SEND_S = 5.0
-HAND_OVER_SHARE = 0.75
-"""Of the time to stage. Not all of it, so that a source that does not answer is named, and not only the rank that waits for it."""
 LOOK_S = 5.0
 """How long one attempt to attach may wait; then the agent looks whether the round still stands, and tries again."""
 
@@ -231,15 +229,15 @@ class Agent:
         """Attach to the source, looking up now and then; None if the round was given up meanwhile."""
         reader = self._readers.get(order.offer.mode)
         if reader is None:
-            known = ", ".join(self._readers)
-            raise WrongState(f"a rank that reads {known}", f"transfer mode {order.offer.mode}")
-        soon = deadline.within(deadline.remaining_s() * HAND_OVER_SHARE)
+            raise WrongState(
+                f"a rank that reads {', '.join(self._readers)}", f"transfer mode {order.offer.mode}"
+            )
         while not self._stop(order.round):
             try:
                 layout = self._keeping.layout(order.keep)
-                return reader.bind(order.offer, layout, memories, soon.within(LOOK_S))
+                return reader.bind(order.offer, layout, memories, deadline.within(LOOK_S))
             except DeadlineExceeded:
-                if soon.over:
+                if deadline.over:
                     raise
         return None
 
