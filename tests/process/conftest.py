@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.support.vllm_workers import BASE, Started, VllmWorkers
+from tests.support.vllm_workers import BASE, Started, VllmWorkers, Weights
 
 
 @pytest.fixture
@@ -19,8 +19,8 @@ def started(short_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Start
     torch.set_num_threads(1)
     begun: list[VllmWorkers] = []
 
-    def start(world: int) -> VllmWorkers:
-        begun.append(VllmWorkers(world, short_path / "secret", BASE))
+    def start(world: int, start: Weights = BASE) -> VllmWorkers:
+        begun.append(VllmWorkers(world, short_path / "secret", start))
         return begun[-1]
 
     yield start

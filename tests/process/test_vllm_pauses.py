@@ -9,8 +9,7 @@ import pytest
 
 import liveweight as lw
 from liveweight.errors import DeadlineExceeded, RoundFailed
-from liveweight.integrations.vllm.ways import FOUR
-from tests.support.vllm_workers import BASE, MET, NEW, WHOLE, Started, VllmWorkers, publisher
+from tests.support.vllm_workers import BASE, MET, NEW, WHOLE, Four, Started, publisher
 
 
 def test_a_pause_that_is_refused_refuses_the_commit_and_changes_nothing(
@@ -125,14 +124,6 @@ def test_a_client_that_cannot_name_versions_has_said_it_when_publish_returns(sta
         trainer.publish(1)
         assert (vllm.version, vllm.active) == ("1", False)
         assert vllm.calls == [*MET, "start", "update", "finish"]
-
-
-class Four:
-    """The four methods of vLLM's own clients, and no more."""
-
-    def __init__(self, workers: VllmWorkers) -> None:
-        for name in FOUR:
-            setattr(self, name, getattr(workers, name))
 
 
 def test_an_engine_that_was_committed_and_not_resumed_is_asked_again_and_resumed(started: Started) -> None:

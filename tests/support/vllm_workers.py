@@ -11,13 +11,15 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Protocol, Self
 
 import torch
 
 import liveweight as lw
+from liveweight.integrations.vllm.draft import PREFIX, load_both, optional
 from liveweight.integrations.vllm.rank import Loading, Seat, Terms, VllmRank
 from liveweight.integrations.vllm.target import Named
+from liveweight.integrations.vllm.ways import FOUR
 from liveweight.spec.dtype import DType
 from liveweight.spec.manifest import Manifest, TensorSpec
 from liveweight.wire.credentials import load_or_create_secret
@@ -63,7 +65,11 @@ class Worker:
     """One worker's model, and how many of its next loads fail, each after so many tensors."""
 
     def __init__(self, start: Weights) -> None:
-        self.holds = dict(start)
+        self.holds = {name: tensor for name, tensor in start.items() if not name.startswith(PREFIX)}
+        self.drafts = {
+            name.removeprefix(PREFIX): tensor for name, tensor in start.items() if name.startswith(PREFIX)
+        }
+        self.draft_handed_over, self.draft_failures = False, 0
         self.order: list[str] = []
         self.failures: list[int] = []
         self.restored = 0
@@ -76,6 +82,14 @@ class Worker:
                 raise RuntimeError(f"{name} does not load")
             self.order.append(name)
             self.holds[name] = tensor.clone()
+
+    def load_draft(self, tensors: Named) -> None:
+        """Into the draft model, if there is one and vLLM has handed it over."""
+        if self.draft_failures > 0:
+            self.draft_failures -= 1
+            raise RuntimeError("the draft does not load")
+        if self.draft_handed_over:
+            self.drafts = {name: tensor.clone() for name, tensor in tensors}
 
     def places(self, names: Iterable[str]) -> Iterator[Held]:
         """Where tensors lie; of heads nobody can tell, they are packed away."""
@@ -119,12 +133,14 @@ class VllmWorkers:
             )
             for name, tensor in self.start.items()
         )
+        manifest = Manifest(tensors=tuple(specs))
         loading = Loading(
-            manifest=Manifest(tensors=tuple(specs)),
-            load=worker.load,
+            manifest=manifest,
+            optional=optional(manifest),
+            load=partial(load_both, main=worker.load, draft=worker.load_draft),
             restore=worker.restore,
             start=partial(_pairs, self.start),
-            places=partial(worker.places, tuple(self.start)),
+            places=partial(worker.places, tuple(worker.holds)),
         )
         return VllmRank(seat, loading, terms, load_or_create_secret(self.secret))
 
@@ -134,6 +150,12 @@ class VllmWorkers:
         if self.active:
             raise RuntimeError("a weight update is already active")
         self.active = True
+
+    def start_draft_weight_update(self) -> None:
+        """The same for the draft model, which every worker is handed."""
+        self.start_weight_update()
+        for worker in self.workers:
+            worker.draft_handed_over = True
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
         """Every worker installs, all at once."""
@@ -211,6 +233,14 @@ class VllmWorkers:
         return list(self._threads.map(work, range(len(self.workers))))
 
 
+class Four:
+    """The four methods of vLLM's own clients, and no more."""
+
+    def __init__(self, workers: VllmWorkers) -> None:
+        for name in FOUR:
+            setattr(self, name, getattr(workers, name))
+
+
 def _pairs(start: Weights) -> Iterator[tuple[str, torch.Tensor]]:
     yield from start.items()
 
@@ -219,8 +249,11 @@ BASE, NEW = weights(0), weights(1)
 MET = ["init", "start", "finish"]
 WHOLE = ["start", "pause keep", "update", "resume", "finish"]
 
-Started = Callable[[int], VllmWorkers]
-"""A vLLM of so many workers; all end with the test."""
+
+class Started(Protocol):
+    """A vLLM of so many workers, on these weights; all end with the test."""
+
+    def __call__(self, world: int, start: Weights = BASE) -> VllmWorkers: ...
 
 
 def publisher(workers: VllmWorkers, source: object = NEW, **settings: object) -> lw.Publisher:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -78,7 +78,9 @@ def asked(tokens: int, prompt: tuple[int, ...] = (5, 6, 7, 8)) -> dict[str, Any]
 
 
 @contextmanager
-def served(model: Path, place: Path, *, tp: int = 1, port: int = 0, dtype: str = "auto") -> Iterator[Server]:
+def served(
+    model: Path, place: Path, *, tp: int = 1, port: int = 0, dtype: str = "auto", options: Sequence[str] = ()
+) -> Iterator[Server]:
     """A server of that checkpoint, ended with the block. What it says is in a file of `place`."""
     wanted = Serving(
         python=Path(str(VLLM_PYTHON)),
@@ -94,6 +96,7 @@ def served(model: Path, place: Path, *, tp: int = 1, port: int = 0, dtype: str =
             str(tp),
             *SMALL,
             *MIDDLEWARE,
+            *options,
         ),
         port=port or free_port(),
     )

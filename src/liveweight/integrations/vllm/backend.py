@@ -23,8 +23,9 @@ from vllm.distributed.weight_transfer.base import (
 
 from liveweight.errors import EngineConfigInvalid, WrongState
 from liveweight.integrations.vllm import seam
+from liveweight.integrations.vllm.draft import METHOD, load_both, optional, prefixed, with_draft
 from liveweight.integrations.vllm.rank import Loading, Seat, Terms, VllmRank
-from liveweight.integrations.vllm.target import in_layers, layer_of
+from liveweight.integrations.vllm.target import Named, in_layers, layer_of
 from liveweight.integrations.vllm.tracing import trace
 from liveweight.spec.manifest import Manifest
 from liveweight.trainer.checkpoint import CheckpointSource
@@ -59,14 +60,20 @@ class UpdateInfo(WeightTransferUpdateInfo):
     timeout_s: float = 60.0
 
 
+def _used(source: CheckpointSource) -> Manifest:
+    return Manifest(tensors=tuple(spec for spec in source.manifest() if not spec.name.endswith(UNUSED)))
+
+
 class LiveweightBackend(WeightTransferEngine[InitInfo, UpdateInfo]):
     """One worker's. It does nothing until a trainer meets it."""
 
     init_info_cls = InitInfo
     update_info_cls = UpdateInfo
-    supports_draft_weight_update = False
+    supports_draft_weight_update = True
 
     _rank: VllmRank | None = None
+    _draft: tuple[Any, Any] | None = None
+    """The draft model and its configuration, once vLLM has handed them over."""
 
     def init_transfer_engine(self, init_info: InitInfo) -> None:
         """Become a rank that the trainer reaches over our wire. Again, for a successor or after a failure, is fine."""
@@ -97,18 +104,47 @@ class LiveweightBackend(WeightTransferEngine[InitInfo, UpdateInfo]):
         )
 
     def _loading(self) -> Loading:
-        directory = seam.checkpoint_directory(self.model_config, self.vllm_config.load_config)
-        source = CheckpointSource(directory)
-        manifest = source.manifest()
-        used = Manifest(tensors=tuple(spec for spec in manifest if not spec.name.endswith(UNUSED)))
+        source, drafts = self._checkpoint(self.model_config), self._draft_checkpoint()
+        used = _used(source)
+        manifest = with_draft(used, None if drafts is None else _used(drafts))
         layers = [list(group) for _, group in itertools.groupby(in_layers(used), key=layer_of)]
         return Loading(
-            manifest=used,
-            load=partial(seam.load, self.model, self.model_config),
-            restore=partial(seam.restore, self.model, self.model_config),
-            start=source.tensors,
-            places=partial(trace, self.model, layers),
+            manifest=manifest,
+            optional=optional(manifest),
+            load=self._load,
+            restore=self._restore,
+            start=lambda: itertools.chain(
+                source.tensors(), () if drafts is None else prefixed(drafts.tensors())
+            ),
+            places=partial(trace, self._default_model, layers),
         )
+
+    def _checkpoint(self, model_config: Any) -> CheckpointSource:
+        return CheckpointSource(seam.checkpoint_directory(model_config, self.vllm_config.load_config))
+
+    def _draft_checkpoint(self) -> CheckpointSource | None:
+        """Of a draft model that is one of its own; others are not updated."""
+        speculative = self.vllm_config.speculative_config
+        if speculative is None or speculative.method != METHOD:
+            return None
+        return self._checkpoint(speculative.draft_model_config)
+
+    def _load(self, tensors: Named) -> None:
+        draft = None if self._draft is None else partial(seam.load, *self._draft)
+        load_both(tensors, partial(seam.load, self._default_model, self._default_model_config), draft)
+
+    def _restore(self) -> None:
+        seam.restore(self._default_model, self._default_model_config)
+        if self._draft is not None:
+            seam.restore(*self._draft)
+
+    def set_weight_update_target(self, model: Any, model_config: Any) -> None:
+        """How vLLM hands the draft model over. It is installed with every version from then on; updates stay those of both models."""
+        if self._draft_checkpoint() is None:
+            raise EngineConfigInvalid(
+                f"only a draft model with a checkpoint of its own (the method {METHOD}) can be updated"
+            )
+        self._draft = (model, model_config)
 
     def start_weight_update(self) -> None:
         """Nothing to prepare: what is staged is installed in one call."""

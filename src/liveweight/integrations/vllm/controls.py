@@ -32,6 +32,9 @@ class Controls(Protocol):
     def begin(self, deadline: Deadline) -> bool:
         """Begin an update, and say whether somebody has paused vLLM."""
 
+    def start_draft(self, deadline: Deadline) -> bool:
+        """Begin an update of the draft model, for which vLLM hands it to every worker's backend. False where this way has no such call."""
+
     def update(self, info: dict[str, Any], deadline: Deadline) -> None:
         """Call every worker's `update_weights`; returns when all have."""
 
@@ -97,6 +100,11 @@ class LlmControls(OneByOne):
         """See Controls."""
         self._calls.call("begin an update", self._llm.start_weight_update, deadline)
 
+    def start_draft(self, deadline: Deadline) -> bool:
+        """See Controls."""
+        self._calls.call("begin an update of its draft", self._llm.start_draft_weight_update, deadline)
+        return True
+
     def update(self, info: dict[str, Any], deadline: Deadline) -> None:
         """See Controls."""
         self._calls.call("install", lambda: self._llm.update_weights({"update_info": info}), deadline)
@@ -139,6 +147,11 @@ class AsyncControls(OneByOne):
         """See Controls."""
         self._run("begin an update", self._llm.start_weight_update(), deadline)
 
+    def start_draft(self, deadline: Deadline) -> bool:
+        """See Controls."""
+        self._run("begin an update of its draft", self._llm.start_draft_weight_update(), deadline)
+        return True
+
     def update(self, info: dict[str, Any], deadline: Deadline) -> None:
         """See Controls."""
         from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
@@ -173,7 +186,8 @@ class AsyncControls(OneByOne):
 
 class ClientControls(OneByOne):
     """Any object with the four methods of vLLM's weight sync clients. Pausing is not among them: whoever has the object pauses vLLM around
-    `publish`, or gives it `pause_generation(mode)`, `resume_generation()` and `update_weight_version(version)`, too."""
+    `publish`, or gives it `pause_generation(mode)`, `resume_generation()` and `update_weight_version(version)`, too. Only one with
+    `start_draft_weight_update()` updates a draft model."""
 
     def __init__(self, client: Any) -> None:
         self._client, self._calls = client, _Calls("the client")
@@ -185,6 +199,13 @@ class ClientControls(OneByOne):
     def start(self, deadline: Deadline) -> None:
         """See Controls."""
         self._calls.call("begin an update", self._client.start_weight_update, deadline)
+
+    def start_draft(self, deadline: Deadline) -> bool:
+        """See Controls."""
+        start = getattr(self._client, "start_draft_weight_update", None)
+        if start is not None:
+            self._calls.call("begin an update of its draft", start, deadline)
+        return start is not None
 
     def update(self, info: dict[str, Any], deadline: Deadline) -> None:
         """See Controls."""

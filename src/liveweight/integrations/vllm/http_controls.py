@@ -36,6 +36,11 @@ class HttpControls:
         """See Controls."""
         self.ask("POST", "/start_weight_update", None, deadline)
 
+    def start_draft(self, deadline: Deadline) -> bool:
+        """See Controls."""
+        self.ask("POST", "/start_draft_weight_update", None, deadline)
+        return True
+
     def begin(self, deadline: Deadline) -> bool:
         """See Controls. Both are sent before one is answered: vLLM answers at the end of a step, and the same step's will do."""
         with ExitStack() as stack:

@@ -21,7 +21,7 @@ from liveweight.integrations.vllm.target import Named, VllmTarget, divide
 from liveweight.observe.bus import Bus
 from liveweight.observe.log import log
 from liveweight.spec.deadline import Deadline
-from liveweight.spec.manifest import Manifest, Version
+from liveweight.spec.manifest import Manifest, OptionalGroup, Version
 from liveweight.transports.registry import TRANSPORTS
 from liveweight.wire.credentials import Secret, socket_directory
 from liveweight.wire.defaults import default_directory
@@ -54,13 +54,14 @@ class Seat:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Loading:
     """How a version gets into the worker's model: all its tensors, what puts a failed attempt right, what it was started from, and where
-    tensors lie then."""
+    tensors lie then. `optional`: those that an offer may leave out."""
 
     manifest: Manifest
     load: Callable[[Named], None]
     restore: Callable[[], None]
     start: Callable[[], Named]
     places: Callable[[], Iterable[Place]]
+    optional: tuple[OptionalGroup, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,7 +78,7 @@ class VllmRank:
     """One worker's part. Every method is for its main thread."""
 
     def __init__(self, seat: Seat, loading: Loading, terms: Terms, secret: Secret) -> None:
-        self._seat, self._secret = seat, secret
+        self._seat, self._secret, self._optional = seat, secret, loading.optional
         self._serving: Version | None = START
         self._bus = Bus()
         self._bus.subscribe(log)
@@ -133,6 +134,7 @@ class VllmRank:
                 settings=StagingSettings(pace_bytes_per_s=terms.pace_bytes_per_s),
                 bus=self._bus,
                 deadline=deadline,
+                optional=self._optional,
             )
             stack.callback(member.close)
             self._resources = stack.pop_all()

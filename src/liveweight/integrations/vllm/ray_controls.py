@@ -29,6 +29,13 @@ class RayControls(OneByOne):
         """See Controls."""
         self._call("start_weight_update", deadline)
 
+    def start_draft(self, deadline: Deadline) -> bool:
+        """See Controls."""
+        if not hasattr(self._handle, "start_draft_weight_update"):
+            return False
+        self._call("start_draft_weight_update", deadline)
+        return True
+
     def update(self, info: dict[str, Any], deadline: Deadline) -> None:
         """See Controls."""
         self._call("update_weights", deadline, SimpleNamespace(update_info=info))

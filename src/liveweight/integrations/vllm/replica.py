@@ -6,7 +6,7 @@ the workers install leaves vLLM as it was; afterwards vLLM is resumed only where
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any
@@ -15,9 +15,10 @@ from msgspec.structs import replace
 
 from liveweight.errors import ChannelClosed, LiveWeightError, Refused, Torn, Unavailable
 from liveweight.integrations.vllm.controls import Controls, PauseMode
+from liveweight.integrations.vllm.draft import GROUP, of_draft
 from liveweight.integrations.vllm.updates import Updates
 from liveweight.spec.deadline import Deadline
-from liveweight.spec.manifest import Manifest, Version
+from liveweight.spec.manifest import Manifest, OptionalGroup, Version
 from liveweight.trainer.replica import ReplicaRefused, WireReplica
 from liveweight.wire import messages as m
 from liveweight.wire.credentials import Secret
@@ -44,6 +45,7 @@ class VllmReplica:
         self._policy: KvPolicy | None = None
         self._lease: Deadline | None = None
         self._in_doubt = self._stood_back = False
+        self._drafts = True
         self._round = Deadline.after(0.0)
 
     @property
@@ -65,6 +67,7 @@ class VllmReplica:
         standing = self._wire.standing(deadline)
         if standing.round is None:
             self._end_what_was_left(standing.serving, deadline)
+            self._hand_over_draft(standing.optional, deadline)
         self._in_doubt = False
 
     def _end_what_was_left(self, serving: Version | None, deadline: Deadline) -> None:
@@ -77,8 +80,17 @@ class VllmReplica:
             self._controls.finish(None if serving is None else str(serving), deadline)
             self._controls.resume(deadline)
 
+    def _hand_over_draft(self, optional: Iterable[OptionalGroup], deadline: Deadline) -> None:
+        """Let vLLM's workers have their draft model, where they expect its tensors: by an update of it that installs nothing."""
+        if any(group.name == GROUP for group in optional):
+            self._drafts = self._controls.start_draft(deadline)
+            if self._drafts:
+                self._controls.finish(None, deadline)
+
     def describe(self, structure: str, manifest: Manifest, deadline: Deadline) -> None:
-        """See Replica."""
+        """See Replica. A draft that vLLM cannot be told to take is refused, not left out."""
+        if of_draft(manifest) and not self._drafts:
+            raise Refused(f"{self._name} has no start_draft_weight_update: leave the draft's tensors out")
         self._wire.describe(structure, manifest, deadline)
 
     def open(self, body: m.Open, deadline: Deadline) -> m.Opened:

@@ -141,9 +141,14 @@ class VllmTarget:
         return (self._arenas.memory(number),)
 
     def keep(self, tensors: Collection[str]) -> None:
-        """Nothing may be left out of a version for vLLM."""
-        if tensors:
-            raise WrongState("loading whole checkpoints", f"keeping {', '.join(sorted(tensors))}")
+        """Let the shadow hold what is installed of these tensors: they are loaded again, as they are."""
+        live, shadow = self._sides
+        if not isinstance(shadow, InArena):
+            raise WrongState("without a shadow", "keeping tensors")
+        kept, into = set(tensors), dict(self._in_arena(shadow.number))
+        for name, tensor in self._tensors(live):
+            if name in kept:
+                into[name].copy_(tensor)
 
     def swap(self) -> None:
         """Install what is staged; its own inverse. If that fails, what was installed is installed again; Torn if that fails, too."""
