@@ -51,10 +51,7 @@ def torture(
 
     For example: liveweight torture --kills 1000 --seed 1 --json torture.json
     """
-    if any(find_spec(name) is None for name in _NEEDED):
-        raise MissingExtra("the torture", "engine")
-    if target == "vllm" and vllm_python is None:
-        raise typer.BadParameter("--target vllm needs --vllm-python, such as .venv-vllm/0.32.0/bin/python")
+    _check(target, vllm_python)
     from liveweight.bench.torture.run import TortureSettings, torture
 
     settings = TortureSettings(
@@ -77,6 +74,14 @@ def torture(
     print(text if json_to == "-" else verdict(result))
     if not result.holds:
         raise typer.Exit(FAILED)
+
+
+def _check(target: str, vllm_python: Path | None) -> None:
+    """What is missing is said before anything is started."""
+    if any(find_spec(name) is None for name in _NEEDED):
+        raise MissingExtra("the torture", "engine")
+    if target == "vllm" and vllm_python is None:
+        raise typer.BadParameter("--target vllm needs --vllm-python, such as .venv-vllm/0.32.0/bin/python")
 
 
 def verdict(result: TortureResult) -> str:

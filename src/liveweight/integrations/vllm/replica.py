@@ -102,9 +102,8 @@ class VllmReplica:
             raise ReplicaRefused(fault_of(error, step="open"))
         self._policy, self._round = body.kv_policy, deadline
         self._meet(deadline)
-        self._looker.standing(
-            deadline
-        )  # a connection that was lost since the round before is found out here, not in the commit
+        # A connection that was lost since the round before is found out here, not in the commit.
+        self._looker.standing(deadline)
         return self._wire.open(body, deadline)
 
     def status(self, round_id: RoundId, until: m.Phase, deadline: Deadline) -> m.Progress:
