@@ -79,9 +79,7 @@ def bench_ipc(settings: IpcSettings) -> dict[str, Any]:
         for contender in CONTENDERS:
             scene.publish(*contender)  # warms the bindings of both shadows
         for _ in range(settings.rounds):
-            spans.append(
-                scene.limit()
-            )  # as often as each of the others: the best of more tries would be a better one
+            spans.append(scene.limit())  # as often as each other: the best of more tries would be better
             for contender in CONTENDERS:
                 times[contender].append(scene.publish(*contender))
         scene.check()
