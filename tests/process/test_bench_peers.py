@@ -136,7 +136,15 @@ def test_only_those_that_stand_apart_enter_the_speedups() -> None:
 @pytest.mark.usefixtures("forked_python")
 def test_growth_has_every_axis_and_an_exponent() -> None:
     report = bench_growth(
-        GrowthSettings(sizes_gb=(0.24,), tensors=(20, 200), ranks=(1,), replicas=(2,), base_gb=0.01, rounds=1)
+        GrowthSettings(
+            sizes_gb=(0.24,),
+            tensors=(20, 200),
+            ranks=(1,),
+            replicas=(2,),
+            base_gb=0.01,
+            tensors_gb=0.01,
+            rounds=1,
+        )
     )
     assert [point["at"] for point in report["axes"]["replicas"]] == [2]
     assert [point["tensors"] for point in report["axes"]["tensors"]] == [20, 200]
