@@ -24,8 +24,8 @@ class Directory:
             del self._open[id_]
 
     def tokens(self) -> dict[str, int]:
-        """Every open request, with the tokens that it has so far."""
-        return {id_: exchange.tokens for id_, exchange in self._open.items()}
+        """Every open request, with the tokens that it has so far. One whose last token is on its way to the client has ended."""
+        return {id_: exchange.tokens for id_, exchange in self._open.items() if exchange.requests}
 
     def find(self, ids: Sequence[str]) -> tuple[list[int], list[str]]:
         """The engine's numbers of these, each once, and the ids that no open request has."""

@@ -31,8 +31,7 @@ from liveweight.wire.values import Fault, fault_of
 IDLE_S = 3600.0
 PROBE_S = 0.2
 """How often ranks are looked after while somebody waits for them."""
-SILENT_S = 3.0
-"""A rank that waits for the end of a round asks for it every second."""
+SILENT_S = 3.0  # a rank that waits for the end of a round asks for it every second
 OUTCOMES_KEPT = 16
 DISMISS_S = 5.0
 FAREWELL_S = 0.1
@@ -72,7 +71,7 @@ class Roster:
         self._frozen: dict[int, Froze] = {}
         self._number = 0
         self._outcomes: dict[int, Outcome] = {}
-        self._heard_s: dict[int, float] = {}
+        self._begun_s, self._heard_s = 0.0, dict[int, float]()
         self._asked: list[_Asked] = []
         self._outbox: list[tuple[bytes, Message, int]] = []
         self._watchers, self._probed_s = 0, 0.0
@@ -117,7 +116,7 @@ class Roster:
     def begin(self, number: int) -> None:
         """That round has begun here."""
         with self._changed:
-            self._number = number
+            self._number, self._begun_s = number, time.monotonic()
             self._heard_s.clear()
             self._frozen = {rank: body for rank, body in self._frozen.items() if body.number >= number}
 
@@ -152,10 +151,13 @@ class Roster:
             raise ChannelClosed(f"trainer rank {', '.join(map(str, lost))} is gone")
 
     def silent(self) -> dict[int, float]:
-        """The ranks that asked how this round ends and ask no more, and since how many seconds: they stand still."""
+        """Ranks that do not ask how this round ends, where others do, and since how many seconds: they stand still."""
         now_s = time.monotonic()
         with self._changed:
-            since = {rank: now_s - heard_s for rank, heard_s in sorted(self._heard_s.items())}
+            heard_s = self._heard_s or dict.fromkeys(
+                self._others, now_s
+            )  # nobody asks: all may be training meanwhile
+            since = {rank: now_s - heard_s.get(rank, self._begun_s) for rank in sorted(self._others)}
         return {rank: silent_s for rank, silent_s in since.items() if silent_s > SILENT_S}
 
     def conclude(self, outcome: Outcome) -> None:
