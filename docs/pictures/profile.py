@@ -20,9 +20,9 @@ from liveweight.bench.decoder import decoder
 from liveweight.bench.ipc import IpcSettings, Scene
 from liveweight.bench.report import table
 
-SIZE_GB, SECONDS, RATE = 1.4, 20, 250
+SIZE_GB, SECONDS, RATE = 1.4, 20, 100
 KINDS = {
-    "digest of the source": ("trainer/live.py", "trainer/digesting.py"),
+    "digest of the source": ("trainer/live.py", "trainer/shares.py"),
     "copy into the shadow": ("transports/ipc/reader.py", "worker/staging.py"),
     "digest of the shadow": ("worker/shadow_digest.py", "worker/verifying.py"),
     "exchange": ("worker/exchange.py", "worker/committer.py"),
@@ -85,7 +85,7 @@ def _kind(frames: list[str]) -> str:
 
 
 def _draw(found: dict[str, Counter[str]], median_s: float, limit_s: float) -> None:
-    figure = Figure(figsize=(9, 2.6), layout="constrained")
+    figure = Figure(figsize=(9, 3), layout="constrained")
     axes = figure.subplots()
     for name, kinds in reversed(found.items()):
         left = 0.0
@@ -96,7 +96,7 @@ def _draw(found: dict[str, Counter[str]], median_s: float, limit_s: float) -> No
     axes.axvline(limit_s * 1e3, color="black", linestyle=":", label="one plain copy by the ranks")
     axes.axvline(median_s * 1e3, color="black", label="the round, median")
     axes.set_xlabel("ms of processor time in a verified round of 1.4 GB")
-    axes.legend(fontsize=8, ncols=2)
+    figure.legend(loc="outside upper center", fontsize=8, ncols=4)
     figure.savefig(Path(__file__).with_name("profile.png"), dpi=120)
 
 
