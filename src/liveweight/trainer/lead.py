@@ -179,7 +179,10 @@ class Lead:
             try:
                 report = self._publisher.publish(label)
             except RoundFailed as failed:
-                raise self._explained(failed) from failed
+                explained = self._explained(failed)
+                if explained is failed:
+                    raise
+                raise explained from failed
         return dataclasses.replace(report, total_s=time.monotonic() - current.began_s)
 
     def _explained(self, failed: RoundFailed) -> RoundFailed:
