@@ -72,7 +72,7 @@ class Worker:
         self.draft_handed_over, self.draft_failures = False, 0
         self.order: list[str] = []
         self.failures: list[int] = []
-        self.restored = 0
+        self.restored = self.learned = 0
 
     def load(self, tensors: Named) -> None:
         """As vLLM loads: tensor after tensor, into what serves."""
@@ -94,6 +94,12 @@ class Worker:
     def places(self, names: Iterable[str]) -> Iterator[Held]:
         """Where tensors lie; of heads nobody can tell, they are packed away."""
         yield from (Held(self, name) for name in names)
+
+    def learn(self, installed: Callable[[str], torch.Tensor]) -> None:
+        """Another version is about to be staged; what it is told that it holds, it holds."""
+        self.learned += 1
+        for name, tensor in self.holds.items():
+            assert torch.equal(installed(name), tensor), name
 
     def restore(self) -> None:
         """Layers have their tensors again."""
@@ -140,6 +146,7 @@ class VllmWorkers:
             load=partial(load_both, main=worker.load, draft=worker.load_draft),
             restore=worker.restore,
             start=partial(_pairs, self.start),
+            learn=worker.learn,
             places=partial(worker.places, tuple(worker.holds)),
         )
         return VllmRank(seat, loading, terms, load_or_create_secret(self.secret))

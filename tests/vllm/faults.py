@@ -6,11 +6,14 @@ import os
 from collections.abc import Iterable, Iterator
 from typing import Any
 
+from liveweight.integrations.vllm.install import Installer
+
 
 class Faults:
     """Becomes a base of vLLM's worker: `self` is the worker."""
 
     model_runner: Any
+    weight_transfer_engine: Any
     rank: int
 
     def own_pid(self) -> int:
@@ -21,19 +24,29 @@ class Faults:
         """One weight of the last layer is otherwise than it was installed."""
         self.model_runner.model.model.norm.weight.data[3] += 1
 
-    def fail_loading(self, after: str, times: str) -> None:
-        """Let the next so many loads of weights fail, on worker 0, each after that many tensors."""
-        model, left = self.model_runner.model, int(times)
-        genuine = type(model).load_weights
+    def packs(self) -> int:
+        """Whether vLLM computes with copies of weights that it packed for this CPU."""
+        computing = (getattr(layer, "cpu_linear", None) for layer in self.model_runner.model.modules())
+        return int(any(getattr(function, "__closure__", None) is not None for function in computing))
 
-        def load_weights(weights: Iterable[tuple[str, Any]]) -> Any:
+    def copies(self) -> int:
+        """Whether the next version is copied to where it belongs, not loaded by vLLM."""
+        return int(self.weight_transfer_engine._main._copies is not None)
+
+    def fail_loading(self, after: str, times: str, how: str = "as it is") -> None:
+        """Let the next so many loads of weights fail, on worker 0, each after that many tensors: `by vLLM` itself, or as it is."""
+        left, genuine = int(times), Installer.load
+
+        def load(installer: Installer, tensors: Iterable[tuple[str, Any]]) -> None:
             nonlocal left
-            if left == 0 or self.rank != 0:
-                return genuine(model, weights)
-            left -= 1
-            return genuine(model, _failing(weights, int(after)))
+            if left > 0 and self.rank == 0:
+                left -= 1
+                tensors = _failing(tensors, int(after))
+                if how == "by vLLM":
+                    installer._copies = None
+            genuine(installer, tensors)
 
-        model.load_weights = load_weights
+        Installer.load = load  # type: ignore[method-assign,assignment]
 
 
 def _failing(weights: Iterable[tuple[str, Any]], after: int) -> Iterator[tuple[str, Any]]:

@@ -59,6 +59,10 @@ class Server:
         ]
         return results
 
+    def packs(self) -> bool:
+        """Whether its workers pack weights away, which depends on the CPU."""
+        return any(int(packs) for packs in self.tell_workers("packs"))
+
     def workers(self) -> list[int]:
         """The processes of its workers."""
         return [int(pid) for pid in self.tell_workers("own_pid")]

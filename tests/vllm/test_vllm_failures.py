@@ -149,11 +149,13 @@ def test_a_worker_that_stands_still_is_named_and_wakes_up_on_the_old_version(
     succeeds_next(server, before, fresh, base)
 
 
-@pytest.mark.parametrize("tensors", ["0", "7", "26"])
+@pytest.mark.parametrize(
+    ("tensors", "how"), [("0", "by vLLM"), ("7", "by vLLM"), ("26", "by vLLM"), ("7", "as it is")]
+)
 def test_an_install_that_fails_on_the_way_puts_the_old_version_back(
-    server: Server, before: Answer, fresh: Answer, base: Path, tensors: str
+    server: Server, before: Answer, fresh: Answer, base: Path, tensors: str, how: str
 ) -> None:
-    server.tell_workers("fail_loading", tensors, "1")
+    server.tell_workers("fail_loading", tensors, "1", how)
     with pytest.raises(RoundFailed, match="a test wants") as failed:
         publishes(server, llama(1), f"failing_{tensors}")
     assert (failed.value.code, failed.value.rank, failed.value.step) == (Unavailable.code, 0, "commit")

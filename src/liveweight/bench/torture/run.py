@@ -46,7 +46,7 @@ class TortureSettings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TortureResult:
-    """The counts. `found` says what was late, lost or leaked."""
+    """The counts. `found` says what was late, lost or leaked, and which rounds failed unstruck."""
 
     target: Name
     kills: int

@@ -89,11 +89,15 @@ class Rounds:
         return pid
 
     def undisturbed(self, order: Publish, trainer: Hand) -> str | None:
-        """A round that nobody strikes; the code that it failed with."""
+        """A round that nobody strikes; the code that it failed with, whose words are noted."""
         self._events.begin()
         trainer.begin(order)
         ended = self._end_of(order, trainer, None, 0.0)
-        return "ended without a word" if ended is None else ended.code
+        if ended is None:
+            return "ended without a word"
+        if ended.code is not None:
+            self._tally.notes.append(f"round {order.label}, which nobody struck, failed: {ended.said}")
+        return ended.code
 
     def _until_moment(self, strike: Strike, trainer: Hand) -> Ended | None:
         """Wait for what the strike waits for, and a part of the time after it; the round's end, if that comes first."""

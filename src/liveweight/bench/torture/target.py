@@ -33,7 +33,7 @@ class Tally:
     restarts: int = 0
     missed: int = 0
     notes: list[str] = field(default_factory=list)
-    """What is known of everything that was late or lost."""
+    """What is known of everything that was late or lost, and of rounds that failed though nobody struck them."""
 
     def note(self, strike: Strike, moment: str, *, hit: bool) -> None:
         """A strike fell, after that was said; not `hit`: there was nothing to strike."""

@@ -89,11 +89,12 @@ class Reached(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 class Ended(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """A round is over: committed, or failed with that code."""
+    """A round is over: committed, or failed with that code, of which `said` has the words."""
 
     label: int
     code: str | None
     took_s: float
+    said: str = ""
 
 
 Word: TypeAlias = Standing | Reached | Ended | Failed
@@ -168,20 +169,18 @@ def _published(publisher: Publisher, order: Publish) -> Ended:
         lease_s=order.lease_s,
     )
     pause, free, began_s = threading.Event(), Deadline.after(order.timeout_s), time.monotonic()
-    code = None
     while True:
+        code, said = None, ""
         try:
             publisher.publish(order.label)
         except RoundFailed as error:
-            code = error.cause.code
+            code, said = error.cause.code, str(error)
             if code == RoundOpen.code and free.remaining_s() > 0:
                 pause.wait(LOOK_S)
                 continue
         except LiveWeightError as error:
-            code = error.code
-        else:
-            code = None
-        return Ended(label=order.label, code=code, took_s=time.monotonic() - began_s)
+            code, said = error.code, str(error)
+        return Ended(label=order.label, code=code, took_s=time.monotonic() - began_s, said=said)
 
 
 def _write_on_request(pipe: Pipe[Told], config: Told) -> None:

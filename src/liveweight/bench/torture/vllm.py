@@ -72,6 +72,9 @@ class Vllm:
         self._trainers: list[Forked] = []
         self._trainer: Hand | None = None
         self._used: set[OfferKind] = set()
+        """Offers that this trainer has made."""
+        self._taken: set[OfferKind] = set()
+        """Offers that this server has taken, unless they were struck."""
 
     def __enter__(self) -> Self:
         self._stack.callback(self._events.close)
@@ -81,7 +84,7 @@ class Vllm:
         self._stack.callback(self._server.end)
         with ExitStack() as failing:
             failing.callback(self._stack.close)
-            self._server.start()
+            self._start()
             self._heal()
             self.idle()  # what it takes to ask is there before leaks are looked for
             failing.pop_all()
@@ -105,8 +108,10 @@ class Vllm:
         return strike.whom == "trainer" or strike.kind == "kill" or strike.stop_s is not None
 
     def processes(self) -> dict[int, str]:
-        """See Target. A trainer is looked at once it has made offers of every kind: it keeps what it has for one."""
-        names = {os.getpid(): "the torture", self._nursery.pid: "the nursery", **self._server.processes()}
+        """See Target. Trainer and server are looked at once there were offers of every kind: they keep what they have for one."""
+        names = {os.getpid(): "the torture", self._nursery.pid: "the nursery"}
+        if self._taken == set(OFFERS):
+            names |= self._server.processes()
         if self._trainer is not None and self._used == set(OFFERS):
             names[self._trainer.process.pid] = "the trainer"
         return names
@@ -126,7 +131,7 @@ class Vllm:
         self._rounds.strike(strike, order, trainer)
         if strike.whom == "server" and strike.kind == "kill":
             self.tally.restarts += 1
-            self._server.start()
+            self._start()
         self._heal()
 
     def _order(self, strike: Strike | None, timeout_s: float, lease_s: float) -> Publish:
@@ -185,14 +190,22 @@ class Vllm:
             trainer = self._standing_trainer()
         except LiveWeightError as error:
             return error.code
-        return self._rounds.undisturbed(self._order(None, HEAL_S, HEAL_S / 2), trainer)
+        order = self._order(None, HEAL_S, HEAL_S / 2)
+        code = self._rounds.undisturbed(order, trainer)
+        if code is None:
+            self._taken.add(order.offer)
+        return code
+
+    def _start(self) -> None:
+        self._taken.clear()
+        self._server.start()
 
     def _lose(self, why: str) -> None:
         """It counts as lost, and another takes its place."""
         self.tally.lost += 1
         self.tally.notes.append(f"lost after round {self._label}: {why}; {self.said()}")
         self._server.end(signal.SIGKILL)
-        self._server.start()
+        self._start()
 
     def _standing_trainer(self) -> Hand:
         if self._trainer is not None and self._trainer.alive and self._trainer.process.poll() is None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import itertools
 import os
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,10 +22,10 @@ from vllm.distributed.weight_transfer.base import (
 
 from liveweight.errors import EngineConfigInvalid, WrongState
 from liveweight.integrations.vllm import seam
-from liveweight.integrations.vllm.draft import METHOD, load_both, optional, prefixed, with_draft
+from liveweight.integrations.vllm.draft import METHOD, PREFIX, load_both, optional, prefixed, with_draft
+from liveweight.integrations.vllm.install import Installer, Tensors
 from liveweight.integrations.vllm.rank import Loading, Seat, Terms, VllmRank
-from liveweight.integrations.vllm.target import Named, in_layers, layer_of
-from liveweight.integrations.vllm.tracing import trace
+from liveweight.integrations.vllm.target import Named
 from liveweight.spec.manifest import Manifest
 from liveweight.trainer.checkpoint import CheckpointSource
 from liveweight.wire.credentials import load_or_create_secret
@@ -72,8 +71,9 @@ class LiveweightBackend(WeightTransferEngine[InitInfo, UpdateInfo]):
     supports_draft_weight_update = True
 
     _rank: VllmRank | None = None
-    _draft: tuple[Any, Any] | None = None
-    """The draft model and its configuration, once vLLM has handed them over."""
+    _main: Installer
+    _draft: Installer | None = None
+    """The draft model's, once vLLM has handed it over."""
 
     def init_transfer_engine(self, init_info: InitInfo) -> None:
         """Become a rank that the trainer reaches over our wire. Again, for a successor or after a failure, is fine."""
@@ -106,8 +106,8 @@ class LiveweightBackend(WeightTransferEngine[InitInfo, UpdateInfo]):
     def _loading(self) -> Loading:
         source, drafts = self._checkpoint(self.model_config), self._draft_checkpoint()
         used = _used(source)
+        self._main = Installer(self._default_model, self._default_model_config, used)
         manifest = with_draft(used, None if drafts is None else _used(drafts))
-        layers = [list(group) for _, group in itertools.groupby(in_layers(used), key=layer_of)]
         return Loading(
             manifest=manifest,
             optional=optional(manifest),
@@ -116,7 +116,8 @@ class LiveweightBackend(WeightTransferEngine[InitInfo, UpdateInfo]):
             start=lambda: itertools.chain(
                 source.tensors(), () if drafts is None else prefixed(drafts.tensors())
             ),
-            places=partial(trace, self._default_model, layers),
+            learn=self._learn,
+            places=self._main.places,
         )
 
     def _checkpoint(self, model_config: Any) -> CheckpointSource:
@@ -130,21 +131,27 @@ class LiveweightBackend(WeightTransferEngine[InitInfo, UpdateInfo]):
         return self._checkpoint(speculative.draft_model_config)
 
     def _load(self, tensors: Named) -> None:
-        draft = None if self._draft is None else partial(seam.load, *self._draft)
-        load_both(tensors, partial(seam.load, self._default_model, self._default_model_config), draft)
+        load_both(tensors, self._main.load, None if self._draft is None else self._draft.load)
 
     def _restore(self) -> None:
-        seam.restore(self._default_model, self._default_model_config)
+        self._main.restore()
         if self._draft is not None:
-            seam.restore(*self._draft)
+            self._draft.restore()
+
+    def _learn(self, installed: Tensors) -> None:
+        self._main.learn(installed)
+        if self._draft is not None:
+            self._draft.learn(lambda name: installed(PREFIX + name))
 
     def set_weight_update_target(self, model: Any, model_config: Any) -> None:
         """How vLLM hands the draft model over. It is installed with every version from then on; updates stay those of both models."""
-        if self._draft_checkpoint() is None:
+        checkpoint = self._draft_checkpoint()
+        if checkpoint is None:
             raise EngineConfigInvalid(
                 f"only a draft model with a checkpoint of its own (the method {METHOD}) can be updated"
             )
-        self._draft = (model, model_config)
+        if self._draft is None:
+            self._draft = Installer(model, model_config, _used(checkpoint))
 
     def start_weight_update(self) -> None:
         """Nothing to prepare: what is staged is installed in one call."""

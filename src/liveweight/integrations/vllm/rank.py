@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from liveweight.devices.device import CPU
 from liveweight.devices.kernels import choose_kernels
@@ -30,6 +31,9 @@ from liveweight.worker.agent import StagingSettings
 from liveweight.worker.boundary import Decision, Slot
 from liveweight.worker.leader import Leader
 from liveweight.worker.member import Member
+
+if TYPE_CHECKING:
+    import torch
 
 START = Version(run="start", label="initial")
 """What vLLM serves before the first round. Its content is in files, and nobody has digested them."""
@@ -54,12 +58,13 @@ class Seat:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Loading:
     """How a version gets into the worker's model: all its tensors, what puts a failed attempt right, what it was started from, and where
-    tensors lie then. `optional`: those that an offer may leave out."""
+    tensors lie then. `learn` is told which are installed, before others are staged. `optional`: those that an offer may leave out."""
 
     manifest: Manifest
     load: Callable[[Named], None]
     restore: Callable[[], None]
     start: Callable[[], Named]
+    learn: Callable[[Callable[[str], torch.Tensor]], None]
     places: Callable[[], Iterable[Place]]
     optional: tuple[OptionalGroup, ...] = ()
 
@@ -100,6 +105,7 @@ class VllmRank:
             load=loading.load,
             restore=loading.restore,
             start=loading.start,
+            learn=loading.learn,
             reading=ReadingBack(loading.manifest, loading.places),
         )
         self._member: Member | None = None

@@ -44,6 +44,15 @@ def load(model: Any, model_config: Any, tensors: Iterable[tuple[str, torch.Tenso
     _pack_shared_weights_again(model)
 
 
+def after_loading(model: Any, model_config: Any) -> None:
+    """What vLLM does once all weights are there, wherever they came from: attention looks at what it has."""
+    from vllm.model_executor.layers.attention import is_deferred_attention_layer
+
+    for layer in model.modules():
+        if is_deferred_attention_layer(layer):
+            layer.process_weights_after_loading(model_config.dtype)
+
+
 def _pack_shared_weights_again(model: Any) -> None:
     """On a CPU vLLM packs a layer's weights when it has loaded them. A head that shares those of the embeddings is given none when
     weights are loaded again, and would go on with the old ones, packed."""

@@ -100,7 +100,8 @@ def _share(specs: Sequence[TensorSpec], offsets: dict[str, int], size_bytes: int
 
 
 class VllmTarget:
-    """Implements worker/target's port. `load` puts all tensors of a version into the model; `restore` follows one that raised."""
+    """Implements worker/target's port. `load` puts all tensors of a version into the model; `restore` follows one that raised; `learn` is
+    told what is installed, before another version is staged."""
 
     def __init__(
         self,
@@ -112,11 +113,13 @@ class VllmTarget:
         load: Callable[[Named], None],
         restore: Callable[[], None],
         start: Callable[[], Named],
+        learn: Callable[[Callable[[str], torch.Tensor]], None],
         reading: ReadingBack,
     ) -> None:
         self._manifest, self._arenas, self._shares = manifest, arenas, shares
         self._own = shares.ranks[local_rank]
-        self._load, self._restore, self._start, self._reading = load, restore, start, reading
+        self._load, self._restore, self._start = load, restore, start
+        self._learn, self._reading = learn, reading
         self._sides: tuple[Content, Content] = (Start(), InArena(0))
 
     @property
@@ -135,7 +138,10 @@ class VllmTarget:
     def shadow(self) -> Sequence[Memory]:
         """The arena that is not installed. What was installed before, or the way back to the start, is given up."""
         live, _ = self._sides
-        number = 0 if isinstance(live, Start) else 1 - live.number
+        number = 0
+        if isinstance(live, InArena):
+            number = 1 - live.number
+            self._learn(dict(self._in_arena(live.number)).__getitem__)
         self._arenas.fill(number, self._own.first_byte, self._own.last_byte)
         self._sides = (live, InArena(number))
         return (self._arenas.memory(number),)

@@ -2,13 +2,13 @@
 
 A twin of the model, whose parameters have no memory, loads tensors that have none either, and what is copied is noted: which part of a
 tensor goes where in which parameter. What is changed on its way, or whose loading cannot be followed, is not among it.
-Knows vLLM's insides, like seam; nothing of the model that serves is touched.
+Knows vLLM's insides, like seam; nothing of the model that serves is touched. Who copies by what was learned, and when, is install's.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Self
 
@@ -20,6 +20,11 @@ from liveweight.spec.manifest import TensorSpec
 
 UNCHANGED = ("UnquantizedEmbeddingMethod", "UnquantizedLinearMethod")
 """Of layers with a method of their own, those that keep weights as they were loaded, unless they pack them away."""
+CONSTANT = (torch.ops.aten.fill_.Scalar, torch.ops.aten.zero_.default)
+"""What a loader may write besides a tensor's own values: padding."""
+NO_WEIGHTS = ("kv_cache", "_k_scale_cpu", "_v_scale_cpu")
+"""Tensors of attention that are no parameters, and are not made from any: its cache, and scales that are constant unless it has a method
+of its own to quantise."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,12 +63,25 @@ class Placed:
         return self.destination.within(live.data)
 
 
-def trace(model: Any, groups: Iterable[Sequence[TensorSpec]]) -> Iterator[Placed]:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Traced:
+    """What was learned. `complete`: it is all that loading does, and nothing that the model computes with is made from weights besides
+    the parameters themselves; so that copying by it is loading."""
+
+    places: tuple[Placed, ...]
+    complete: bool
+
+
+def trace(model: Any, groups: Iterable[Sequence[TensorSpec]]) -> Traced:
     """What loading these tensors copies. They come in groups that are loaded together: one that cannot be followed spoils no other."""
     from vllm.model_executor.model_loader.mtp_validation import disable_mtp_completeness_check
 
     parameters: dict[int, tuple[Any, str]] = {}
-    twin = _twin(model, {}, parameters)
+    twins: dict[Any, Any] = {}
+    twin = _twin(model, twins, parameters)
+    before = {layer: _state(layer) for layer in twins.values()}
+    places: list[Placed] = []
+    complete = not any(_derives(layer) for layer in twins)
     for group in groups:
         tensors = {
             spec.name: torch.empty(spec.shape, dtype=getattr(torch, spec.dtype.value), device="meta")
@@ -75,8 +93,33 @@ def trace(model: Any, groups: Iterable[Sequence[TensorSpec]]) -> Iterator[Placed
                 # The class's own, not one that somebody hung on the model itself.
                 type(twin).load_weights(twin, iter(tensors.items()))
         except Exception:  # vLLM's, of any kind: such as a loader that asks for values
+            complete = False
             continue
-        yield from (one for one in noted.found if (one.layer, one.parameter) not in noted.changed)
+        complete = complete and not noted.changed
+        places += (one for one in noted.found if (one.layer, one.parameter) not in noted.changed)
+    complete = complete and all(_state(layer) == state for layer, state in before.items())
+    return Traced(places=tuple(places), complete=complete)
+
+
+def _state(layer: Any) -> dict[str, int]:
+    """What a layer holds, by identity: its attributes, and where the memory of its parameters is."""
+    held = {name: id(value) for name, value in vars(layer).items()}
+    return held | {f"parameter {name}": _storage(p) for name, p in layer._parameters.items()}
+
+
+def _derives(layer: Any) -> bool:
+    """Whether a layer computes with anything that was made from its weights when they were loaded."""
+    method = getattr(layer, "quant_method", None)
+    if method is not None and type(method).__name__ not in UNCHANGED:
+        return True
+    inside = {**vars(layer), **getattr(getattr(layer, "impl", None), "__dict__", {})}
+    made = (value for name, value in inside.items() if name not in NO_WEIGHTS)
+    return _packed(layer) or any(isinstance(value, torch.Tensor) for value in made)
+
+
+def _packed(layer: Any) -> bool:
+    """On a CPU, whether a copy of the weights that was packed for it computes: the function that does holds it."""
+    return getattr(getattr(layer, "cpu_linear", None), "__closure__", None) is not None
 
 
 class _Copies(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -96,14 +139,20 @@ class _Copies(TorchDispatchMode):  # type: ignore[no-untyped-call]
             raise WrongState("tracing", "a change of memory that may serve")
         if func is torch.ops.aten.copy_.default:
             self._note(args[0], args[1])
+        elif func._schema.is_mutable and func not in CONSTANT and args:
+            self._change(args[0])
         return func(*args, **(kwargs or {}))
+
+    def _change(self, into: torch.Tensor) -> None:
+        if (place := self._parameters.get(_storage(into))) is not None:
+            self.changed.add(place)
 
     def _note(self, into: torch.Tensor, source: torch.Tensor) -> None:
         place, name = self._parameters.get(_storage(into)), self._tensors.get(_storage(source))
         if place is None:
             return
         if name is None or into.dtype != source.dtype or into.shape != source.shape:
-            self.changed.add(place)
+            self._change(into)
             return
         layer, parameter = place
         self.found.append(
@@ -165,7 +214,7 @@ def _kept_as_loaded(layer: Any, name: str, live: torch.Tensor) -> bool:
     method = getattr(layer, "quant_method", None)
     if method is not None and type(method).__name__ not in UNCHANGED:
         return False
-    if hasattr(layer, "cpu_linear") and type(layer).__name__ != "VocabParallelEmbedding":
-        return False  # on a CPU, a copy that was packed for it computes
+    if _packed(layer) and type(layer).__name__ != "VocabParallelEmbedding":
+        return False
     loaded = _as_loaded(layer).get(name, live)
     return (loaded.shape, loaded.stride(), loaded.dtype) == (live.shape, live.stride(), live.dtype)
