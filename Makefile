@@ -17,7 +17,7 @@ BENCH_VENV := .venv-bench
 VLLM ?= 0.32.0
 VLLM_VENV := .venv-vllm/$(VLLM)
 
-.PHONY: venv demo picture profile test test-paddle test-vllm check soak soak-vllm bench wheel clean
+.PHONY: venv environments demo picture profile test test-paddle test-vllm check soak soak-vllm bench wheel clean
 venv: $(VENV)/.ready
 
 # torch first: a range alone would pull the newest build with gigabytes of CUDA.
@@ -27,6 +27,11 @@ $(VENV)/.ready: pyproject.toml setup.py $(wildcard native/*.c native/*.h)
 	$(BIN)/python -m pip install --quiet "torch==$(TORCH)"
 	$(BIN)/python -m pip install --quiet --editable ".[demo,nixl]" --group dev
 	touch $@
+
+# All that CI needs: the two large ones at once; what builds the package in this tree, one after the other.
+environments:
+	$(MAKE) -j 2 venv $(VLLM_VENV)/.packages
+	$(MAKE) $(PADDLE_VENV)/.ready $(VLLM_VENV)/.ready
 
 demo: venv
 	$(BIN)/liveweight demo
@@ -65,13 +70,16 @@ soak-vllm: venv $(VLLM_VENV)/.ready
 	LIVEWEIGHT_VLLM_PYTHON=$(VLLM_VENV)/bin/python $(BIN)/python -m pytest -m soak tests/vllm
 
 # The package itself first, without what it asks for: torch's companions for sound and pictures have no CPU build everywhere.
-$(VLLM_VENV)/.ready: pyproject.toml setup.py tests/vllm/requirements.py $(wildcard native/*.c native/*.h)
+$(VLLM_VENV)/.packages: tests/vllm/requirements.py tests/vllm/pins/$(VLLM).txt
 	$(PYTHON) -m venv $(VLLM_VENV)
 	$(VLLM_VENV)/bin/python -m pip install --quiet --upgrade "pip>=25.1"
 	$(VLLM_VENV)/bin/python -m pip install --quiet "torch==$(TORCH)" packaging
 	$(VLLM_VENV)/bin/python -m pip install --quiet --no-deps --require-hashes -r tests/vllm/pins/$(VLLM).txt
 	$(VLLM_VENV)/bin/python tests/vllm/requirements.py > $(VLLM_VENV)/requirements.txt
 	$(VLLM_VENV)/bin/python -m pip install --quiet "torch==$(TORCH)" -r $(VLLM_VENV)/requirements.txt
+	touch $@
+
+$(VLLM_VENV)/.ready: $(VLLM_VENV)/.packages pyproject.toml setup.py $(wildcard native/*.c native/*.h)
 	$(VLLM_VENV)/bin/python -m pip install --quiet --editable .
 	touch $@
 

@@ -56,7 +56,7 @@ def test_every_target_that_a_page_names_exists(page: str) -> None:
 
 def test_ci_runs_the_checks_and_all_tests_but_the_long_ones() -> None:
     ran = re.findall(r"^ *make (.+)$", read(".ci/run"), flags=re.MULTILINE)
-    assert ran == ["check", "test", "test-paddle", "test-vllm"]
+    assert ran == ["environments", "check", "test", "test-paddle", "test-vllm"]
 
 
 def test_every_marker_that_is_named_exists() -> None:

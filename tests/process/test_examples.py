@@ -25,7 +25,9 @@ LONG = pytest.mark.soak
 """Four ranks do what two do."""
 
 
-BESIDE_VLLM = {"vllm_live_update.py": ROOT / "tests" / "vllm" / "test_vllm_programs.py"}
+BESIDE_VLLM = dict.fromkeys(
+    ("vllm_live_update.py", "vllm_rlhf_over_http.py"), ROOT / "tests" / "vllm" / "test_vllm_programs.py"
+)
 """What needs another environment, and which tests run it there."""
 
 

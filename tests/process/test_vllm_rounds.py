@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import liveweight as lw
-from liveweight.errors import ManifestMismatch, Refused, RoundFailed, Torn, Unavailable
+from liveweight.errors import DigestMismatch, ManifestMismatch, Refused, RoundFailed, Torn, Unavailable
 from liveweight.integrations.vllm.ways import controls_of
 from tests.support.vllm_workers import BASE, MET, NEW, WHOLE, Started, publisher, weights
 
@@ -139,6 +139,34 @@ def test_what_a_worker_computes_with_is_read_back_where_it_can_be(started: Start
         trainer.undo()
         trainer.publish(1)
         assert trainer.verify().match
+
+
+def test_a_commit_that_looks_at_what_is_installed_fails_where_that_differs(started: Started) -> None:
+    vllm = started(2)
+    engine = lw.vllm(vllm, verify="installed")
+    with lw.Publisher(NEW, engines=[engine], secret=vllm.secret) as trainer:
+        vllm.workers[1].spoils = 1
+        with pytest.raises(RoundFailed, match=r"model\.scale") as failed:
+            trainer.publish(1)
+        assert (failed.value.code, failed.value.rank) == (DigestMismatch.code, 1)
+        assert vllm.holds(BASE)
+        assert not vllm.paused
+        assert trainer.publish(1).replicas[0].read == "staged"  # of the head nobody can tell
+        assert vllm.holds(NEW)
+
+
+def test_a_model_that_can_be_read_is_said_to_be_verified_as_it_is_installed(started: Started) -> None:
+    readable = {name: tensor for name, tensor in NEW.items() if "head" not in name}
+    start = {name: BASE[name] for name in readable}
+    for verify, read in (("installed", "installed"), ("staged", "staged")):
+        vllm = started(2, start)
+        engine = lw.vllm(vllm, verify=verify)  # type: ignore[arg-type] # both are
+        with lw.Publisher(readable, engines=[engine], secret=vllm.secret) as trainer:
+            assert trainer.publish(1).replicas[0].read == read
+            trainer.settings = replace(trainer.settings, verify=False)
+            assert trainer.publish(2).replicas[0].read is None
+    with pytest.raises(Refused, match="staged, installed"):
+        lw.vllm(vllm, verify="perhaps")  # type: ignore[arg-type]
 
 
 def test_a_second_trainer_finds_the_leader_of_the_first_gone_and_takes_over(started: Started) -> None:

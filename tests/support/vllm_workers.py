@@ -17,8 +17,9 @@ import torch
 
 import liveweight as lw
 from liveweight.integrations.vllm.draft import PREFIX, load_both, optional
-from liveweight.integrations.vllm.rank import Loading, Seat, Terms, VllmRank
+from liveweight.integrations.vllm.rank import Loading, Seat, VllmRank
 from liveweight.integrations.vllm.target import Named
+from liveweight.integrations.vllm.terms import Terms
 from liveweight.integrations.vllm.ways import FOUR
 from liveweight.spec.dtype import DType
 from liveweight.spec.manifest import Manifest, TensorSpec
@@ -73,6 +74,8 @@ class Worker:
         self.order: list[str] = []
         self.failures: list[int] = []
         self.restored = self.learned = 0
+        self.spoils = 0
+        """So many of its next loads leave one weight otherwise than it should be."""
 
     def load(self, tensors: Named) -> None:
         """As vLLM loads: tensor after tensor, into what serves."""
@@ -82,6 +85,9 @@ class Worker:
                 raise RuntimeError(f"{name} does not load")
             self.order.append(name)
             self.holds[name] = tensor.clone()
+        if self.spoils > 0:
+            self.spoils -= 1
+            self.holds["model.scale"] += 1
 
     def load_draft(self, tensors: Named) -> None:
         """Into the draft model, if there is one and vLLM has handed it over."""
@@ -124,7 +130,7 @@ class VllmWorkers:
     def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
         """Every worker meets the trainer."""
         self._note("init")
-        named = {name: init_info[name] for name in ("address", "session", "pace_bytes_per_s")}
+        named = {name: init_info[name] for name in ("address", "session", "pace_bytes_per_s", "verify")}
         terms = Terms(**named, timeout_s=init_info["timeout_s"])
         if not self.ranks:
             self.ranks = self._together(lambda rank: self._made(rank, terms))

@@ -54,6 +54,8 @@ class Words:
             raise self._fail_at[self.swaps]
         self.holds, self.other = self.other, self.holds
 
+    unread = 2
+
     def read_back(self) -> None:
         return None
 

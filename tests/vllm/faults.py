@@ -33,6 +33,17 @@ class Faults:
         """Whether the next version is copied to where it belongs, not loaded by vLLM."""
         return int(self.weight_transfer_engine._main._copies is not None)
 
+    def spoil_loading(self) -> None:
+        """Let the next load of weights leave one weight otherwise than it should be."""
+        genuine = Installer.load
+
+        def load(installer: Installer, tensors: Iterable[tuple[str, Any]]) -> None:
+            Installer.load = genuine  # type: ignore[method-assign]
+            genuine(installer, tensors)
+            self.change_a_norm()
+
+        Installer.load = load  # type: ignore[method-assign,assignment]
+
     def fail_loading(self, after: str, times: str, how: str = "as it is") -> None:
         """Let the next so many loads of weights fail, on worker 0, each after that many tensors: `by vLLM` itself, or as it is."""
         left, genuine = int(times), Installer.load

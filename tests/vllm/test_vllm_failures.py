@@ -161,3 +161,20 @@ def test_an_install_that_fails_on_the_way_puts_the_old_version_back(
     assert (failed.value.code, failed.value.rank, failed.value.step) == (Unavailable.code, 0, "commit")
     assert not server.get("/is_paused")["is_paused"]
     succeeds_next(server, before, fresh, base)
+
+
+def test_a_commit_that_looks_at_what_is_installed_goes_back_where_that_differs(
+    server: Server, before: Answer, fresh: Answer, base: Path
+) -> None:
+    engine = lw.vllm(server.url, verify="installed")
+    with lw.Publisher(llama(1), engines=[engine], secret=server.secret, timeout_s=WITHIN_S) as trainer:
+        server.tell_workers("spoil_loading")
+        with pytest.raises(RoundFailed, match=r"model\.norm\.weight") as failed:
+            trainer.publish("spoiled")
+        assert failed.value.code == DigestMismatch.code
+        assert server.answer() == before
+        report = trainer.publish("looked_at")
+        assert report.replicas[0].read == ("staged" if server.packs() else "installed")
+        assert server.answer() == fresh
+    publishes(server, base, "back")
+    assert server.answer() == before

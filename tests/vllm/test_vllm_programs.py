@@ -10,7 +10,7 @@ import pytest
 
 import liveweight as lw
 from tests.arch.source_tree import ROOT
-from tests.vllm.serving import OWN_ENVIRONMENT, VLLM_PYTHON, WITHIN_S, Answer, Server
+from tests.vllm.serving import NAME, OWN_ENVIRONMENT, VLLM_PYTHON, WITHIN_S, Answer, Server
 
 pytestmark = pytest.mark.timeout(1200)
 
@@ -32,9 +32,13 @@ def program(*arguments: str, place: Path) -> str:
 def test_a_trainer_of_vllms_own_kind_needs_only_another_backend(
     server: Server, before: Answer, fresh: Answer, base: Path, new: Path, place: Path
 ) -> None:
-    module = ("-m", "tests.vllm.vllm_trainer_program")
-    program(*module, server.url, str(server.secret), str(new), place=place)
+    where = ("--url", server.url, "--name", NAME, "--secret-file", str(server.secret))
+    said = program("examples/vllm_rlhf_over_http.py", str(new), *where, place=place).splitlines()
+    told = dict(line.split(" ", 1) for line in said if line.startswith(("before", "after", "version")))
+    assert told["before"] != told["after"]
+    assert told["version"] == "1"
     assert server.answer() == fresh
+    assert not server.get("/is_paused")["is_paused"]
     assert server.get("/weight_info") == {"weight_version": "1"}
     with lw.Publisher(
         base, engines=[lw.vllm(server.url)], secret=server.secret, timeout_s=WITHIN_S

@@ -54,12 +54,14 @@ SIZE = Size(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VllmSettings:
-    """What to measure: vLLM's Python, how many updates of every contender, beside how many clients."""
+    """What to measure: vLLM's Python, how many turns of every contender after the first one, beside how many clients, with answers of so
+    many tokens. A turn is two updates."""
 
     python: Path
     environment: Mapping[str, str]
     updates: int = 3
     clients: int = 2
+    tokens: int = 16
 
 
 @dataclass(slots=True)
@@ -134,36 +136,48 @@ def _layer(spec: TensorSpec) -> str:
 
 
 def bench_vllm(settings: VllmSettings) -> dict[str, Any]:
-    """The report, as it is written: seconds of every contender, the best of its updates, and ours divided by theirs."""
+    """The report, as it is written: seconds of every contender, best and median of its updates, and ours divided by theirs. The first
+    turn of all, in which memory is had for the first time, is told apart."""
     with ExitStack() as stack:
         directory, shared = (
             Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="vllm-of-lw-", dir=place)))
             for place in (None, SHARED)
         )
         scene = _scene(settings, directory, shared, stack)
-        clients = Clients(scene.url, settings.clients)
+        clients = Clients(scene.url, settings.clients, settings.tokens)
         stack.callback(clients.close)
         contenders = {"ours": scene.ours, "reload": scene.reload, "plain": scene.plain}
+        first = _measured(scene, clients, contenders, 1)
         found = _measured(scene, clients, contenders, settings.updates)
         size = sum(spec.size_bytes for spec in scene.specs)
-    best = {
-        name: {key: min(row[key] for row in rows) for key in ("pause_s", "total_s")}
-        for name, rows in found.items()
-    }
     return {
         "bytes": size,
         "updates": settings.updates,
         "clients": settings.clients,
+        "tokens": settings.tokens,
         "usual_gap_s": statistics.median(row["usual_gap_s"] for rows in found.values() for row in rows),
+        "first": first,
         "runs": found,
-        **best,
-        "pause_ratio": {
-            name: best["ours"]["pause_s"] / best[name]["pause_s"] for name in ("reload", "plain")
-        },
-        "total_ratio": {
-            name: best["ours"]["total_s"] / best[name]["total_s"] for name in ("reload", "plain")
-        },
+        **_compared(found, min),
+        "by_median": _compared(found, statistics.median),
     }
+
+
+def _compared(
+    found: Mapping[str, list[dict[str, float]]], of_all: Callable[[list[float]], float]
+) -> dict[str, Any]:
+    """One figure of all updates of every contender, and ours divided by theirs."""
+    figures = {
+        name: {key: of_all([row[key] for row in rows]) for key in ("pause_s", "total_s")}
+        for name, rows in found.items()
+    }
+    ratios = {
+        f"{what}_ratio": {
+            name: figures["ours"][f"{what}_s"] / figures[name][f"{what}_s"] for name in ("reload", "plain")
+        }
+        for what in ("pause", "total")
+    }
+    return {**figures, **ratios}
 
 
 def _scene(settings: VllmSettings, directory: Path, shared: Path, stack: ExitStack) -> _Scene:

@@ -13,8 +13,6 @@ from liveweight.integrations.vllm.http_controls import HttpControls
 from liveweight.spec.deadline import Deadline
 
 CALL_S = 300.0
-TOKENS = 6
-"""Of an answer: after a pause vLLM computes the KV of running ones anew, which shall not be most of what is measured."""
 
 
 def call_workers(url: str, method: str, *arguments: str, **named: str) -> None:
@@ -24,10 +22,10 @@ def call_workers(url: str, method: str, *arguments: str, **named: str) -> None:
 
 
 class Clients:
-    """So many requests at all times; notes when each of their tokens comes."""
+    """So many requests at all times, with answers of so many tokens; notes when each of them comes."""
 
-    def __init__(self, url: str, count: int) -> None:
-        self._host = url.removeprefix("http://")
+    def __init__(self, url: str, count: int, tokens: int) -> None:
+        self._host, self._tokens = url.removeprefix("http://"), tokens
         self._over = threading.Event()
         self._times: list[list[float]] = [[] for _ in range(count)]
         self._threads = [
@@ -41,7 +39,7 @@ class Clients:
         body = {
             "model": "model",
             "prompt": prompt,
-            "max_tokens": TOKENS,
+            "max_tokens": self._tokens,
             "temperature": 0,
             "ignore_eos": True,
             "stream": True,

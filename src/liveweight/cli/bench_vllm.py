@@ -15,8 +15,11 @@ def vllm(
     python: Annotated[
         Path, typer.Option(help="The Python of vLLM's environment, which has liveweight, too.")
     ],
-    updates: Annotated[int, typer.Option(min=1, help="How often every contender takes its turn.")] = 3,
+    updates: Annotated[
+        int, typer.Option(min=1, help="How often every contender takes its turn, after a first one.")
+    ] = 3,
     clients: Annotated[int, typer.Option(min=1, help="How many stream all the time.")] = 2,
+    tokens: Annotated[int, typer.Option(min=2, max=1000, help="Tokens of an answer.")] = 16,
     json_to: JsonTo = None,
 ) -> None:
     """The pause and the time of an update of vLLM, beside its own reload from files and a plain backend.
@@ -27,7 +30,11 @@ def vllm(
 
     python.stat()  # one that is not there is told before a model is made
     settings = VllmSettings(
-        python=python.absolute(), environment=dict(os.environ), updates=updates, clients=clients
+        python=python.absolute(),
+        environment=dict(os.environ),
+        updates=updates,
+        clients=clients,
+        tokens=tokens,
     )
     report = bench_vllm(settings)
     tell(report, json_to, lambda: _show(report))
@@ -37,10 +44,12 @@ def _show(report: dict[str, Any]) -> None:
     print(
         f"{report['bytes'] / 1e9:.2f} GB, {report['clients']} clients, {report['usual_gap_s'] * 1e3:.0f} ms between tokens"
     )
-    for name in ("ours", "reload", "plain"):
-        found = report[name]
-        print(f"{name:8} pause {found['pause_s'] * 1e3:8.0f} ms   total {found['total_s'] * 1e3:8.0f} ms")
-    for name in ("reload", "plain"):
-        print(
-            f"ours / {name:8} pause {report['pause_ratio'][name]:5.2f}   total {report['total_ratio'][name]:5.2f}"
-        )
+    for what, figures in (("best", report), ("median", report["by_median"])):
+        for name in ("ours", "reload", "plain"):
+            found = figures[name]
+            print(
+                f"{what:6} {name:15} pause {found['pause_s'] * 1e3:6.0f} ms   total {found['total_s'] * 1e3:6.0f} ms"
+            )
+        for name in ("reload", "plain"):
+            pause, total = figures["pause_ratio"][name], figures["total_ratio"][name]
+            print(f"{what:6} {f'ours / {name}':15} pause {pause:6.2f}      total {total:6.2f}")

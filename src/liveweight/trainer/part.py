@@ -70,9 +70,10 @@ class Part:
             staged_bytes=sum(times.staged_bytes for times in ranks),
         )
 
-    def report(self) -> ReplicaReport:
-        """Its line in the report."""
+    def report(self, *, verified: bool = False) -> ReplicaReport:
+        """Its line in the report. `verified`: digests were compared."""
         progress, committed = self._last_progress(), self.committed
+        unread = 0 if committed is None else max((times.unread for times in committed.ranks), default=0)
         return ReplicaReport(
             name=self.replica.name,
             serving=self.serves,
@@ -84,4 +85,5 @@ class Part:
             reason=None if self.fault is None else self.fault.message,
             kept=self.kept,
             restarted=self.restarted,
+            read=("staged" if unread else "installed") if verified and committed is not None else None,
         )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 from liveweight.observe.events import OfferKind
 from liveweight.spec.manifest import Version
@@ -13,7 +14,8 @@ class ReplicaReport:
     """One replica's part: what it serves now, whether it committed, how long it took. `reason` says why it did not.
 
     `kept` names the optional groups, such as `draft`, that the offer left out: of them the replica keeps what it had. `restarted`: it was
-    started anew since the publisher last heard of it.
+    started anew since the publisher last heard of it. `read` is what was compared with the trainer's weights, if anything was: all that the
+    replica computes with (`installed`), or of some tensors only the copy that they were installed from (`staged`).
     """
 
     name: str
@@ -26,6 +28,7 @@ class ReplicaReport:
     reason: str | None = None
     kept: tuple[str, ...] = ()
     restarted: bool = False
+    read: Literal["installed", "staged"] | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

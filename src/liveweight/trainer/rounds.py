@@ -45,7 +45,7 @@ def report_of(current: Round, drive: Drive, *, verify: bool, size_bytes: int, mi
         digest_s=current.made.digest_s,
         vote_s=drive.vote_s,
         commit_s=drive.commit_s,
-        replicas=tuple(part.report() for part in current.parts),
+        replicas=tuple(part.report(verified=verify) for part in current.parts),
         staleness=missed,
         failed_modes=current.made.failed_modes,
     )

@@ -22,7 +22,7 @@ from liveweight.errors import MessageInvalid, MessageTooLarge, ProtocolMismatch
 from liveweight.spec.decoding import msgpack_decoder
 from liveweight.wire.limits import Limits
 
-PROTOCOL = 5
+PROTOCOL = 6
 """The version that this release speaks."""
 
 REFUSAL = 0

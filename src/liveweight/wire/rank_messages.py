@@ -91,7 +91,8 @@ class Swapped(Body, frozen=True):
     """A rank has exchanged shadow and live weights, or failed to. It serves nothing until it is told the outcome. -> Settled.
 
     Ranks learn a decision by its epoch alone, so that is how they name the round here. `seat` is the one that Joined gave.
-    In place it has read its regions into live memory, or failed to, and `overwritten` says how far it came.
+    In place it has read its regions into live memory, or failed to, and `overwritten` says how far it came. `unread` counts the tensors of
+    which only the copy that they were installed from was ever looked at.
     """
 
     boot: str
@@ -101,6 +102,7 @@ class Swapped(Body, frozen=True):
     seconds: float
     fault: Fault | None
     overwritten: Overwritten | None = None
+    unread: int = 0
 
 
 class Settled(Body, frozen=True):

@@ -57,13 +57,15 @@ class RingTerms(_Value, frozen=True):
 
 
 class RankTimes(_Value, frozen=True):
-    """What one rank did in a round, in seconds that it measured itself: reading, digesting, exchanging with the hooks."""
+    """What one rank did in a round, in seconds that it measured itself: reading, digesting, exchanging with the hooks. `unread`: of so many
+    tensors only the copy that they were installed from was looked at."""
 
     rank: int
     staged_bytes: int = 0
     stage_s: float = 0.0
     verify_s: float = 0.0
     swap_s: float = 0.0
+    unread: int = 0
 
 
 class Mismatch(_Value, frozen=True):

@@ -155,6 +155,7 @@ class Committer:
             seat=self._seat,
             seconds=seconds,
             fault=current.fault,
+            unread=self._target.unread,
         )
         return hear_outcome(self._channel, report, deadline, current.held.value)
 

@@ -96,7 +96,7 @@ class Deciding:
         member = books.membership.members.get(body.rank)
         if member is None or member.seat != body.seat:
             raise WrongState(f"rank {body.rank} is another process by now", "an exchange of weights")
-        current.acks[body.rank] = Ack(peer, call, body.seconds)
+        current.acks[body.rank] = Ack(peer, call, body.seconds, body.unread)
         if current.in_place:
             current.overwrote(body.rank, body.overwritten, member.layout)
             stopping = [] if body.fault is None else self._stop_overwriting(current, body.fault)

@@ -77,6 +77,7 @@ class Ack:
     peer: bytes
     call: int
     seconds: float
+    unread: int
 
 
 @dataclass(slots=True)
@@ -169,6 +170,7 @@ class Round:
                     stage_s=stage_s,
                     verify_s=self.verify_s.get(rank, 0.0),
                     swap_s=0.0 if ack is None else ack.seconds,
+                    unread=0 if ack is None else ack.unread,
                 )
             )
         return tuple(found)

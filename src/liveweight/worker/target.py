@@ -37,6 +37,10 @@ class Target(Protocol):
     def swap(self) -> None:
         """Exchange live and shadow, all or nothing; its own inverse. Called from the rank's main thread, at a boundary."""
 
+    @property
+    def unread(self) -> int:
+        """How many tensors of what is live were verified only in a copy of them: 0 where what is verified is what serves."""
+
     def read_back(self) -> ReadBack | None:
         """Compare what serves with `live`, where that is only a copy of it; None where it is what serves. From the auditor's thread."""
 

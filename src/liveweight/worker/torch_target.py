@@ -167,6 +167,9 @@ class TensorTarget:
             self._sides = before
             raise
 
+    unread = 0
+    """Live memory is what serves."""
+
     def read_back(self) -> None:
         """Live memory is what serves."""
 

@@ -24,8 +24,9 @@ from liveweight.errors import EngineConfigInvalid, WrongState
 from liveweight.integrations.vllm import seam
 from liveweight.integrations.vllm.draft import METHOD, PREFIX, load_both, optional, prefixed, with_draft
 from liveweight.integrations.vllm.install import Installer, Tensors
-from liveweight.integrations.vllm.rank import Loading, Seat, Terms, VllmRank
+from liveweight.integrations.vllm.rank import Loading, Seat, VllmRank
 from liveweight.integrations.vllm.target import Named
+from liveweight.integrations.vllm.terms import Terms, Verify
 from liveweight.spec.manifest import Manifest
 from liveweight.trainer.checkpoint import CheckpointSource
 from liveweight.wire.credentials import load_or_create_secret
@@ -41,13 +42,14 @@ UNUSED = (".rotary_emb.inv_freq",)
 
 @dataclass
 class InitInfo(WeightTransferInitInfo):
-    """What a trainer says when it meets vLLM. `session` names the memory that workers of one host share."""
+    """What a trainer says when it meets vLLM: see Terms."""
 
     address: str
     session: str
     secret_file: str | None = None
     pace_bytes_per_s: float | None = None
     timeout_s: float = 60.0
+    verify: Verify = "staged"
 
 
 @dataclass
@@ -82,6 +84,7 @@ class LiveweightBackend(WeightTransferEngine[InitInfo, UpdateInfo]):
             session=init_info.session,
             pace_bytes_per_s=init_info.pace_bytes_per_s,
             timeout_s=init_info.timeout_s,
+            verify=init_info.verify,
         )
         if self._rank is None:
             named = os.environ.get(SECRET_FILE) or init_info.secret_file

@@ -6,11 +6,13 @@ import asyncio
 import secrets
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import xxhash
 
+from liveweight.errors import Refused
 from liveweight.integrations.vllm.replica import VllmReplica
+from liveweight.integrations.vllm.terms import Verify
 from liveweight.integrations.vllm.ways import controls_of
 from liveweight.wire.credentials import Secret
 from liveweight.wire.defaults import default_directory
@@ -25,6 +27,7 @@ class VllmEngine:
     key: str | None
     loop: asyncio.AbstractEventLoop | None
     pace_bytes_per_s: float | None
+    verify: Verify
 
     def replica(self, secret: Secret, secret_file: Path | None) -> VllmReplica:
         """As a publisher drives it. Its workers read the secret in that file, unless their environment names another."""
@@ -39,6 +42,7 @@ class VllmEngine:
             "session": session,
             "secret_file": None if secret_file is None else str(secret_file.absolute()),
             "pace_bytes_per_s": self.pace_bytes_per_s,
+            "verify": self.verify,
         }
         return VllmReplica(name, controls, address=address, secret=secret, terms=terms)
 
@@ -50,6 +54,7 @@ def vllm(
     key: str | None = None,
     loop: asyncio.AbstractEventLoop | None = None,
     pace_bytes_per_s: float | None = None,
+    verify: Verify = "staged",
 ) -> VllmEngine:
     """Name a vLLM among a publisher's engines: `lw.Publisher(model, engines=[lw.vllm("http://127.0.0.1:8000")])`.
 
@@ -57,12 +62,17 @@ def vllm(
     or any object with the four methods of vLLM's weight sync clients. It was started with the weight transfer backend `liveweight`.
     `address` is where its worker 0 shall listen: by default a socket of this host, for another host `tcp://host:port`. `key` is the
     server's API key.
-    `pace_bytes_per_s` is what staging may take of a worker, by default all that one thread can.
+    `pace_bytes_per_s` is what staging may take of a worker, by default all that one thread can. `verify="installed"` lets every commit end
+    with a comparison of what vLLM's model holds, where its layout can be read, with what was published, while vLLM stands still: a
+    difference fails the round, and the version before is installed again. The report's `read` says of every replica which it was.
     """
+    if verify not in get_args(Verify):
+        raise Refused(f"verify is {verify!r}; it is one of {', '.join(get_args(Verify))}")
     return VllmEngine(
         given=engine,
         address=address,
         key=key,
         loop=loop,
         pace_bytes_per_s=pace_bytes_per_s,
+        verify=verify,
     )

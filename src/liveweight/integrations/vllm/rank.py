@@ -19,6 +19,7 @@ from liveweight.errors import WrongState
 from liveweight.integrations.vllm.arenas import HostArenas
 from liveweight.integrations.vllm.reading_back import Place, ReadingBack
 from liveweight.integrations.vllm.target import Named, VllmTarget, divide
+from liveweight.integrations.vllm.terms import Terms
 from liveweight.observe.bus import Bus
 from liveweight.observe.log import log
 from liveweight.spec.deadline import Deadline
@@ -69,16 +70,6 @@ class Loading:
     optional: tuple[OptionalGroup, ...] = ()
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Terms:
-    """What the trainer says when it meets vLLM: where its leader shall listen, and what a round may cost."""
-
-    address: str
-    session: str
-    pace_bytes_per_s: float | None
-    timeout_s: float
-
-
 class VllmRank:
     """One worker's part. Every method is for its main thread."""
 
@@ -115,7 +106,8 @@ class VllmRank:
 
     def meet(self, terms: Terms) -> None:
         """Be reached at the trainer's address. Asked again, with the same one, it only ends what an exchange left in doubt,
-        and goes by the new trainer's pace."""
+        and goes by the new trainer's wishes."""
+        self._target.reads_back = terms.verify == "installed"
         if self._member is not None:
             self._note(self._member.resolve(RESOLVE_S))
             if terms.address == self._address and self._member.failure is None:

@@ -35,11 +35,15 @@ class Place(Protocol):
 
 
 class ReadingBack:
-    """Of one model. For one thread; where tensors lie is learned when it is first asked."""
+    """Of one model. Where tensors lie is learned when it is first asked, or ahead of that."""
 
     def __init__(self, manifest: Manifest, learn: Callable[[], Iterable[Place]]) -> None:
         self._manifest, self._learn = manifest, learn
         self._places: dict[str, list[Place]] | None = None
+
+    def prepare(self) -> None:
+        """Learn where tensors lie."""
+        self._known()
 
     def beside(self, tensor: Callable[[str], torch.Tensor]) -> ReadBack:
         """What the model holds, beside these tensors."""

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeAlias
 
 from liveweight.devices.memory import Memory
-from liveweight.errors import Torn, WrongState
+from liveweight.errors import DigestMismatch, Torn, WrongState
 from liveweight.integrations.vllm.arenas import HostArenas
 from liveweight.integrations.vllm.reading_back import ReadingBack
 from liveweight.spec.layout import ALIGNMENT_BYTES, Layout, Placement, align, contiguous_strides
@@ -121,6 +121,9 @@ class VllmTarget:
         self._load, self._restore, self._start = load, restore, start
         self._learn, self._reading = learn, reading
         self._sides: tuple[Content, Content] = (Start(), InArena(0))
+        self.reads_back = False
+        """Whether an exchange ends with a look at what the model holds then."""
+        self._unread = len(manifest.tensors)
 
     @property
     def layout(self) -> Layout:
@@ -142,6 +145,8 @@ class VllmTarget:
         if isinstance(live, InArena):
             number = 1 - live.number
             self._learn(dict(self._in_arena(live.number)).__getitem__)
+        if self.reads_back:
+            self._reading.prepare()  # not while vLLM stands still
         self._arenas.fill(number, self._own.first_byte, self._own.last_byte)
         self._sides = (live, InArena(number))
         return (self._arenas.memory(number),)
@@ -161,10 +166,20 @@ class VllmTarget:
         live, shadow = self._sides
         try:
             self._load(self._tensors(shadow))
+            self._unread = self._look_at(shadow)
         except Exception as error:
             self._install_again(live, error)
             raise
         self._sides = (shadow, live)
+
+    def _look_at(self, installed: Content) -> int:
+        """Compare what the model holds now, where that is wanted; how many tensors nobody has looked at. DigestMismatch names others."""
+        if not self.reads_back or isinstance(installed, Start):
+            return len(self._manifest.tensors)
+        found = self._read(installed)
+        if found.differing:
+            raise DigestMismatch(found.differing, "vLLM's model")
+        return len(found.unread)
 
     def _install_again(self, live: Content, cause: Exception) -> None:
         try:
@@ -195,11 +210,18 @@ class VllmTarget:
     def read_back(self) -> ReadBack | None:
         """See Target. Of a model that packs weights away, little can be read."""
         match self._sides[0]:
-            case InArena(number=number):
-                tensors = dict(self._in_arena(number))
-                return self._reading.beside(tensors.__getitem__)
+            case InArena() as installed:
+                return self._read(installed)
             case Start():
                 return None
+
+    def _read(self, installed: InArena) -> ReadBack:
+        return self._reading.beside(dict(self._in_arena(installed.number)).__getitem__)
+
+    @property
+    def unread(self) -> int:
+        """See Target. Full tensors beside the model's own are what a round verifies."""
+        return self._unread
 
     def release_shadow(self) -> None:
         """Arenas are kept across rounds."""

@@ -1,0 +1,20 @@
+"""What a trainer says to vLLM's workers when it meets them; both halves know it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, TypeAlias
+
+Verify: TypeAlias = Literal["staged", "installed"]
+"""What a commit makes sure of: what lay in the host's memory before it was installed; or also, where it can be read, what is installed."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Terms:
+    """Where its leader shall listen, what a round may cost, and what it shall verify. `session` names what workers of one host share."""
+
+    address: str
+    session: str
+    pace_bytes_per_s: float | None
+    timeout_s: float
+    verify: Verify = "staged"
