@@ -123,7 +123,7 @@ def test_a_client_that_cannot_name_versions_has_said_it_when_publish_returns(sta
     with lw.Publisher(NEW, engines=[lw.vllm(Four(vllm))], secret=vllm.secret) as trainer:
         trainer.publish(1)
         assert (vllm.version, vllm.active) == ("1", False)
-        assert vllm.calls == [*MET, "start", "update", "finish"]
+        assert vllm.calls == [*MET, "init", "start", "update", "finish"]
 
 
 def test_an_engine_that_was_committed_and_not_resumed_is_asked_again_and_resumed(started: Started) -> None:

@@ -193,6 +193,38 @@ def test_the_first_round_into_a_vllm_that_was_started_again_goes_through(started
         assert (vllm.version, vllm.paused) == ("2", False)
 
 
+@pytest.mark.parametrize("label", [1, 2])
+def test_workers_that_outlived_their_vllm_are_not_taken_for_those_of_the_next(
+    started: Started, short_path: Path, label: int
+) -> None:
+    vllm = started(2)
+    engine = lw.vllm(vllm, address=f"ipc://{short_path}/worker-0.sock")
+    with lw.Publisher(NEW, engines=[engine], secret=vllm.secret) as trainer:
+        trainer.publish(1)
+        vllm.restart(outlived=True)
+        assert trainer.verify().match is not True
+        vllm.restart(outlived=True)
+        assert not trainer.publish(label).unchanged
+        assert vllm.holds(NEW)
+        assert (vllm.version, vllm.paused) == (str(label), False)
+        assert trainer.verify().match
+
+
+def test_a_vllm_that_can_not_be_told_anything_beside_its_user_rests_when_a_round_is_over(
+    started: Started,
+) -> None:
+    vllm = started(2)
+    vllm.concurrent = False
+    with publisher(vllm) as trainer:
+        for step in range(3):
+            trainer.publish(step)
+            assert not vllm.active
+        vllm.workers[0].failures = [2]
+        with pytest.raises(RoundFailed):
+            trainer.publish("failing")
+        assert not vllm.active
+
+
 def test_workers_that_are_met_again_at_the_same_address_go_by_the_new_trainers_pace(
     started: Started, short_path: Path
 ) -> None:

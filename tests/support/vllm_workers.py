@@ -5,6 +5,7 @@ What vLLM itself does is the double's (lockstep calls, an update that is begun a
 
 from __future__ import annotations
 
+import secrets
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -116,14 +117,16 @@ class VllmWorkers:
     """The four calls, and pausing. `on_update` runs before workers are told to install."""
 
     def __init__(self, world: int, secret: Path, start: Weights) -> None:
-        self.workers = [Worker(start) for _ in range(world)]
+        self.workers, self.life = [Worker(start) for _ in range(world)], secrets.token_hex(4)
         self.secret, self.start = secret, dict(start)
         self.paused, self.active, self.version = False, False, "default"
+        self.concurrent = True
         self.calls: list[str] = []
         self.resumes_refused = 0
         self.on_call: Callable[[], None] = lambda: None
         self.on_update: Callable[[], None] = lambda: None
         self.ranks: list[VllmRank] = []
+        self._orphans: list[VllmRank] = []
         self._changed = threading.Condition()
         self._threads = ThreadPoolExecutor(world)
 
@@ -138,7 +141,7 @@ class VllmWorkers:
 
     def _made(self, rank: int, terms: Terms) -> VllmRank:
         world, worker = len(self.workers), self.workers[rank]
-        seat = Seat(rank=rank, world=world, local_rank=rank, local_world=world)
+        seat = Seat(rank=rank, world=world, local_rank=rank, local_world=world, vllm=self.life)
         specs = (
             TensorSpec(
                 name=name, dtype=DType(str(tensor.dtype).removeprefix("torch.")), shape=tuple(tensor.shape)
@@ -213,15 +216,20 @@ class VllmWorkers:
         with self._changed:
             return self._changed.wait_for(lambda: not self.active, 60.0)
 
-    def restart(self) -> None:
-        """As a server that was killed and started again: on the weights of its start, and met by nobody."""
+    def restart(self, *, outlived: bool = False) -> None:
+        """As a server that was killed and started again: on the weights of its start, and met by nobody. `outlived`: its workers do not
+        know that it is gone."""
+        if outlived:
+            self._orphans, self.ranks = [*self._orphans, *self.ranks], []
         self._end_ranks()
-        self.workers = [Worker(self.start) for _ in self.workers]
+        self.workers, self.life = [Worker(self.start) for _ in self.workers], secrets.token_hex(4)
         self.paused, self.active, self.version = False, False, "default"
 
     def close(self) -> None:
         """End all workers."""
         self._end_ranks()
+        for orphan in self._orphans:
+            orphan.close()
         self._threads.shutdown()
 
     def _end_ranks(self) -> None:
@@ -260,7 +268,8 @@ def _pairs(start: Weights) -> Iterator[tuple[str, torch.Tensor]]:
 
 BASE, NEW = weights(0), weights(1)
 MET = ["init", "start", "finish"]
-WHOLE = ["start", "pause keep", "update", "resume", "finish"]
+EXCHANGED = ["start", "pause keep", "update", "resume", "finish"]
+WHOLE = ["init", *EXCHANGED]
 
 
 class Started(Protocol):

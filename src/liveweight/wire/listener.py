@@ -55,8 +55,17 @@ class Listener(Generic[Message]):
     the owner receives. Frames that are no message of ours are counted and dropped. `close` drops what is not sent yet.
     """
 
-    def __init__(self, address: str, secret: Secret, codec: Codec[Message], limits: Limits | None = None):
-        """Listen at `ipc://path`, in a directory that is ours alone, or `tcp://host:port`, where port 0 is any."""
+    def __init__(
+        self,
+        address: str,
+        secret: Secret,
+        codec: Codec[Message],
+        limits: Limits | None = None,
+        *,
+        takes_over: bool = False,
+    ):
+        """Listen at `ipc://path`, in a directory that is ours alone, or `tcp://host:port`, where port 0 is any. `takes_over`: also at a
+        path where another process listens, which nobody new reaches any more."""
         self.refused = 0
         """Frames dropped because they were no message of ours."""
         self.last_refusal: WireError | None = None
@@ -66,7 +75,8 @@ class Listener(Generic[Message]):
         path = unix_path(address)
         if path is not None:
             socket_directory(path.parent)
-            refuse_if_taken(path)
+            if not takes_over:
+                refuse_if_taken(path)
         self._closed = False
         with ExitStack() as acquired:
             self._waker = Waker()

@@ -32,7 +32,8 @@ class Standing(Body, frozen=True):
 
     `serving_s` is for how long it has served that. `optional` are the groups of tensors that an offer may leave out; `kept`, by name,
     those that the version which serves left out.
-    `torn` says why nothing may serve, if an update in place failed.
+    `torn` says why nothing may serve, if an update in place failed. `met` are the last words that the leader's process was told by those
+    who control its engine: by its own, each knows that the leader which it reaches is that engine's, and not one that outlived it.
     """
 
     replica: str
@@ -46,6 +47,7 @@ class Standing(Body, frozen=True):
     kept: tuple[str, ...] = ()
     torn: str | None = None
     serving_s: float = 0.0
+    met: tuple[str, ...] = ()
 
 
 class Describe(Body, frozen=True):

@@ -13,7 +13,8 @@ class Join(Body, frozen=True):
 
     The groups of `optional` have the tensors of the whole replica: every rank says the same. Where they are known, `lanes` are the digests
     of what it holds, 16 bytes per placement, and `manifest` has the tensors of the version with theirs; one rank's word is enough.
-    `host` is where its `pid` means something. `in_place`: it has no shadow, and a commit overwrites what is live.
+    `host` is where its `pid` means something. `in_place`: it has no shadow, and a commit overwrites what is live. `met`: what those who
+    control its engine told it; a leader that was not told the same is another engine's, and refuses it.
     """
 
     rank: int
@@ -25,6 +26,7 @@ class Join(Body, frozen=True):
     manifest: Manifest | None = None
     host: str = ""
     in_place: bool = False
+    met: str = ""
 
 
 class Joined(Body, frozen=True):

@@ -33,6 +33,7 @@ def join(
     content: Content | None = None,
     optional: Sequence[OptionalGroup] = (),
     in_place: bool = False,
+    met: str = "",
     deadline: Deadline,
 ) -> Joined:
     """Report a rank for service; the leader's refusal is raised."""
@@ -46,6 +47,7 @@ def join(
         lanes=None if content is None else content.lanes,
         manifest=None if content is None else content.manifest,
         in_place=in_place,
+        met=met,
     )
     match channel.request(body, deadline, f"the leader to take rank {rank} in"):
         case Joined() as joined:

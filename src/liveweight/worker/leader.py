@@ -44,13 +44,15 @@ class Leader:
         world: int,
         bus: Bus,
         decisions: Decisions,
+        takes_over: bool = False,
     ) -> None:
+        """`takes_over`: it is known to be the one that peers want at that address, whoever listens there now."""
         self._decisions, self._bus = decisions, bus
         self._scheduler = Scheduler(replica=replica, boot=boot, world=world)
         self._watch: Watch[int] = Watch()
         self._look_s = 0.0
         self._closing = False
-        listener: Listener[Message] = Listener(address, secret, Codec(Message))
+        listener: Listener[Message] = Listener(address, secret, Codec(Message), takes_over=takes_over)
         self.address, self._waker = listener.address, listener.waker()
         self._thread = threading.Thread(  # from here on the listener is the thread's
             target=self._run, args=(listener,), name="liveweight-leader", daemon=True
@@ -72,6 +74,10 @@ class Leader:
                 return version
             case _:
                 return serving_version(state)
+
+    def met(self, by: str) -> None:
+        """Say from now on that those who control the engine have told it this. For any thread."""
+        self._scheduler.met.append(by)
 
     def close(self) -> None:
         """End the thread; peers learn that the replica is gone."""

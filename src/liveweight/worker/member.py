@@ -47,7 +47,7 @@ class Member:
 
     `optional` are the groups of tensors that an offer may leave out; of such a round the rank keeps what it has. `content` is what is
     known of the weights that it joins with; `live_kernels` are those of the device that these lie on, if it is not the shadow's.
-    With `in_place` there is no shadow: a commit overwrites what is live.
+    With `in_place` there is no shadow: a commit overwrites what is live. `met`: see Join; WrongState where the leader is another engine's.
     """
 
     def __init__(
@@ -68,15 +68,13 @@ class Member:
         content: Content | None = None,
         live_kernels: Kernels | None = None,
         in_place: InPlace | None = None,
+        met: str = "",
         on_failure: Callable[[], None] | None = None,
     ) -> None:
         self._turnstile = turnstile = Turnstile()
         overwrites = None if in_place is None else Overwrites(in_place)
         with ExitStack() as stack:
-            calls, orders = (
-                stack.enter_context(Channel(address, secret, Codec[Message](Message), deadline=deadline))
-                for _ in range(2)
-            )
+            orders = stack.enter_context(_channel(address, secret, deadline))
             joined = join(
                 orders,
                 rank=rank,
@@ -85,8 +83,11 @@ class Member:
                 content=content,
                 optional=optional,
                 in_place=overwrites is not None,
+                met=met,
                 deadline=deadline,
             )
+            # Not before: only the leader that took the rank in is known to be the right one at that address.
+            calls = stack.enter_context(_channel(address, secret, deadline))
             seat: _Seat = {
                 "rank": rank,
                 "seat": joined.seat,
@@ -160,3 +161,7 @@ class Member:
     def close(self) -> None:
         """Leave the replica: threads, channels and mappings end. The weights stay as they are."""
         self._resources.close()
+
+
+def _channel(address: str, secret: Secret, deadline: Deadline) -> Channel[Message]:
+    return Channel(address, secret, Codec[Message](Message), deadline=deadline)

@@ -104,6 +104,7 @@ class LiveweightBackend(WeightTransferEngine[InitInfo, UpdateInfo]):
             world=parallel.world_size,
             local_rank=parallel.rank % local_world,
             local_world=local_world,
+            vllm=self.vllm_config.instance_id,
         )
 
     def _loading(self) -> Loading:

@@ -21,7 +21,11 @@ PauseMode: TypeAlias = Literal["keep", "abort"]
 
 
 class Controls(Protocol):
-    """One vLLM. Called by one thread at a time."""
+    """One vLLM. Called by one thread at a time. `concurrent`: whether it may be told something while its user uses it in another thread."""
+
+    @property
+    def concurrent(self) -> bool:
+        """See above."""
 
     def init(self, info: dict[str, Any], deadline: Deadline) -> None:
         """Let every worker meet the trainer."""
@@ -88,6 +92,9 @@ class _Calls:
 class LlmControls(OneByOne):
     """An `LLM` of this process. It runs no request between two calls of its `generate`: there is nothing to pause."""
 
+    concurrent = False
+    """Its socket is for one thread at a time: the process ends where two use it."""
+
     def __init__(self, llm: Any) -> None:
         self._llm, self._calls = llm, _Calls("the LLM")
 
@@ -132,6 +139,8 @@ class LlmControls(OneByOne):
 
 class AsyncControls(OneByOne):
     """An `AsyncLLM` of this process, whose loop runs in another thread than the publisher's."""
+
+    concurrent = True
 
     def __init__(self, llm: Any, loop: asyncio.AbstractEventLoop) -> None:
         self._llm, self._loop, self._calls = llm, loop, _Calls("the AsyncLLM")
@@ -187,10 +196,11 @@ class AsyncControls(OneByOne):
 class ClientControls(OneByOne):
     """Any object with the four methods of vLLM's weight sync clients. Pausing is not among them: whoever has the object pauses vLLM around
     `publish`, or gives it `pause_generation(mode)`, `resume_generation()` and `update_weight_version(version)`, too. Only one with
-    `start_draft_weight_update()` updates a draft model."""
+    `start_draft_weight_update()` updates a draft model. It may have an `LLM` behind it, unless it says that it is `concurrent`."""
 
     def __init__(self, client: Any) -> None:
         self._client, self._calls = client, _Calls("the client")
+        self.concurrent = bool(getattr(client, "concurrent", False))
 
     def init(self, info: dict[str, Any], deadline: Deadline) -> None:
         """See Controls."""

@@ -33,13 +33,12 @@ class VllmEngine:
         """As a publisher drives it. Its workers read the secret in that file, unless their environment names another."""
         controls = controls_of(self.given, key=self.key, loop=self.loop)
         name = getattr(controls, "url", None) or f"vLLM ({type(self.given).__name__})"
-        session = secrets.token_hex(8)
         # The same for all trainers of one server: the second finds the leader where the first had it.
-        place = xxhash.xxh3_64_hexdigest(str(name).encode()) if hasattr(controls, "url") else session
+        shared = hasattr(controls, "url")
+        place = xxhash.xxh3_64_hexdigest(str(name).encode()) if shared else secrets.token_hex(8)
         address = self.address or f"ipc://{default_directory()}/vllm-{place}.sock"
         terms = {
             "address": address,
-            "session": session,
             "secret_file": None if secret_file is None else str(secret_file.absolute()),
             "pace_bytes_per_s": self.pace_bytes_per_s,
             "verify": self.verify,

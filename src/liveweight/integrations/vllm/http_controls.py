@@ -22,6 +22,8 @@ _SHOWN = 600
 class HttpControls:
     """A server, by the routes that it has with VLLM_SERVER_DEV_MODE=1."""
 
+    concurrent = True
+
     def __init__(self, url: str, key: str | None = None) -> None:
         self.url, self._key = url.rstrip("/"), key
         self._parts = urlsplit(self.url)

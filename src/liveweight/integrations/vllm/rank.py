@@ -7,6 +7,7 @@ in vLLM's `update_weights`, which reaches all workers between the same two steps
 from __future__ import annotations
 
 import secrets
+import select
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -39,16 +40,18 @@ if TYPE_CHECKING:
 START = Version(run="start", label="initial")
 """What vLLM serves before the first round. Its content is in files, and nobody has digested them."""
 RESOLVE_S = 5.0
+_PAUSE_MS = 10
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Seat:
-    """Which worker this is: its number among all, and among those of its host."""
+    """Which worker this is: its number among all, and among those of its host, and of which vLLM: no two have that name."""
 
     rank: int
     world: int
     local_rank: int
     local_world: int
+    vllm: str
 
     @property
     def host(self) -> int:
@@ -80,7 +83,7 @@ class VllmRank:
         self._bus.subscribe(log)
         self._kernels = choose_kernels(self._bus, CPU.choose())
         shares = divide(loading.manifest, seat.local_world)
-        place = socket_directory(default_directory()) / f"vllm-{terms.session}-{seat.host}.fds"
+        place = socket_directory(default_directory()) / f"vllm-{seat.vllm}-{seat.host}.fds"
         self._arenas = HostArenas(
             Path(place),
             secret,
@@ -102,11 +105,14 @@ class VllmRank:
         self._member: Member | None = None
         self._address: str | None = None
         self._decided = Slot()
+        self._leader: Leader | None = None
         self._resources = ExitStack()
 
     def meet(self, terms: Terms) -> None:
-        """Be reached at the trainer's address. Asked again, with the same one, it only ends what an exchange left in doubt,
-        and goes by the new trainer's wishes."""
+        """Be reached at the trainer's address, by a leader that says by which meeting. Asked again, with the same address, it only ends
+        what an exchange left in doubt, and goes by the new trainer's wishes."""
+        if self._leader is not None:
+            self._leader.met(terms.session)
         self._target.reads_back = terms.verify == "installed"
         if self._member is not None:
             self._note(self._member.resolve(RESOLVE_S))
@@ -117,30 +123,44 @@ class VllmRank:
         deadline = Deadline.after(terms.timeout_s)
         with ExitStack() as stack:
             if self._seat.rank == 0:
-                stack.callback(self._lead(terms).close)
-            member = Member(
-                self._target,
-                address=terms.address,
-                secret=self._secret,
-                kernels=self._kernels,
-                readers={
-                    name: mode.reader(self._secret, self._kernels, CPU) for name, mode in TRANSPORTS.items()
-                },
-                rank=self._seat.rank,
-                serving=self._serving,
-                hooks=(),
-                settings=StagingSettings(pace_bytes_per_s=terms.pace_bytes_per_s),
-                bus=self._bus,
-                deadline=deadline,
-                optional=self._optional,
-            )
+                self._leader = self._lead(terms)
+                stack.callback(self._leader.close)
+            member = self._joined(terms, deadline)
             stack.callback(member.close)
             self._resources = stack.pop_all()
         self._member, self._address = member, terms.address
 
+    def _joined(self, terms: Terms, deadline: Deadline) -> Member:
+        """Joined to this vLLM's leader, once that listens: until then the worker of another one may, which has ended."""
+        while True:
+            try:
+                return self._join(terms, deadline)
+            except WrongState:
+                deadline.check(f"worker 0 to listen at {terms.address}")
+                select.poll().poll(_PAUSE_MS)
+
+    def _join(self, terms: Terms, deadline: Deadline) -> Member:
+        return Member(
+            self._target,
+            address=terms.address,
+            secret=self._secret,
+            kernels=self._kernels,
+            readers={
+                name: mode.reader(self._secret, self._kernels, CPU) for name, mode in TRANSPORTS.items()
+            },
+            rank=self._seat.rank,
+            serving=self._serving,
+            hooks=(),
+            settings=StagingSettings(pace_bytes_per_s=terms.pace_bytes_per_s),
+            bus=self._bus,
+            deadline=deadline,
+            optional=self._optional,
+            met=terms.session,
+        )
+
     def _lead(self, terms: Terms) -> Leader:
         """What it decides comes back through vLLM's `update_weights`, whose caller has asked for the decision."""
-        return Leader(
+        leader = Leader(
             address=terms.address,
             secret=self._secret,
             replica=terms.address,
@@ -148,7 +168,11 @@ class VllmRank:
             world=self._seat.world,
             bus=self._bus,
             decisions=self._decided,
+            # The trainer met this vLLM: a worker that listens there is one that outlived its own.
+            takes_over=True,
         )
+        leader.met(terms.session)
+        return leader
 
     @property
     def pace_bytes_per_s(self) -> float | None:
@@ -169,7 +193,7 @@ class VllmRank:
 
     def _leave(self) -> None:
         self._resources.close()
-        self._member = None
+        self._member = self._leader = None
 
     def close(self) -> None:
         """Leave the replica; the weights stay as they are."""

@@ -17,6 +17,8 @@ from liveweight.spec.deadline import Deadline
 class RayControls(OneByOne):
     """One actor. An `LLM` is called between two calls of its `generate`: there is nothing to pause, only prefixes to forget."""
 
+    concurrent = True
+
     def __init__(self, handle: Any) -> None:
         self._handle = handle
 

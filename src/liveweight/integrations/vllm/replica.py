@@ -6,19 +6,21 @@ the workers install leaves vLLM as it was; afterwards vLLM is resumed only where
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from concurrent.futures import TimeoutError as FutureTimeout
+from contextlib import contextmanager, suppress
 from typing import Any
 
 from msgspec.structs import replace
 
-from liveweight.errors import ChannelClosed, LiveWeightError, Refused, Torn, Unavailable
+from liveweight.errors import ChannelClosed, DeadlineExceeded, LiveWeightError, Refused, Torn
 from liveweight.integrations.vllm.controls import Controls, PauseMode
-from liveweight.integrations.vllm.draft import GROUP, of_draft
+from liveweight.integrations.vllm.draft import of_draft
+from liveweight.integrations.vllm.meeting import Meeting
 from liveweight.integrations.vllm.updates import Updates
 from liveweight.spec.deadline import Deadline
-from liveweight.spec.manifest import Manifest, OptionalGroup, Version
+from liveweight.spec.manifest import Manifest, Version
 from liveweight.trainer.replica import ReplicaRefused, WireReplica
 from liveweight.wire import messages as m
 from liveweight.wire.credentials import Secret
@@ -26,6 +28,8 @@ from liveweight.wire.values import KvPolicy, RoundId, fault_of
 
 MODES: dict[KvPolicy | None, PauseMode] = {None: "keep", "recompute": "keep", "drop": "abort"}
 """How requests that run at a commit are held, by KV policy."""
+ABORT_S = 2.0
+"""How long a leader that nobody wants any more may take to give a round up."""
 GRACE_S = 10.0
 """How long ending an update and resuming may take beyond the deadline: a vLLM that stays paused is worse than a late answer."""
 
@@ -37,15 +41,16 @@ class VllmReplica:
         self, name: str, controls: Controls, *, address: str, secret: Secret, terms: dict[str, Any]
     ) -> None:
         """`terms`: what every worker is told when it is met, see backend.InitInfo."""
-        self._name, self._controls, self._terms = name, controls, terms
+        self._name, self._controls = name, controls
         self._wire = WireReplica(address, secret)
         self._looker = WireReplica(address, secret)
         self._teller = ThreadPoolExecutor(1, thread_name_prefix="liveweight-vllm-commit")
         self._updates = Updates(name, controls, self._teller)
+        self._meeting = Meeting(name, controls, self._updates, self._wire, self._looker, terms)
         self._policy: KvPolicy | None = None
         self._lease: Deadline | None = None
-        self._in_doubt = self._stood_back = False
-        self._drafts = True
+        self._stood_back = False
+        self._asked: Future[bool] | None = None
         self._round = Deadline.after(0.0)
 
     @property
@@ -55,41 +60,12 @@ class VllmReplica:
 
     def standing(self, deadline: Deadline) -> m.Standing:
         """See Replica."""
-        self._meet(deadline)
+        self._meeting.make_sure(deadline)
         return self._wire.standing(deadline)
-
-    def _meet(self, deadline: Deadline) -> None:
-        """Let its workers join, unless they have: at first, after a restart, and where an exchange was left in doubt."""
-        self._in_doubt = not self._updates.over(deadline) or self._in_doubt
-        if self._wire.connected and not self._in_doubt:
-            return
-        self._controls.init({**self._terms, "timeout_s": max(1.0, deadline.remaining_s())}, deadline)
-        standing = self._wire.standing(deadline)
-        if standing.round is None:
-            self._end_what_was_left(standing.serving, deadline)
-            self._hand_over_draft(standing.optional, deadline)
-        self._in_doubt = False
-
-    def _end_what_was_left(self, serving: Version | None, deadline: Deadline) -> None:
-        """An update that is active without a round is one that a trainer did not live to end, and vLLM is paused for it. All workers
-        hold one version: those that do not refuse to be met. vLLM may not have been told its name."""
-        try:
-            self._controls.start(deadline)
-            self._controls.finish(None, deadline)
-        except Unavailable:
-            self._controls.finish(None if serving is None else str(serving), deadline)
-            self._controls.resume(deadline)
-
-    def _hand_over_draft(self, optional: Iterable[OptionalGroup], deadline: Deadline) -> None:
-        """Let vLLM's workers have their draft model, where they expect its tensors: by an update of it that installs nothing."""
-        if any(group.name == GROUP for group in optional):
-            self._drafts = self._controls.start_draft(deadline)
-            if self._drafts:
-                self._controls.finish(None, deadline)
 
     def describe(self, structure: str, manifest: Manifest, deadline: Deadline) -> None:
         """See Replica. A draft that vLLM cannot be told to take is refused, not left out."""
-        if of_draft(manifest) and not self._drafts:
+        if of_draft(manifest) and not self._meeting.drafts:
             raise Refused(f"{self._name} has no start_draft_weight_update: leave the draft's tensors out")
         self._wire.describe(structure, manifest, deadline)
 
@@ -101,10 +77,47 @@ class VllmReplica:
             )
             raise ReplicaRefused(fault_of(error, step="open"))
         self._policy, self._round = body.kv_policy, deadline
-        self._meet(deadline)
-        # A connection that was lost since the round before is found out here, not in the commit.
-        self._looker.standing(deadline)
+        self._asked = None
+        if self._meeting.meet(deadline):
+            return self._wire.open(body, deadline)
+        return self._open_with_its_own(body, deadline)
+
+    def _open_with_its_own(self, body: m.Open, deadline: Deadline) -> m.Opened:
+        """Open, and see meanwhile whether the leader is vLLM's own. One that outlived its vLLM is left, and its successor met. A vLLM that
+        does not say so soon has a worker that stands still, which the round will name; before the vote it must."""
+        self._asked = self._teller.submit(self._meeting.own, deadline)
+        opened: m.Opened | None = None
+        refused: ReplicaRefused | ChannelClosed | None = None
+        try:
+            opened = self._wire.open(body, deadline)
+        except (ReplicaRefused, ChannelClosed) as error:
+            refused = error
+        began = opened is not None and opened.round is not None
+        try:
+            own = self._is_own(deadline.within(deadline.remaining_s() / 4) if began else deadline)
+        except DeadlineExceeded:
+            if not began:
+                raise
+            own = True
+        if own and opened is not None:
+            return opened
+        if own and isinstance(refused, ReplicaRefused):
+            raise refused
+        if opened is not None and opened.round is not None:
+            with suppress(LiveWeightError, ReplicaRefused):
+                self._wire.abort(opened.round, f"{self._name} was started again", deadline.within(ABORT_S))
+        self._meeting.in_doubt = True
+        self._meeting.meet(deadline)
         return self._wire.open(body, deadline)
+
+    def _is_own(self, deadline: Deadline) -> bool:
+        """What was found out since the round was opened."""
+        if self._asked is None:
+            return True
+        try:
+            return self._asked.result(max(0.0, deadline.remaining_s()))
+        except FutureTimeout:
+            raise deadline.exceeded(f"{self._name} to meet us") from None
 
     def status(self, round_id: RoundId, until: m.Phase, deadline: Deadline) -> m.Progress:
         """See Replica. vLLM's update begins while its workers verify: it answers at the end of a step, for which nobody waits then."""
@@ -118,6 +131,12 @@ class VllmReplica:
 
     def vote(self, round_id: RoundId, lease_s: float, deadline: Deadline) -> None:
         """See Replica. Its yes holds for a while, in which vLLM has to come to a standstill."""
+        if not self._is_own(deadline):
+            self._meeting.in_doubt = True
+            gone = ChannelClosed(
+                f"{self._name} was started again, and has other workers than staged the version"
+            )
+            raise ReplicaRefused(fault_of(gone, step="vote"))
         self._lease = Deadline.after(lease_s)
         self._wire.vote(round_id, lease_s, deadline)
 
@@ -139,7 +158,7 @@ class VllmReplica:
                     return found.epoch
             return None
 
-        self._meet(deadline)
+        self._meeting.make_sure(deadline)
         return self._exchange(lambda: self._wire.undo(publisher, deadline), decided, deadline, undo=True)
 
     def _exchange(
@@ -208,11 +227,11 @@ class VllmReplica:
         except ReplicaRefused as refused:
             if done:
                 raise
-            self._in_doubt = True
+            self._meeting.in_doubt = True
             said = f"{refused.fault.message}; {self._name} stays paused"
             raise ReplicaRefused(replace(refused.fault, message=said), refused.serving) from refused
         except LiveWeightError:
-            self._in_doubt = True
+            self._meeting.in_doubt = True
             raise
 
     def _begin(self, begun: Deadline, deadline: Deadline) -> bool:
@@ -222,7 +241,7 @@ class VllmReplica:
             was_paused = self._updates.begin(begun) and not self._stood_back
         except LiveWeightError as error:
             # An update of somebody else may be active: that is looked after when vLLM is met again.
-            self._in_doubt = True
+            self._meeting.in_doubt = True
             raise ReplicaRefused(fault_of(error, step="commit")) from error
         try:
             self._controls.pause(MODES[self._policy], begun)  # a paused one forgets its KV, too
@@ -242,7 +261,7 @@ class VllmReplica:
         # vLLM serves again, and hears of it only after a long step: the KV of all running requests is computed anew.
         self._updates.end(label, deadline)
         if not named:
-            self._in_doubt = not self._updates.over(deadline) or self._in_doubt
+            self._meeting.settle(deadline)
 
     def abort(self, round_id: RoundId, reason: str, deadline: Deadline) -> tuple[int, ...]:
         """See Replica."""
@@ -254,13 +273,13 @@ class VllmReplica:
     def stand_back(self, version: Version, reason: str, deadline: Deadline) -> None:
         """See Replica. It is paused until this publisher's next round has committed; whoever resumes it lets it serve what it has."""
         del version, reason
-        self._in_doubt = not self._updates.over(deadline) or self._in_doubt
+        self._meeting.settle(deadline)
         self._controls.pause("keep", deadline)
         self._stood_back = True
 
     def verify(self, body: m.Verify, deadline: Deadline) -> m.Verdict:
         """See Replica. What is digested is the host's copy of what was installed."""
-        self._meet(deadline)
+        self._meeting.make_sure(deadline)
         return self._wire.verify(body, deadline)
 
     def disconnect(self) -> None:

@@ -11,7 +11,10 @@ Verify: TypeAlias = Literal["staged", "installed"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Terms:
-    """Where its leader shall listen, what a round may cost, and what it shall verify. `session` names what workers of one host share."""
+    """Where its leader shall listen, what a round may cost, and what it shall verify.
+
+    `session` is another one in every meeting. The leader says the last ones: by them, trainers and the other workers know it.
+    """
 
     address: str
     session: str

@@ -1,11 +1,12 @@
-"""vLLM's own updates around our commits: begun ahead of them, ended behind them, since vLLM answers only at the end of a step.
+"""vLLM's own updates around our commits: begun ahead of them, ended behind them, since vLLM answers only at the end of a step. One that
+cannot be told anything while its user uses it has ended when its user has it back.
 
 Owns what was asked and not answered yet. Whether vLLM may be paused, and who resumes it, is replica's.
 """
 
 from __future__ import annotations
 
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from concurrent.futures import TimeoutError as FutureTimeout
 
 from liveweight.integrations.vllm.controls import Controls
@@ -36,8 +37,14 @@ class Updates:
             raise deadline.exceeded(f"{self._name} to begin an update") from None
 
     def end(self, label: str | None, deadline: Deadline) -> None:
-        """End the one that is active; it is not waited for. vLLM says then that it serves that version, unless it is None."""
-        self._ending = self._thread.submit(self._controls.finish, label, deadline)
+        """End the one that is active; that is waited for only where it must be. vLLM says then that it serves that version, unless it is
+        None."""
+        self._end_by(self._thread.submit(self._controls.finish, label, deadline), deadline)
+
+    def _end_by(self, ending: Future[None], deadline: Deadline) -> None:
+        self._ending = ending
+        if not self._controls.concurrent:
+            wait([ending], max(0.0, deadline.remaining_s()))  # how it went, `over` says
 
     def over(self, deadline: Deadline) -> bool:
         """Wait until none is active any more, also of what was begun ahead and came to nothing. False where vLLM did not let it end."""
@@ -52,10 +59,10 @@ class Updates:
         return ended
 
     def give_up(self, deadline: Deadline) -> None:
-        """End what was begun ahead, without waiting for that."""
+        """End what was begun ahead, without waiting for that unless it must be."""
         beginning, self._beginning = self._beginning, None
         if beginning is not None:
-            self._ending = self._thread.submit(self._end_begun, beginning, deadline)
+            self._end_by(self._thread.submit(self._end_begun, beginning, deadline), deadline)
 
     def _end_begun(self, beginning: Future[bool], deadline: Deadline) -> None:
         """In the thread that vLLM is asked in, after what it began there: nothing is waited for."""

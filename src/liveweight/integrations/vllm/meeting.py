@@ -1,0 +1,92 @@
+"""How a trainer meets vLLM's workers, and knows that the leader which it reaches is theirs.
+
+What goes through vLLM's calls and what goes over our wire must be about the same workers. A worker can outlive its server (vLLM's engine
+does where the server is killed), and goes on answering on our wire while another vLLM serves at the server's address. So every meeting
+has a word of its own, which vLLM's calls carry to its workers, and which their leader says.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Iterable
+from typing import Any
+
+from liveweight.errors import Unavailable
+from liveweight.integrations.vllm.controls import Controls
+from liveweight.integrations.vllm.draft import GROUP
+from liveweight.integrations.vllm.updates import Updates
+from liveweight.spec.deadline import Deadline
+from liveweight.spec.manifest import OptionalGroup, Version
+from liveweight.trainer.replica import WireReplica
+
+
+class Meeting:
+    """Of one vLLM. Called by the replica's thread, `own` also by one that it waits for."""
+
+    def __init__(
+        self,
+        name: str,
+        controls: Controls,
+        updates: Updates,
+        wire: WireReplica,
+        looker: WireReplica,
+        terms: dict[str, Any],
+    ) -> None:
+        """`terms`: what every worker is told, see terms.Terms; the session is added."""
+        self._name, self._controls, self._updates, self._terms = name, controls, updates, terms
+        self._wire, self._looker = wire, looker
+        self.in_doubt = False
+        """Whether an exchange was left without a known end."""
+        self.drafts = True
+        """Whether vLLM could be told to hand its draft model to its workers, if it has one."""
+
+    def settle(self, deadline: Deadline) -> None:
+        """Wait until no update of vLLM is active any more; where it was not let end, that is a doubt."""
+        self.in_doubt = not self._updates.over(deadline) or self.in_doubt
+
+    def make_sure(self, deadline: Deadline) -> None:
+        """The leader on our wire is vLLM's own on return."""
+        if not self.meet(deadline) and not self.own(deadline):
+            self.in_doubt = True
+            self.meet(deadline)
+
+    def meet(self, deadline: Deadline) -> bool:
+        """Let vLLM's workers join, unless they have: at first, after a restart, and where an exchange was left in doubt. Whether that was
+        done; else, whether the leader is vLLM's own, `own` says."""
+        self.settle(deadline)
+        if self._wire.connected and not self.in_doubt:
+            return False
+        self._wire.disconnect()
+        self._looker.disconnect()
+        if not self.own(deadline):
+            raise Unavailable(f"at {self._terms['address']} others listen than the workers of {self._name}")
+        standing = self._wire.standing(deadline)
+        if standing.round is None:
+            self._end_what_was_left(standing.serving, deadline)
+            self._hand_over_draft(standing.optional, deadline)
+        self.in_doubt = False
+        return True
+
+    def own(self, deadline: Deadline) -> bool:
+        """Tell vLLM's workers that they are met, and ask the leader whether it heard that."""
+        session = secrets.token_hex(8)
+        timeout_s = max(1.0, deadline.remaining_s())
+        self._controls.init({**self._terms, "session": session, "timeout_s": timeout_s}, deadline)
+        return session in self._looker.standing(deadline).met
+
+    def _end_what_was_left(self, serving: Version | None, deadline: Deadline) -> None:
+        """An update that is active without a round is one that a trainer did not live to end, and vLLM is paused for it. All workers
+        hold one version: those that do not refuse to be met. vLLM may not have been told its name."""
+        try:
+            self._controls.start(deadline)
+            self._controls.finish(None, deadline)
+        except Unavailable:
+            self._controls.finish(None if serving is None else str(serving), deadline)
+            self._controls.resume(deadline)
+
+    def _hand_over_draft(self, optional: Iterable[OptionalGroup], deadline: Deadline) -> None:
+        """Let vLLM's workers have their draft model, where they expect its tensors: by an update of it that installs nothing."""
+        if any(group.name == GROUP for group in optional):
+            self.drafts = self._controls.start_draft(deadline)
+            if self.drafts:
+                self._controls.finish(None, deadline)
