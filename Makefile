@@ -17,6 +17,10 @@ BENCH_VENV := .venv-bench
 VLLM ?= 0.32.0
 VLLM_VENV := .venv-vllm/$(VLLM)
 
+# Another torch than everything else has, for a trainer beside vLLM's.
+OTHER_TORCH ?= 2.6.0
+OTHER_VENV := .venv-torch/$(OTHER_TORCH)
+
 .PHONY: venv environments demo picture profile test test-paddle test-vllm check soak soak-vllm bench wheel clean
 venv: $(VENV)/.ready
 
@@ -64,10 +68,18 @@ $(PADDLE_VENV)/.ready: pyproject.toml setup.py $(wildcard native/*.c native/*.h)
 test-vllm: venv $(VLLM_VENV)/.ready
 	LIVEWEIGHT_VLLM_PYTHON=$(VLLM_VENV)/bin/python $(BIN)/python -m pytest -m "not soak" tests/vllm
 
-# Tensor parallel, experts, the demo, programs in vLLM's environment, also of Ray: a server or two for each.
-soak-vllm: venv $(VLLM_VENV)/.ready
+# Tensor parallel, experts, the demo, programs in vLLM's environment, also of Ray, a trainer with another torch: a server or two for each.
+soak-vllm: venv $(VLLM_VENV)/.ready $(OTHER_VENV)/.ready
 	$(VLLM_VENV)/bin/python -m pip install --quiet "ray==2.60.0"
-	LIVEWEIGHT_VLLM_PYTHON=$(VLLM_VENV)/bin/python $(BIN)/python -m pytest -m soak tests/vllm
+	LIVEWEIGHT_VLLM_PYTHON=$(VLLM_VENV)/bin/python LIVEWEIGHT_OTHER_PYTHON=$(abspath $(OTHER_VENV))/bin/python \
+	  $(BIN)/python -m pytest -m soak tests/vllm
+
+# The oldest torch that is supported, with all that it brings: some gigabytes where it has no build for CPUs alone.
+$(OTHER_VENV)/.ready: pyproject.toml setup.py $(wildcard native/*.c native/*.h)
+	$(PYTHON) -m venv $(OTHER_VENV)
+	$(OTHER_VENV)/bin/python -m pip install --quiet "torch==$(OTHER_TORCH)"
+	$(OTHER_VENV)/bin/python -m pip install --quiet --editable .
+	touch $@
 
 # The package itself first, without what it asks for: torch's companions for sound and pictures have no CPU build everywhere.
 $(VLLM_VENV)/.packages: tests/vllm/requirements.py tests/vllm/pins/$(VLLM).txt
@@ -113,4 +125,4 @@ wheel: venv
 	$(PYTHON) tests/wheel_smoke.py dist
 
 clean:
-	rm -rf $(VENV) $(PADDLE_VENV) $(BENCH_VENV) .venv-vllm build dist src/*.egg-info
+	rm -rf $(VENV) $(PADDLE_VENV) $(BENCH_VENV) .venv-vllm .venv-torch build dist src/*.egg-info

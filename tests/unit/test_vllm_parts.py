@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from liveweight.errors import Unavailable
-from liveweight.integrations.vllm.middleware import App, Versions
+from liveweight.integrations.vllm.middleware import CACHES, App, Versions
 from liveweight.integrations.vllm.seam import check_version
 from liveweight.integrations.vllm.target import divide, in_layers
 from liveweight.plan.tally import Tally
@@ -65,8 +65,9 @@ def test_tensors_are_installed_layer_by_layer_in_the_order_of_their_numbers() ->
 class Engine:
     """Says what it serves; another version each time that it is asked."""
 
-    def __init__(self, *versions: str) -> None:
+    def __init__(self, *versions: str, processes: int = 1) -> None:
         self._versions = iter(versions)
+        self.vllm_config = SimpleNamespace(parallel_config=SimpleNamespace(_api_process_count=processes))
 
     async def get_weight_version(self) -> str:
         """The next one."""
@@ -75,20 +76,33 @@ class Engine:
 
 def answered(app: App, engine: Engine, path: str = "/v1/completions") -> list[dict[str, Any]]:
     """What is sent for one request."""
+    return asked(Versions(app), engine, path)
+
+
+def asked(
+    middleware: Versions, engine: Engine, path: str, *bodies: bytes, method: str = "POST"
+) -> list[dict[str, Any]]:
+    """What that sends for one request, whose body comes in these pieces."""
     sent: list[dict[str, Any]] = []
+    pieces = list(bodies or (b"{}",))
 
     async def send(message: Any) -> None:
         sent.append(dict(message))
 
     async def receive() -> dict[str, Any]:
-        return {"type": "http.request"}
+        if not pieces:
+            return {"type": "http.disconnect"}
+        body = pieces.pop(0)
+        return {"type": "http.request", "body": body, "more_body": bool(pieces)}
 
     scope = {
         "type": "http",
+        "method": method,
         "path": path,
+        "headers": [(b"content-length", b"2"), (b"content-type", b"application/json")],
         "app": SimpleNamespace(state=SimpleNamespace(engine_client=engine)),
     }
-    asyncio.run(Versions(app)(scope, receive, send))
+    asyncio.run(middleware(scope, receive, send))
     return sent
 
 
@@ -123,3 +137,92 @@ def test_a_stream_ends_with_a_comment_that_has_both() -> None:
 def test_other_routes_are_left_alone() -> None:
     start, *_ = answered(replies(b"application/json"), Engine(), path="/health")
     assert start["headers"] == [(b"content-type", b"application/json")]
+
+
+class Salts:
+    """An application that notes what it is asked."""
+
+    def __init__(self) -> None:
+        self.asked: list[dict[str, Any]] = []
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        """Read a whole request, and what comes after it."""
+        message = await receive()
+        assert dict(scope["headers"])[b"content-length"] == str(len(message["body"])).encode()
+        assert not message["more_body"]
+        assert (await receive())["type"] == "http.disconnect"
+        self.asked.append(json.loads(message["body"]))
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        await send({"type": "http.response.body", "body": b""})
+
+    def salts(self) -> list[str]:
+        """Of all requests so far."""
+        return [request["cache_salt"] for request in self.asked]
+
+
+async def silent(_scope: Any, _receive: Any, send: Any) -> None:
+    """An application that answers nothing but that it is done."""
+    await send({"type": "http.response.start", "status": 200, "headers": []})
+    await send({"type": "http.response.body", "body": b""})
+
+
+def caches(middleware: Versions, engine: Engine) -> dict[str, Any]:
+    """What it says of its caches."""
+    _, body = asked(middleware, engine, CACHES, method="GET")
+    answer: dict[str, Any] = json.loads(body["body"])
+    return answer
+
+
+def test_requests_of_one_version_share_a_salt_and_those_after_an_install_have_another() -> None:
+    app, engine = Salts(), Engine(*"abcdefghij")
+    middleware = Versions(app)
+    asked(middleware, engine, "/v1/completions", b'{"prompt"', b': "x"}')
+    asked(middleware, engine, "/v1/chat/completions", b'{"messages": []}')
+    middleware._app = silent
+    asked(middleware, engine, "/update_weights")
+    middleware._app = app
+    asked(middleware, engine, "/v1/completions", b'{"prompt": "x"}')
+    asked(middleware, engine, "/v1/completions", b'{"prompt": "x", "cache_salt": "mine"}')
+    first, second, third, fourth = app.salts()
+    assert first == second != third
+    assert fourth == f"{third}.mine"
+    assert app.asked[0]["prompt"] == "x"
+    assert caches(middleware, engine) == {"kept_apart": True, "why": None}
+
+
+def test_an_install_that_failed_counts_too() -> None:
+    async def failing(_scope: Any, _receive: Any, _send: Any) -> None:
+        raise RuntimeError("half of it is there")
+
+    app, engine = Salts(), Engine(*"abcd")
+    middleware = Versions(app)
+    asked(middleware, engine, "/v1/completions")
+    middleware._app = failing
+    with pytest.raises(RuntimeError):
+        asked(middleware, engine, "/update_weights")
+    middleware._app = app
+    asked(middleware, engine, "/v1/completions")
+    assert len(set(app.salts())) == 2
+
+
+def test_what_came_without_a_salt_is_said_and_so_are_several_processes() -> None:
+    middleware = Versions(silent)
+    for harmless in ("/pause", "/tokenize", "/update_weight_version"):
+        asked(middleware, Engine(), harmless)
+    asked(middleware, Engine(), "/v1/models", method="GET")
+    assert caches(middleware, Engine())["kept_apart"]
+    assert caches(middleware, Engine(processes=2)) == {"kept_apart": False, "why": "2 processes serve"}
+    asked(middleware, Engine(), "/v1/embeddings")
+    assert caches(middleware, Engine()) == {"kept_apart": False, "why": "a request came by /v1/embeddings"}
+
+
+def test_what_is_no_request_is_left_for_vllm_to_refuse() -> None:
+    seen: list[bytes] = []
+
+    async def app(_scope: Any, receive: Any, send: Any) -> None:
+        seen.append((await receive())["body"])
+        await silent(_scope, receive, send)
+
+    for body in (b"no json", b"[1, 2]", b'"text"', b"\xff\xfe"):
+        asked(Versions(app), Engine("a", "b"), "/v1/completions", body)
+    assert seen == [b"no json", b"[1, 2]", b'"text"', b"\xff\xfe"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -58,6 +59,11 @@ class Server:
             "results"
         ]
         return results
+
+    def counted(self, what: str) -> float:
+        """What one of its counters says."""
+        text = httpx.get(self.url + "/metrics", timeout=WITHIN_S).text
+        return sum(float(found) for found in re.findall(rf"^vllm:{what}_total{{.*}} (.*)$", text, re.M))
 
     def packs(self) -> bool:
         """Whether its workers pack weights away, which depends on the CPU."""

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import json
-import re
 from pathlib import Path
 
-import httpx
 import pytest
 
 import liveweight as lw
@@ -26,10 +24,7 @@ def drafting(draft: Path) -> tuple[str, str]:
 
 
 def counted(server: Server, what: str) -> float:
-    text = httpx.get(server.url + "/metrics", timeout=WITHIN_S).text
-    return sum(
-        float(found) for found in re.findall(rf"^vllm:spec_decode_num_{what}_total{{.*}} (.*)$", text, re.M)
-    )
+    return server.counted(f"spec_decode_num_{what}")
 
 
 def guessed(server: Server) -> float:

@@ -7,6 +7,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
+import torch
 
 import liveweight as lw
 from tests.arch.source_tree import ROOT
@@ -15,10 +16,14 @@ from tests.vllm.serving import NAME, OWN_ENVIRONMENT, VLLM_PYTHON, WITHIN_S, Ans
 pytestmark = pytest.mark.timeout(1200)
 
 
-def program(*arguments: str, place: Path) -> str:
+OTHER_PYTHON = os.environ.get("LIVEWEIGHT_OTHER_PYTHON")
+"""Of an environment with another torch than vLLM's, without vLLM: `make soak-vllm` makes it."""
+
+
+def program(*arguments: str, place: Path, python: str | None = VLLM_PYTHON) -> str:
     """What it prints; AssertionError with what went wrong there. Its sockets and its own secret are in that place."""
     ended = subprocess.run(
-        [str(VLLM_PYTHON), *arguments],
+        [str(python), *arguments],
         cwd=ROOT,
         env=os.environ | OWN_ENVIRONMENT | {"TMPDIR": str(place)},
         capture_output=True,
@@ -40,6 +45,23 @@ def test_a_trainer_of_vllms_own_kind_needs_only_another_backend(
     assert server.answer() == fresh
     assert not server.get("/is_paused")["is_paused"]
     assert server.get("/weight_info") == {"weight_version": "1"}
+    with lw.Publisher(
+        base, engines=[lw.vllm(server.url)], secret=server.secret, timeout_s=WITHIN_S
+    ) as trainer:
+        trainer.publish("back")
+    assert server.answer() == before
+
+
+@pytest.mark.soak
+def test_a_trainer_has_another_torch_than_vllm(
+    server: Server, before: Answer, fresh: Answer, base: Path, new: Path, place: Path
+) -> None:
+    module = ("-m", "tests.vllm.other_trainer_program")
+    said = program(*module, server.url, str(server.secret), str(new), place=place, python=OTHER_PYTHON)
+    version, matches = said.split()
+    assert version.partition("+")[0] != torch.__version__.partition("+")[0]
+    assert matches == "True"
+    assert server.answer() == fresh
     with lw.Publisher(
         base, engines=[lw.vllm(server.url)], secret=server.secret, timeout_s=WITHIN_S
     ) as trainer:

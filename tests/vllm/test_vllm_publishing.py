@@ -10,13 +10,15 @@ import httpx
 import pytest
 
 import liveweight as lw
-from liveweight.errors import ManifestMismatch, RoundFailed
+from liveweight.errors import ManifestMismatch
 from tests.vllm.models import llama
 from tests.vllm.serving import WITHIN_S, Answer, Server, asked
 
 pytestmark = pytest.mark.timeout(1200)
 
 CLIENTS, UPDATES = 8, 20
+LONG = tuple(5 + position % 400 for position in range(200))
+"""A prompt of more than one block."""
 
 
 def publisher(server: Server, source: object, **settings: object) -> lw.Publisher:
@@ -114,10 +116,32 @@ def test_other_tensors_are_refused_by_name_before_anything_is_sent(server: Serve
     assert server.answer() == before
 
 
-def test_a_policy_that_would_mix_kv_of_two_versions_is_refused(server: Server, before: Answer) -> None:
-    with publisher(server, llama(1), kv_policy="reuse") as trainer, pytest.raises(RoundFailed, match="reuse"):
-        trainer.publish("mixed")
+def test_running_requests_may_go_on_with_their_kv_and_nobody_else_finds_it(
+    server: Server, spare: Server, before: Answer, base: Path
+) -> None:
+    started, over, reasons = threading.Event(), threading.Event(), list[str]()
+    client = threading.Thread(target=_stream, args=(server, over, reasons, started))
+    was = server.answer(8, LONG)
+    hits = server.counted("prefix_cache_hits")
+    assert server.answer(8, LONG) == was
+    assert server.counted("prefix_cache_hits") > hits, "vLLM keeps prefixes of this length"
+    with publisher(server, llama(1), kv_policy="reuse") as trainer:
+        client.start()
+        try:
+            assert started.wait(WITHIN_S)
+            hits, preempted = server.counted("prefix_cache_hits"), server.counted("num_preemptions")
+            trainer.publish("reused")
+            assert server.answer(8, LONG) == spare.answer(8, LONG) != was
+            assert server.counted("prefix_cache_hits") == hits, "not even of the same prompt"
+            assert server.counted("num_preemptions") == preempted
+        finally:
+            over.set()
+            client.join(WITHIN_S)
+    assert set(reasons) == {"length"}
+    with publisher(server, base) as trainer:
+        trainer.publish("back")
     assert server.answer() == before
+    assert server.answer(8, LONG) == was
 
 
 def test_answers_say_which_version_served(server: Server, before: Answer, base: Path) -> None:
@@ -159,13 +183,17 @@ def test_twenty_updates_while_clients_stream_and_none_of_them_fails(
     assert all(reasons and set(reasons) == {"length"} for reasons in finished), finished
 
 
-def _stream(server: Server, over: threading.Event, reasons: list[str]) -> None:
+def _stream(
+    server: Server, over: threading.Event, reasons: list[str], started: threading.Event | None = None
+) -> None:
     """One client: a request after the other, each to its end, until it is over; and at least one."""
     body = {**asked(40), "stream": True, "logprobs": None}
     while not over.is_set() or not reasons:
         last = None
         with httpx.stream("POST", f"{server.url}/v1/completions", json=body, timeout=WITHIN_S) as said:
             for line in said.iter_lines():
+                if started is not None:
+                    started.set()
                 if '"finish_reason":"' in line:
                     last = line.partition('"finish_reason":"')[2].partition('"')[0]
         reasons.append(str(last))

@@ -95,7 +95,7 @@ def demo(
         return
     from liveweight.rl.settings import DemoSettings
 
-    _check(engine, vllm_python, kv_policy, chaos=chaos)
+    _check(engine, vllm_python, chaos=chaos)
     settings = DemoSettings(
         engine=engine,
         mode=mode,
@@ -110,16 +110,12 @@ def demo(
     run(settings, out, as_json=as_json, vllm_python=vllm_python)
 
 
-def _check(engine: str, python: Path | None, kv_policy: str, *, chaos: bool) -> None:
+def _check(engine: str, python: Path | None, *, chaos: bool) -> None:
     """What vLLM cannot do is said before anything is started."""
     if engine != "vllm":
         return
     if python is None:
         raise typer.BadParameter("--engine vllm needs --vllm-python, such as .venv-vllm/0.32.0/bin/python")
-    if kv_policy == "reuse":
-        raise typer.BadParameter(
-            "--engine vllm has no --kv-policy reuse: its prefixes would outlive the weights"
-        )
     if chaos:
         raise typer.BadParameter("--engine vllm has no --chaos: vLLM does not replace ranks")
 

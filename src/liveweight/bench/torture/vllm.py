@@ -71,6 +71,7 @@ class Vllm:
         self._offers = itertools.cycle(OFFERS)
         self._trainers: list[Forked] = []
         self._trainer: Hand | None = None
+        self._beheads = False
         self._used: set[OfferKind] = set()
         """Offers that this trainer has made."""
         self._taken: set[OfferKind] = set()
@@ -133,6 +134,7 @@ class Vllm:
             self.tally.restarts += 1
             self._start()
         self._heal()
+        self._server.bury()
 
     def _order(self, strike: Strike | None, timeout_s: float, lease_s: float) -> Publish:
         self._label += 1
@@ -150,14 +152,17 @@ class Vllm:
     # What is struck.
 
     def pid_of(self, strike: Strike) -> int:
-        """See Struck."""
-        del strike
+        """See Struck. Every other server that is killed is outlived by all that it has started, until its successor has taken a round."""
+        self._beheads = strike.number % 2 == 1
         return self._server.pid
 
     def send(self, pid: int, number: signal.Signals) -> None:
-        """See Struck. All that the server has started with it."""
-        os.killpg(pid, number)
-        if number == signal.SIGKILL:
+        """See Struck. All that the server has started with it, but for one that is only beheaded."""
+        if number != signal.SIGKILL:
+            os.killpg(pid, number)
+        elif self._beheads:
+            self._server.behead()
+        else:
             self._server.end(number)
 
     def idle(self) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import http.client
 import json
+import os
 import signal
 import subprocess
 from collections.abc import Callable, Iterator
@@ -52,6 +53,7 @@ class VllmServer:
             options=OPTIONS,
         )
         self._process: subprocess.Popen[bytes] | None = None
+        self._outlived: list[int] = []
         self.family: list[Forked] = []
         """Every process that it had, in all its lives."""
 
@@ -78,9 +80,24 @@ class VllmServer:
         self.family += [Forked(pid) for pid in self.processes()]
 
     def end(self, first: signal.Signals = signal.SIGTERM) -> None:
-        """It and all that it started has ended on return."""
+        """It and all that it started has ended on return, and what outlived it."""
+        self.bury()
         if self._process is not None:
             end(self._process, first)
+
+    def behead(self) -> None:
+        """Its first process has ended on return, killed; what it started does not know that, and goes on until it is buried."""
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait()
+            self._outlived.append(self._process.pid)
+
+    def bury(self) -> None:
+        """What outlived its first process is killed, too."""
+        for session in self._outlived:
+            with suppress(ProcessLookupError):
+                os.killpg(session, signal.SIGKILL)
+        self._outlived.clear()
 
     def processes(self) -> dict[int, str]:
         """Those that run now, by id, and what they are."""

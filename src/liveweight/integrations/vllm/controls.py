@@ -16,8 +16,9 @@ from typing import Any, Literal, Protocol, TypeAlias
 from liveweight.errors import LiveWeightError, Unavailable
 from liveweight.spec.deadline import Deadline
 
-PauseMode: TypeAlias = Literal["keep", "abort"]
-"""What happens to running requests: they stand still and are computed anew from their tokens, or they end."""
+PauseMode: TypeAlias = Literal["keep", "abort", "reuse"]
+"""What happens to running requests: they stand still and are computed anew from their tokens; they end; or they go on with the KV that they
+have."""
 
 
 class Controls(Protocol):
@@ -51,15 +52,22 @@ class Controls(Protocol):
     def paused(self, deadline: Deadline) -> bool:
         """Whether somebody has paused it."""
 
+    def mixes_prefixes(self, deadline: Deadline) -> str | None:
+        """Why a request may find prefixes of an earlier version, if a commit leaves them; None where it can not."""
+
     def pause(self, mode: PauseMode, deadline: Deadline) -> None:
-        """Let it take no step, and forget the KV that it has."""
+        """Let it take no step, and forget the KV that it has, unless that is to stay."""
 
     def resume(self, deadline: Deadline) -> None:
         """Let it go on."""
 
 
 class OneByOne:
-    """Beginning, of vLLMs that are told one thing after the other."""
+    """Of vLLMs that are told one thing after the other, and have no middleware."""
+
+    def mixes_prefixes(self, deadline: Deadline) -> str | None:  # noqa: ARG002 - there is nothing to ask
+        """See Controls."""
+        return "only a server with the middleware keeps them apart"
 
     def begin(self: Controls, deadline: Deadline) -> bool:
         """See Controls."""

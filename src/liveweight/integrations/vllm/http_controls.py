@@ -13,9 +13,11 @@ import msgspec
 from liveweight.control.client import Asked, is_url
 from liveweight.errors import ChannelClosed, MessageInvalid, Refused, Unavailable
 from liveweight.integrations.vllm.controls import PauseMode
+from liveweight.integrations.vllm.middleware import CACHES
 from liveweight.spec.deadline import Deadline
 from liveweight.spec.decoding import from_json
 
+MIDDLEWARE = "liveweight.integrations.vllm.middleware.Versions"
 _SHOWN = 600
 
 
@@ -68,9 +70,22 @@ class HttpControls:
         """See Controls."""
         return bool(self.ask("GET", "/is_paused", None, deadline).get("is_paused"))
 
+    def mixes_prefixes(self, deadline: Deadline) -> str | None:
+        """See Controls."""
+        try:
+            said = self.ask("GET", CACHES, None, deadline)
+        except Unavailable:
+            return f"it was not started with --middleware {MIDDLEWARE}"
+        return None if said.get("kept_apart") is True else str(said.get("why"))
+
     def pause(self, mode: PauseMode, deadline: Deadline) -> None:
         """See Controls."""
-        self.ask("POST", "/pause?" + urlencode({"mode": mode, "clear_cache": "true"}), None, deadline)
+        how = (
+            {"mode": "keep", "clear_cache": "false"}
+            if mode == "reuse"
+            else {"mode": mode, "clear_cache": "true"}
+        )
+        self.ask("POST", "/pause?" + urlencode(how), None, deadline)
 
     def resume(self, deadline: Deadline) -> None:
         """See Controls."""

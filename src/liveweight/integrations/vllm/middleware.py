@@ -1,9 +1,11 @@
-"""ASGI middleware for vLLM's server: every answer says which version served when it was admitted, and which when it was finished.
+"""ASGI middleware for vLLM's server: every answer says which version served when it was admitted, and which when it was finished; and no
+request finds prefixes of an earlier version than that of its admission.
 
     vllm serve MODEL --middleware liveweight.integrations.vllm.middleware.Versions ...
 
 Where the two differ the answer is of both: vLLM does not tell its clients which token came from which. Answers in one piece say it in their
 headers. Streams say the first in their headers, and both in a comment before their end, which clients of server-sent events skip.
+At CACHES it says whether prefixes are kept apart: trainers ask that before they leave any at a commit.
 """
 
 from __future__ import annotations
@@ -12,12 +14,15 @@ import json
 from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any, TypeAlias
 
+from liveweight.integrations.vllm.salting import SALTED, Salt
+
 Scope: TypeAlias = MutableMapping[str, Any]
 Receive: TypeAlias = Callable[[], Awaitable[MutableMapping[str, Any]]]
 Send: TypeAlias = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 App: TypeAlias = Callable[[Scope, Receive, Send], Awaitable[None]]
 
-GENERATING = ("/v1/completions", "/v1/chat/completions", "/v1/responses")
+CACHES = "/liveweight/caches"
+INSTALLING = "/update_weights"
 ADMITTED, FINISHED = b"x-weight-version", b"x-weight-version-finished"
 
 
@@ -25,15 +30,48 @@ class Versions:
     """Wraps vLLM's application. It asks the engine, which knows: not a variable of this process."""
 
     def __init__(self, app: App) -> None:
-        self._app = app
+        self._app, self._salt = app, Salt()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """One request."""
-        if scope["type"] != "http" or not scope["path"].endswith(GENERATING):
+        if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
+        path = scope["path"]
+        self._salt.note(scope["method"], path)
+        if path == CACHES:
+            await _say(self._caches(scope["app"].state.engine_client), send)
+        elif path.endswith(INSTALLING):
+            try:
+                await self._app(scope, receive, send)
+            finally:
+                self._salt.installed()
+        elif path.endswith(SALTED) and scope["method"] == "POST":
+            await self._generate(scope, receive, send)
+        else:
+            await self._app(scope, receive, send)
+
+    async def _generate(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """The version first, and then the salt: a request that finds prefixes of a version says that it was admitted under that."""
         engine = scope["app"].state.engine_client
-        await self._app(scope, receive, _Answer(engine, await engine.get_weight_version(), send).pass_on)
+        answer = _Answer(engine, await engine.get_weight_version(), send)
+        salted, received = await self._salt.into(scope, receive)
+        await self._app(salted, received, answer.pass_on)
+
+    def _caches(self, engine: Any) -> dict[str, Any]:
+        """Where several processes serve, each has a salt of its own, and sees only a part of what comes."""
+        processes = engine.vllm_config.parallel_config._api_process_count
+        why = None if processes == 1 else f"{processes} processes serve"
+        if self._salt.unsalted is not None:
+            why = f"a request came by {self._salt.unsalted}"
+        return {"kept_apart": why is None, "why": why}
+
+
+async def _say(answer: dict[str, Any], send: Send) -> None:
+    body = json.dumps(answer).encode()
+    headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
+    await send({"type": "http.response.start", "status": 200, "headers": headers})
+    await send({"type": "http.response.body", "body": body})
 
 
 class _Answer:

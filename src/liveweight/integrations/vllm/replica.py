@@ -26,7 +26,12 @@ from liveweight.wire import messages as m
 from liveweight.wire.credentials import Secret
 from liveweight.wire.values import KvPolicy, RoundId, fault_of
 
-MODES: dict[KvPolicy | None, PauseMode] = {None: "keep", "recompute": "keep", "drop": "abort"}
+MODES: dict[KvPolicy | None, PauseMode] = {
+    None: "keep",
+    "recompute": "keep",
+    "drop": "abort",
+    "reuse": "reuse",
+}
 """How requests that run at a commit are held, by KV policy."""
 ABORT_S = 2.0
 """How long a leader that nobody wants any more may take to give a round up."""
@@ -70,10 +75,10 @@ class VllmReplica:
         self._wire.describe(structure, manifest, deadline)
 
     def open(self, body: m.Open, deadline: Deadline) -> m.Opened:
-        """See Replica. The KV policy `reuse` is refused: vLLM would hand old prefixes to new requests, too."""
-        if body.kv_policy not in MODES:
+        """See Replica. The KV policy `reuse` is refused where vLLM would hand old prefixes to new requests, too."""
+        if body.kv_policy == "reuse" and (why := self._controls.mixes_prefixes(deadline)) is not None:
             error = Refused(
-                f"vLLM has no KV policy {body.kv_policy}: its prefix cache would outlive the weights"
+                f"{self._name} would mix prefixes of two versions under the KV policy reuse: {why}"
             )
             raise ReplicaRefused(fault_of(error, step="open"))
         self._policy, self._round = body.kv_policy, deadline
@@ -244,7 +249,10 @@ class VllmReplica:
             self._meeting.in_doubt = True
             raise ReplicaRefused(fault_of(error, step="commit")) from error
         try:
-            self._controls.pause(MODES[self._policy], begun)  # a paused one forgets its KV, too
+            mode = MODES[self._policy]
+            self._controls.pause(mode, begun)  # a paused one forgets its KV, too
+            if mode == "reuse" and self._controls.mixes_prefixes(begun) is not None:
+                self._controls.pause("keep", begun)  # since the round was opened somebody came without a salt
         except LiveWeightError as error:
             self._end(None, was_paused=was_paused, deadline=_later(deadline))
             raise ReplicaRefused(fault_of(error, step="commit")) from error
