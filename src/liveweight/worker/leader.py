@@ -77,7 +77,7 @@ class Leader:
 
     def met(self, by: str) -> None:
         """Say from now on that those who control the engine have told it this. For any thread."""
-        self._scheduler.met.append(by)
+        self._scheduler.membership.met.append(by)
 
     def close(self) -> None:
         """End the thread; peers learn that the replica is gone."""

@@ -5,20 +5,22 @@ Pure records of the scheduler's: they check, they do not decide.
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
 
-from liveweight.errors import LayoutInvalid, ManifestInvalid, ReplicaIncomplete, VersionConflict
+from liveweight.errors import LayoutInvalid, ManifestInvalid, ReplicaIncomplete, VersionConflict, WrongState
 from liveweight.plan.tally import Tally, lanes_from_bytes
 from liveweight.spec.digest import ContentDigest, Lanes
 from liveweight.spec.layout import Layout
 from liveweight.spec.manifest import Manifest, OptionalGroup, Version, compare, left_out
 from liveweight.wire.messages import Join, Open
 
+MET = 16
+"""How many of those who met the engine are remembered: more than can have done so between one's call and its question."""
 STRUCTURES = 16
 LABELS = 4096
 
@@ -43,10 +45,15 @@ class Membership:
         self.world = world
         self._seats = 0
         self.members: dict[int, Member] = {}
+        self.met: deque[str] = deque(maxlen=MET)
+        """What those who control the engine have told it, the newest last. Written by other threads, too."""
         self.tally: Tally | None = None
 
     def candidate(self, peer: bytes, body: Join) -> tuple[dict[int, Member], Tally | None]:
-        """The replica with this rank in it; refused if its ranks' regions then overlap in part or leave elements to nobody."""
+        """The replica with this rank in it; refused if its ranks' regions then overlap in part or leave elements to nobody, and if it is
+        another engine's."""
+        if body.met and body.met not in self.met:
+            raise WrongState("not met by those who met this rank", "join")
         if not 0 <= body.rank < self.world:
             raise LayoutInvalid(f"rank {body.rank} joins a replica of {self.world}")
         member = Member(

@@ -7,8 +7,6 @@ ranks meet is the boundary's.
 
 from __future__ import annotations
 
-from collections import deque
-
 import msgspec
 
 from liveweight.errors import ChannelClosed, DeadlineExceeded, LiveWeightError, Torn, WrongState
@@ -42,8 +40,6 @@ STEPS: dict[type, str] = {
     m.Verify: "verify",
 }
 """Which step of a round a refused message belongs to."""
-MET = 16
-"""How many of those who met the engine are remembered: more than can have done so between one's call and its question."""
 
 
 class Scheduler:
@@ -51,8 +47,6 @@ class Scheduler:
 
     def __init__(self, *, replica: str, boot: str, world: int) -> None:
         self.membership = Membership(world)
-        self.met: deque[str] = deque(maxlen=MET)
-        """What those who control the engine have told it, the newest last. Written by other threads."""
         audits = Audits(replica, self.membership)
         self._books = Books(
             replica=replica, boot=boot, world=world, membership=self.membership, audits=audits
@@ -189,8 +183,6 @@ class Scheduler:
 
     def _join(self, now_s: float, peer: bytes, call: int, body: m.Join) -> list[Action]:
         books = self._books
-        if body.met and body.met not in self.met:
-            raise WrongState("not met by those who met this rank", "join")
         candidate = self.membership.candidate(peer, body)  # refused here, nothing has changed
         actions = self.on_lost(now_s, body.rank) if body.rank in self.membership.members else []
         if books.round is not None:
@@ -221,7 +213,7 @@ class Scheduler:
             kept=books.ledger.kept(books.serving),
             torn=None if books.torn is None else books.torn.cause,
             serving_s=max(0.0, now_s - books.since_s),
-            met=tuple(self.met),
+            met=tuple(self.membership.met),
         )
 
     def _open(self, now_s: float, peer: bytes, call: int, body: m.Open) -> list[Action]:

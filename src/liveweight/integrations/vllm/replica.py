@@ -8,16 +8,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from concurrent.futures import TimeoutError as FutureTimeout
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from typing import Any
 
 from msgspec.structs import replace
 
-from liveweight.errors import ChannelClosed, DeadlineExceeded, LiveWeightError, Refused, Torn
+from liveweight.errors import ChannelClosed, LiveWeightError, Refused, Torn
 from liveweight.integrations.vllm.controls import Controls, PauseMode
 from liveweight.integrations.vllm.draft import of_draft
 from liveweight.integrations.vllm.meeting import Meeting
+from liveweight.integrations.vllm.opening import Opening
 from liveweight.integrations.vllm.updates import Updates
 from liveweight.spec.deadline import Deadline
 from liveweight.spec.manifest import Manifest, Version
@@ -33,8 +33,6 @@ MODES: dict[KvPolicy | None, PauseMode] = {
     "reuse": "reuse",
 }
 """How requests that run at a commit are held, by KV policy."""
-ABORT_S = 2.0
-"""How long a leader that nobody wants any more may take to give a round up."""
 GRACE_S = 10.0
 """How long ending an update and resuming may take beyond the deadline: a vLLM that stays paused is worse than a late answer."""
 
@@ -52,10 +50,10 @@ class VllmReplica:
         self._teller = ThreadPoolExecutor(1, thread_name_prefix="liveweight-vllm-commit")
         self._updates = Updates(name, controls, self._teller)
         self._meeting = Meeting(name, controls, self._updates, self._wire, self._looker, terms)
+        self._opening = Opening(name, self._meeting, self._wire, self._teller)
         self._policy: KvPolicy | None = None
         self._lease: Deadline | None = None
         self._stood_back = False
-        self._asked: Future[bool] | None = None
         self._round = Deadline.after(0.0)
 
     @property
@@ -82,47 +80,7 @@ class VllmReplica:
             )
             raise ReplicaRefused(fault_of(error, step="open"))
         self._policy, self._round = body.kv_policy, deadline
-        self._asked = None
-        if self._meeting.meet(deadline):
-            return self._wire.open(body, deadline)
-        return self._open_with_its_own(body, deadline)
-
-    def _open_with_its_own(self, body: m.Open, deadline: Deadline) -> m.Opened:
-        """Open, and see meanwhile whether the leader is vLLM's own. One that outlived its vLLM is left, and its successor met. A vLLM that
-        does not say so soon has a worker that stands still, which the round will name; before the vote it must."""
-        self._asked = self._teller.submit(self._meeting.own, deadline)
-        opened: m.Opened | None = None
-        refused: ReplicaRefused | ChannelClosed | None = None
-        try:
-            opened = self._wire.open(body, deadline)
-        except (ReplicaRefused, ChannelClosed) as error:
-            refused = error
-        began = opened is not None and opened.round is not None
-        try:
-            own = self._is_own(deadline.within(deadline.remaining_s() / 4) if began else deadline)
-        except DeadlineExceeded:
-            if not began:
-                raise
-            own = True
-        if own and opened is not None:
-            return opened
-        if own and isinstance(refused, ReplicaRefused):
-            raise refused
-        if opened is not None and opened.round is not None:
-            with suppress(LiveWeightError, ReplicaRefused):
-                self._wire.abort(opened.round, f"{self._name} was started again", deadline.within(ABORT_S))
-        self._meeting.in_doubt = True
-        self._meeting.meet(deadline)
-        return self._wire.open(body, deadline)
-
-    def _is_own(self, deadline: Deadline) -> bool:
-        """What was found out since the round was opened."""
-        if self._asked is None:
-            return True
-        try:
-            return self._asked.result(max(0.0, deadline.remaining_s()))
-        except FutureTimeout:
-            raise deadline.exceeded(f"{self._name} to meet us") from None
+        return self._opening.open(body, deadline)
 
     def status(self, round_id: RoundId, until: m.Phase, deadline: Deadline) -> m.Progress:
         """See Replica. vLLM's update begins while its workers verify: it answers at the end of a step, for which nobody waits then."""
@@ -136,12 +94,7 @@ class VllmReplica:
 
     def vote(self, round_id: RoundId, lease_s: float, deadline: Deadline) -> None:
         """See Replica. Its yes holds for a while, in which vLLM has to come to a standstill."""
-        if not self._is_own(deadline):
-            self._meeting.in_doubt = True
-            gone = ChannelClosed(
-                f"{self._name} was started again, and has other workers than staged the version"
-            )
-            raise ReplicaRefused(fault_of(gone, step="vote"))
+        self._opening.check_own(deadline)
         self._lease = Deadline.after(lease_s)
         self._wire.vote(round_id, lease_s, deadline)
 
