@@ -130,7 +130,8 @@ def test_an_engine_that_was_committed_and_not_resumed_is_asked_again_and_resumed
     vllm = started(1)
     with publisher(vllm) as trainer:
         vllm.resumes_refused = 1
-        assert trainer.publish(1).replicas[0].committed
+        (found,) = trainer.publish(1).replicas
+        assert (found.committed, found.read) == (True, None), "what was read is not known"
         assert vllm.holds(NEW)
         assert vllm.rests()
         assert not vllm.paused

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 
@@ -208,6 +209,46 @@ def test_workers_that_outlived_their_vllm_are_not_taken_for_those_of_the_next(
         assert vllm.holds(NEW)
         assert (vllm.version, vllm.paused) == (str(label), False)
         assert trainer.verify().match
+
+
+def test_a_successor_that_another_trainer_has_met_already_takes_the_next_round(
+    started: Started, short_path: Path
+) -> None:
+    vllm = started(2)
+    engine = lw.vllm(vllm, address=f"ipc://{short_path}/worker-0.sock")
+    with lw.Publisher(NEW, engines=[engine], secret=vllm.secret) as trainer:
+        trainer.publish(1)
+        vllm.restart(outlived=True)
+        with lw.Publisher(weights(5), engines=[engine], secret=vllm.secret) as other:
+            other.publish("theirs")
+        assert vllm.holds(weights(5))
+        trainer.publish(2)
+        assert vllm.holds(NEW)
+
+
+def test_two_at_one_address_take_it_in_turns_and_neither_gets_what_is_the_others(
+    started: Started, short_path: Path
+) -> None:
+    address, both = f"ipc://{short_path}/worker-0.sock", [started(2), started(2)]
+    with ExitStack() as stack:
+        trainers = [
+            stack.enter_context(
+                lw.Publisher(weights(seed), engines=[lw.vllm(vllm, address=address)], secret=vllm.secret)
+            )
+            for seed, vllm in enumerate(both, start=3)
+        ]
+        for step in range(3):
+            for seed, (trainer, vllm) in enumerate(zip(trainers, both, strict=True), start=3):
+                _until_committed(trainer, step)
+                assert vllm.holds(weights(seed))
+
+
+def _until_committed(trainer: lw.Publisher, label: int) -> None:
+    """A displaced leader may be found out in the middle of a round, which fails; the next one goes through."""
+    try:
+        trainer.publish(label)
+    except RoundFailed:
+        trainer.publish(label)
 
 
 def test_a_vllm_that_can_not_be_told_anything_beside_its_user_rests_when_a_round_is_over(

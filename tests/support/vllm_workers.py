@@ -133,7 +133,7 @@ class VllmWorkers:
     def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
         """Every worker meets the trainer."""
         self._note("init")
-        named = {name: init_info[name] for name in ("address", "session", "pace_bytes_per_s", "verify")}
+        named = {name: init_info[name] for name in ("address", "session", "pace_bytes_per_s")}
         terms = Terms(**named, timeout_s=init_info["timeout_s"])
         if not self.ranks:
             self.ranks = self._together(lambda rank: self._made(rank, terms))
@@ -177,7 +177,9 @@ class VllmWorkers:
         """Every worker installs, all at once."""
         self._note("update")
         self.on_update()
-        self._together(lambda rank: self.ranks[rank].exchange(Decision(**update_info)))
+        order = dict(update_info)
+        boot, verify = order.pop("boot"), order.pop("verify")
+        self._together(lambda rank: self.ranks[rank].exchange(Decision(**order), boot=boot, verify=verify))
 
     def finish_weight_update(self, weight_version: str | None = None) -> None:
         """The update is over."""

@@ -97,3 +97,7 @@ def test_an_actor_of_ray_takes_an_update_by_its_handle(place: Path, base: Path, 
     parts = dict(line.split(" ", 1) for line in said.splitlines() if line.startswith(told))
     assert parts["before"] == parts["back"] != parts["after"]
     assert parts["across"] == "200 True step_1"
+
+
+def test_only_loading_that_copies_and_nothing_else_is_replayed(place: Path) -> None:
+    assert program("-m", "tests.vllm.tracing_program", place=place).endswith("traced\n")

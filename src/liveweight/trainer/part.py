@@ -73,7 +73,7 @@ class Part:
     def report(self, *, verified: bool = False) -> ReplicaReport:
         """Its line in the report. `verified`: digests were compared."""
         progress, committed = self._last_progress(), self.committed
-        unread = 0 if committed is None else max((times.unread for times in committed.ranks), default=0)
+        ranks = () if committed is None or not verified else committed.ranks
         return ReplicaReport(
             name=self.replica.name,
             serving=self.serves,
@@ -85,5 +85,5 @@ class Part:
             reason=None if self.fault is None else self.fault.message,
             kept=self.kept,
             restarted=self.restarted,
-            read=("staged" if unread else "installed") if verified and committed is not None else None,
+            read=("staged" if any(times.unread for times in ranks) else "installed") if ranks else None,
         )

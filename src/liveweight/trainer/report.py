@@ -14,8 +14,8 @@ class ReplicaReport:
     """One replica's part: what it serves now, whether it committed, how long it took. `reason` says why it did not.
 
     `kept` names the optional groups, such as `draft`, that the offer left out: of them the replica keeps what it had. `restarted`: it was
-    started anew since the publisher last heard of it. `read` is what was compared with the trainer's weights, if anything was: all that the
-    replica computes with (`installed`), or of some tensors only the copy that they were installed from (`staged`).
+    started anew since the publisher last heard of it. `read` is what was compared with the trainer's weights, as far as is known: all that
+    the replica computes with (`installed`), or of some tensors only the copy that they were installed from (`staged`).
     """
 
     name: str

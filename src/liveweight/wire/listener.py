@@ -75,8 +75,7 @@ class Listener(Generic[Message]):
         path = unix_path(address)
         if path is not None:
             socket_directory(path.parent)
-            if not takes_over:
-                refuse_if_taken(path)
+            refuse_if_taken(path, takes_over=takes_over)
         self._closed = False
         with ExitStack() as acquired:
             self._waker = Waker()

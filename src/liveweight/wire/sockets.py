@@ -93,11 +93,13 @@ def make(context: Context, kind: int) -> Socket:
         raise Unavailable(f"cannot make a socket: {error.strerror}") from error
 
 
-def refuse_if_taken(path: Path) -> None:
-    """Raise AddressUnusable if a process listens at that path, or if what lies there is no socket."""
+def refuse_if_taken(path: Path, *, takes_over: bool = False) -> None:
+    """Raise AddressUnusable if a process listens at that path, unless it is taken over, or if what lies there is no socket."""
     try:
         if not stat.S_ISSOCK(os.lstat(path).st_mode):
             raise AddressUnusable(f"{path} exists and is no socket")
+        if takes_over:
+            return
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
             probe.setblocking(False)
             probe.connect(str(path))
@@ -126,11 +128,17 @@ def nobody_listens(address: str, deadline: Deadline) -> bool:
     return False
 
 
-def unlink_if_same(path: Path, bound: os.stat_result) -> None:
-    """Remove our socket file, but not one that a successor put in its place."""
+def still_there(path: Path, bound: os.stat_result) -> bool:
+    """Whether a socket file is ours, and not one that a successor put in its place."""
     with suppress(FileNotFoundError):
-        if os.path.samestat(path.lstat(), bound):
-            path.unlink()
+        return os.path.samestat(path.lstat(), bound)
+    return False
+
+
+def unlink_if_same(path: Path, bound: os.stat_result) -> None:
+    """Remove our socket file, but no successor's."""
+    if still_there(path, bound):
+        path.unlink(missing_ok=True)
 
 
 def configure(target: Socket, address: str, limits: Limits) -> None:

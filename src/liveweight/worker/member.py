@@ -88,6 +88,7 @@ class Member:
             )
             # Not before: only the leader that took the rank in is known to be the right one at that address.
             calls = stack.enter_context(_channel(address, secret, deadline))
+            self._boot = joined.boot
             seat: _Seat = {
                 "rank": rank,
                 "seat": joined.seat,
@@ -118,6 +119,11 @@ class Member:
             )
             stack.callback(self._agent.close)
             self._resources = stack.pop_all()
+
+    @property
+    def boot(self) -> str:
+        """The incarnation of the replica that it joined."""
+        return self._boot
 
     @property
     def failure(self) -> BaseException | None:

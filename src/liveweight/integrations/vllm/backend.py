@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import itertools
 import os
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,7 @@ from liveweight.integrations.vllm.install import Installer, Tensors
 from liveweight.integrations.vllm.rank import Loading, Seat, VllmRank
 from liveweight.integrations.vllm.target import Named
 from liveweight.integrations.vllm.terms import Terms, Verify
+from liveweight.integrations.vllm.tracing import Placed
 from liveweight.spec.manifest import Manifest
 from liveweight.trainer.checkpoint import CheckpointSource
 from liveweight.wire.credentials import load_or_create_secret
@@ -49,16 +51,18 @@ class InitInfo(WeightTransferInitInfo):
     secret_file: str | None = None
     pace_bytes_per_s: float | None = None
     timeout_s: float = 60.0
-    verify: Verify = "staged"
 
 
 @dataclass
 class UpdateInfo(WeightTransferUpdateInfo):
-    """The decision of the leader, as the trainer that asked for it passes it on: all workers exchange at the same step."""
+    """The decision of the leader with that boot id, as the trainer that asked for it passes it on: all workers exchange at the same step.
+    `verify`: what they make sure of then."""
 
+    boot: str
     epoch: int
     undo: bool = False
     timeout_s: float = 60.0
+    verify: Verify = "staged"
 
 
 def _used(source: CheckpointSource) -> Manifest:
@@ -84,7 +88,6 @@ class LiveweightBackend(WeightTransferEngine[InitInfo, UpdateInfo]):
             session=init_info.session,
             pace_bytes_per_s=init_info.pace_bytes_per_s,
             timeout_s=init_info.timeout_s,
-            verify=init_info.verify,
         )
         if self._rank is None:
             named = os.environ.get(SECRET_FILE) or init_info.secret_file
@@ -97,6 +100,10 @@ class LiveweightBackend(WeightTransferEngine[InitInfo, UpdateInfo]):
         if parallel.data_parallel_size > 1:
             raise EngineConfigInvalid(
                 f"data_parallel_size {parallel.data_parallel_size}: start one vLLM for each, and name them all as engines"
+            )
+        if seam.offloads(self.vllm_config):
+            raise EngineConfigInvalid(
+                "vLLM keeps weights in host memory and brings them from there: what is installed would not last"
             )
         local_world = getattr(parallel, "local_world_size", parallel.world_size)
         return Seat(
@@ -121,7 +128,7 @@ class LiveweightBackend(WeightTransferEngine[InitInfo, UpdateInfo]):
                 source.tensors(), () if drafts is None else prefixed(drafts.tensors())
             ),
             learn=self._learn,
-            places=self._main.places,
+            places=self._places,
         )
 
     def _checkpoint(self, model_config: Any) -> CheckpointSource:
@@ -141,6 +148,12 @@ class LiveweightBackend(WeightTransferEngine[InitInfo, UpdateInfo]):
         self._main.restore()
         if self._draft is not None:
             self._draft.restore()
+
+    def _places(self) -> Iterable[Placed]:
+        yield from self._main.places()
+        if self._draft is not None:
+            for place in self._draft.places():
+                yield replace(place, tensor=PREFIX + place.tensor)
 
     def _learn(self, installed: Tensors) -> None:
         self._main.learn(installed)
@@ -173,7 +186,8 @@ class LiveweightBackend(WeightTransferEngine[InitInfo, UpdateInfo]):
         """See update_weights."""
         if self._rank is None:
             raise WrongState("not met by a trainer", "an update")
-        self._rank.exchange(Decision(update_info.epoch, update_info.undo, update_info.timeout_s))
+        decision = Decision(update_info.epoch, update_info.undo, update_info.timeout_s)
+        self._rank.exchange(decision, boot=update_info.boot, verify=update_info.verify)
 
     def finish_weight_update(self) -> None:
         """Nothing left to do."""

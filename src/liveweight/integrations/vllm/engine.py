@@ -41,9 +41,8 @@ class VllmEngine:
             "address": address,
             "secret_file": None if secret_file is None else str(secret_file.absolute()),
             "pace_bytes_per_s": self.pace_bytes_per_s,
-            "verify": self.verify,
         }
-        return VllmReplica(name, controls, address=address, secret=secret, terms=terms)
+        return VllmReplica(name, controls, address=address, secret=secret, terms=terms, verify=self.verify)
 
 
 def vllm(

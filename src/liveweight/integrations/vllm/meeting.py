@@ -8,10 +8,13 @@ has a word of its own, which vLLM's calls carry to its workers, and which their 
 from __future__ import annotations
 
 import secrets
+import threading
 from collections.abc import Iterable
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import TimeoutError as FutureTimeout
 from typing import Any
 
-from liveweight.errors import Unavailable
+from liveweight.errors import RoundAborted, Unavailable
 from liveweight.integrations.vllm.controls import Controls
 from liveweight.integrations.vllm.draft import GROUP
 from liveweight.integrations.vllm.updates import Updates
@@ -19,22 +22,29 @@ from liveweight.spec.deadline import Deadline
 from liveweight.spec.manifest import OptionalGroup, Version
 from liveweight.trainer.replica import WireReplica
 
+LOOK_S = 0.2
+"""How often a wait looks whether the publisher is being closed."""
+
 
 class Meeting:
-    """Of one vLLM. Called by the replica's thread, `own` also by one that it waits for."""
+    """Of one vLLM. Called by the replica's thread; `thread` is where vLLM is told, one thing after the other."""
 
     def __init__(
         self,
         name: str,
         controls: Controls,
         updates: Updates,
+        thread: ThreadPoolExecutor,
         wire: WireReplica,
         looker: WireReplica,
         terms: dict[str, Any],
     ) -> None:
         """`terms`: what every worker is told, see terms.Terms; the session is added."""
         self._name, self._controls, self._updates, self._terms = name, controls, updates, terms
-        self._wire, self._looker = wire, looker
+        self._wire, self._looker, self._thread = wire, looker, thread
+        self._asked: Future[bool] | None = None
+        self.interrupted = threading.Event()
+        """Set when the publisher is being closed, by any thread."""
         self.in_doubt = False
         """Whether an exchange was left without a known end."""
         self.drafts = True
@@ -46,7 +56,7 @@ class Meeting:
 
     def make_sure(self, deadline: Deadline) -> None:
         """The leader on our wire is vLLM's own on return."""
-        if not self.meet(deadline) and not self.own(deadline):
+        if not self.meet(deadline) and not self.own(self.ask(deadline), deadline):
             self.in_doubt = True
             self.meet(deadline)
 
@@ -58,7 +68,7 @@ class Meeting:
             return False
         self._wire.disconnect()
         self._looker.disconnect()
-        if not self.own(deadline):
+        if not self.own(self.ask(deadline), deadline):
             raise Unavailable(f"at {self._terms['address']} others listen than the workers of {self._name}")
         standing = self._wire.standing(deadline)
         if standing.round is None:
@@ -67,7 +77,28 @@ class Meeting:
         self.in_doubt = False
         return True
 
-    def own(self, deadline: Deadline) -> bool:
+    def ask(self, deadline: Deadline) -> Future[bool]:
+        """Find out whether the leader is vLLM's own; nobody waits for it here."""
+        self._asked = self._thread.submit(self._ask, deadline)
+        return self._asked
+
+    def own(self, asked: Future[bool], deadline: Deadline) -> bool:
+        """What was found out. DeadlineExceeded, or RoundAborted where the publisher is being closed; then it is not asked any more."""
+        while True:
+            try:
+                return asked.result(min(LOOK_S, max(0.0, deadline.remaining_s())))
+            except FutureTimeout:
+                if self.interrupted.is_set():
+                    asked.cancel()
+                    raise RoundAborted("the publisher was closed") from None
+                deadline.check(f"{self._name} to meet us")
+
+    def rest(self, deadline: Deadline) -> None:
+        """Nothing is being asked any more on return, where vLLM's user must not use it beside that."""
+        if self._asked is not None and not self._controls.concurrent and not self._asked.cancel():
+            wait([self._asked], max(0.0, deadline.remaining_s()))
+
+    def _ask(self, deadline: Deadline) -> bool:
         """Tell vLLM's workers that they are met, and ask the leader whether it heard that."""
         session = secrets.token_hex(8)
         timeout_s = max(1.0, deadline.remaining_s())

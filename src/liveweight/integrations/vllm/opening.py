@@ -6,8 +6,7 @@ be installed already.
 
 from __future__ import annotations
 
-from concurrent.futures import Future, ThreadPoolExecutor
-from concurrent.futures import TimeoutError as FutureTimeout
+from concurrent.futures import Future
 from contextlib import suppress
 
 from liveweight.errors import ChannelClosed, DeadlineExceeded, LiveWeightError
@@ -22,10 +21,10 @@ ABORT_S = 2.0
 
 
 class Opening:
-    """Of one vLLM. Called by the replica's thread; `thread` is where vLLM is asked meanwhile."""
+    """Of one vLLM. Called by the replica's thread."""
 
-    def __init__(self, name: str, meeting: Meeting, wire: WireReplica, thread: ThreadPoolExecutor) -> None:
-        self._name, self._meeting, self._wire, self._thread = name, meeting, wire, thread
+    def __init__(self, name: str, meeting: Meeting, wire: WireReplica) -> None:
+        self._name, self._meeting, self._wire = name, meeting, wire
         self._asked: Future[bool] | None = None
 
     def open(self, body: m.Open, deadline: Deadline) -> m.Opened:
@@ -34,7 +33,7 @@ class Opening:
         self._asked = None
         if self._meeting.meet(deadline):
             return self._wire.open(body, deadline)
-        self._asked = self._thread.submit(self._meeting.own, deadline)
+        self._asked = self._meeting.ask(deadline)
         opened: m.Opened | None = None
         refused: ReplicaRefused | None = None
         try:
@@ -47,6 +46,7 @@ class Opening:
             own = self._soon_own(opened, deadline)
         except LiveWeightError:
             self._drop(opened, deadline)
+            self._meeting.rest(deadline)
             raise
         if own:
             if opened is not None:
@@ -84,9 +84,4 @@ class Opening:
             raise ReplicaRefused(fault_of(gone, step="vote"))
 
     def _own(self, deadline: Deadline) -> bool:
-        if self._asked is None:
-            return True
-        try:
-            return self._asked.result(max(0.0, deadline.remaining_s()))
-        except FutureTimeout:
-            raise deadline.exceeded(f"{self._name} to meet us") from None
+        return self._asked is None or self._meeting.own(self._asked, deadline)

@@ -6,6 +6,7 @@ in vLLM's `update_weights`, which reaches all workers between the same two steps
 
 from __future__ import annotations
 
+import os
 import secrets
 import select
 from collections.abc import Callable, Iterable
@@ -20,7 +21,7 @@ from liveweight.errors import WrongState
 from liveweight.integrations.vllm.arenas import HostArenas
 from liveweight.integrations.vllm.reading_back import Place, ReadingBack
 from liveweight.integrations.vllm.target import Named, VllmTarget, divide
-from liveweight.integrations.vllm.terms import Terms
+from liveweight.integrations.vllm.terms import Terms, Verify
 from liveweight.observe.bus import Bus
 from liveweight.observe.log import log
 from liveweight.spec.deadline import Deadline
@@ -29,6 +30,7 @@ from liveweight.transports.registry import TRANSPORTS
 from liveweight.wire.credentials import Secret, socket_directory
 from liveweight.wire.defaults import default_directory
 from liveweight.wire.messages import Settled
+from liveweight.wire.sockets import still_there, unix_path
 from liveweight.worker.agent import StagingSettings
 from liveweight.worker.boundary import Decision, Slot
 from liveweight.worker.leader import Leader
@@ -106,6 +108,7 @@ class VllmRank:
         self._address: str | None = None
         self._decided = Slot()
         self._leader: Leader | None = None
+        self._socket: tuple[Path, os.stat_result] | None = None
         self._resources = ExitStack()
 
     def meet(self, terms: Terms) -> None:
@@ -113,10 +116,9 @@ class VllmRank:
         what an exchange left in doubt, and goes by the new trainer's wishes."""
         if self._leader is not None:
             self._leader.met(terms.session)
-        self._target.reads_back = terms.verify == "installed"
         if self._member is not None:
             self._note(self._member.resolve(RESOLVE_S))
-            if terms.address == self._address and self._member.failure is None:
+            if terms.address == self._address and self._member.failure is None and not self._displaced():
                 self._member.pace_bytes_per_s = terms.pace_bytes_per_s
                 return
             self._leave()
@@ -129,6 +131,12 @@ class VllmRank:
             stack.callback(member.close)
             self._resources = stack.pop_all()
         self._member, self._address = member, terms.address
+        path = unix_path(terms.address)
+        self._socket = None if path is None else (path, path.lstat())
+
+    def _displaced(self) -> bool:
+        """Whether nobody new reaches the leader that it joined: its socket is gone, or another's lies there."""
+        return self._socket is not None and not still_there(*self._socket)
 
     def _joined(self, terms: Terms, deadline: Deadline) -> Member:
         """Joined to this vLLM's leader, once that listens: until then the worker of another one may, which has ended."""
@@ -179,10 +187,14 @@ class VllmRank:
         """What staging may take of this worker."""
         return None if self._member is None else self._member.pace_bytes_per_s
 
-    def exchange(self, decision: Decision) -> None:
-        """Install what is staged, on all workers or on none. If it raises, this worker must not serve; `meet` takes it up again."""
+    def exchange(self, decision: Decision, *, boot: str, verify: Verify) -> None:
+        """Install what is staged, on all workers or on none, as the leader with that boot id decided. If it raises, this worker must not
+        serve; `meet` takes it up again."""
         if self._member is None:
             raise WrongState("not met by a trainer", "an update")
+        if boot != self._member.boot:
+            raise WrongState("a rank of another leader", "an update")
+        self._target.reads_back = verify == "installed"
         self._decided.take(0.0)  # worker 0's leader learns that it can not be withdrawn any more
         self._member.resolve(RESOLVE_S)
         self._note(self._member.carry_out(decision))

@@ -18,6 +18,7 @@ from liveweight.integrations.vllm.controls import Controls, PauseMode
 from liveweight.integrations.vllm.draft import of_draft
 from liveweight.integrations.vllm.meeting import Meeting
 from liveweight.integrations.vllm.opening import Opening
+from liveweight.integrations.vllm.terms import Verify
 from liveweight.integrations.vllm.updates import Updates
 from liveweight.spec.deadline import Deadline
 from liveweight.spec.manifest import Manifest, Version
@@ -41,16 +42,23 @@ class VllmReplica:
     """Implements trainer/replica's port."""
 
     def __init__(
-        self, name: str, controls: Controls, *, address: str, secret: Secret, terms: dict[str, Any]
+        self,
+        name: str,
+        controls: Controls,
+        *,
+        address: str,
+        secret: Secret,
+        terms: dict[str, Any],
+        verify: Verify,
     ) -> None:
         """`terms`: what every worker is told when it is met, see backend.InitInfo."""
-        self._name, self._controls = name, controls
+        self._name, self._controls, self._verify = name, controls, verify
         self._wire = WireReplica(address, secret)
         self._looker = WireReplica(address, secret)
         self._teller = ThreadPoolExecutor(1, thread_name_prefix="liveweight-vllm-commit")
         self._updates = Updates(name, controls, self._teller)
-        self._meeting = Meeting(name, controls, self._updates, self._wire, self._looker, terms)
-        self._opening = Opening(name, self._meeting, self._wire, self._teller)
+        self._meeting = Meeting(name, controls, self._updates, self._teller, self._wire, self._looker, terms)
+        self._opening = Opening(name, self._meeting, self._wire)
         self._policy: KvPolicy | None = None
         self._lease: Deadline | None = None
         self._stood_back = False
@@ -101,19 +109,19 @@ class VllmReplica:
     def commit(self, round_id: RoundId, deadline: Deadline) -> m.Committed:
         """See Replica."""
 
-        def decided(_: Future[m.Committed]) -> int | None:
+        def decided(_: Future[m.Committed]) -> RoundId | None:
             phase = self._looker.status(round_id, "committing", deadline).phase
-            return round_id.epoch if phase == "committing" else None
+            return round_id if phase == "committing" else None
 
         return self._exchange(lambda: self._wire.commit(round_id, deadline), decided, deadline, undo=False)
 
     def undo(self, publisher: str, deadline: Deadline) -> m.Committed:
         """See Replica."""
 
-        def decided(told: Future[m.Committed]) -> int | None:
+        def decided(told: Future[m.Committed]) -> RoundId | None:
             while not told.done():
                 if (found := self._looker.standing(deadline).round) is not None:
-                    return found.epoch
+                    return found
             return None
 
         self._meeting.make_sure(deadline)
@@ -122,23 +130,22 @@ class VllmReplica:
     def _exchange(
         self,
         tell: Callable[[], m.Committed],
-        decided: Callable[[Future[m.Committed]], int | None],
+        decided: Callable[[Future[m.Committed]], RoundId | None],
         deadline: Deadline,
         *,
         undo: bool,
     ) -> m.Committed:
         """Tell the leader, whose answer comes once all workers have said how it went, and let them do it. `decided` waits until the
-        leader expects that, and has the round's number; None where it refused."""
+        leader expects that, and has the round's id; None where it refused."""
         with self._standing_still(
             deadline, deadline if undo or self._lease is None else self._lease
         ) as ended:
             told = self._teller.submit(tell)
             problem = None
             try:
-                epoch = decided(told)
-                if epoch is not None:
-                    order = {"epoch": epoch, "undo": undo, "timeout_s": max(0.001, deadline.remaining_s())}
-                    problem = self._install(order, deadline)
+                decision = decided(told)
+                if decision is not None:
+                    problem = self._install(decision, deadline, undo=undo)
             except (LiveWeightError, ReplicaRefused):
                 ended(None)  # no worker was told
                 told.exception()  # its channel is free before anybody else uses it
@@ -158,8 +165,15 @@ class VllmReplica:
         except LiveWeightError as error:  # it is committed all the same: whoever asks again hears so
             raise ChannelClosed(f"{self._name} serves it, and was not resumed: {error}") from error
 
-    def _install(self, order: dict[str, Any], deadline: Deadline) -> LiveWeightError | None:
+    def _install(self, decision: RoundId, deadline: Deadline, *, undo: bool) -> LiveWeightError | None:
         """What vLLM had against it; how it went, the leader says."""
+        order = {
+            "boot": decision.boot,
+            "epoch": decision.epoch,
+            "undo": undo,
+            "timeout_s": max(0.001, deadline.remaining_s()),
+            "verify": self._verify,
+        }
         try:
             self._controls.update(order, _later(deadline))
         except LiveWeightError as error:
@@ -230,6 +244,7 @@ class VllmReplica:
             return self._wire.abort(round_id, reason, deadline)
         finally:
             self._updates.give_up(_later(deadline))
+            self._meeting.rest(_later(deadline))
 
     def stand_back(self, version: Version, reason: str, deadline: Deadline) -> None:
         """See Replica. It is paused until this publisher's next round has committed; whoever resumes it lets it serve what it has."""
@@ -249,6 +264,7 @@ class VllmReplica:
 
     def interrupt(self) -> None:
         """See Replica."""
+        self._meeting.interrupted.set()
         self._wire.interrupt()
         self._looker.interrupt()
 

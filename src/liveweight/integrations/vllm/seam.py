@@ -28,6 +28,12 @@ def check_version(version: str) -> None:
         )
 
 
+def offloads(vllm_config: Any) -> bool:
+    """Whether weights are kept in host memory, from where vLLM copies them at every step: a reload does not reach them there."""
+    offload = vllm_config.offload_config
+    return bool(offload.prefetch.offload_group_size or offload.uva.cpu_offload_gb)
+
+
 def load(model: Any, model_config: Any, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
     """Load all tensors of a checkpoint into a model that serves, layer by layer, into the memory that its layers have.
 

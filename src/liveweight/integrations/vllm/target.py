@@ -145,8 +145,7 @@ class VllmTarget:
         if isinstance(live, InArena):
             number = 1 - live.number
             self._learn(dict(self._in_arena(live.number)).__getitem__)
-        if self.reads_back:
-            self._reading.prepare()  # not while vLLM stands still
+        self._reading.prepare()  # not while vLLM stands still
         self._arenas.fill(number, self._own.first_byte, self._own.last_byte)
         self._sides = (live, InArena(number))
         return (self._arenas.memory(number),)

@@ -11,7 +11,7 @@ Verify: TypeAlias = Literal["staged", "installed"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Terms:
-    """Where its leader shall listen, what a round may cost, and what it shall verify.
+    """Where its leader shall listen, and what a round may cost.
 
     `session` is another one in every meeting. The leader says the last ones: by them, trainers and the other workers know it.
     """
@@ -20,4 +20,3 @@ class Terms:
     session: str
     pace_bytes_per_s: float | None
     timeout_s: float
-    verify: Verify = "staged"

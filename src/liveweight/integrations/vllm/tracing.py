@@ -22,6 +22,8 @@ UNCHANGED = ("UnquantizedEmbeddingMethod", "UnquantizedLinearMethod")
 """Of layers with a method of their own, those that keep weights as they were loaded, unless they pack them away."""
 CONSTANT = (torch.ops.aten.fill_.Scalar, torch.ops.aten.zero_.default)
 """What a loader may write besides a tensor's own values: padding."""
+BUFFERS = ("cos_sin_cache", "inv_freq", "normalizer", "_q_scale", "_k_scale", "_v_scale", "_prob_scale")
+"""Buffers of numbers that are not made from weights. Of others nobody knows: some loaders keep a second copy of weights in one."""
 NO_WEIGHTS = ("kv_cache", "_k_scale_cpu", "_v_scale_cpu")
 """Tensors of attention that are no parameters, and are not made from any: its cache, and scales that are constant unless it has a method
 of its own to quantise."""
@@ -65,8 +67,8 @@ class Placed:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Traced:
-    """What was learned. `complete`: it is all that loading does, and nothing that the model computes with is made from weights besides
-    the parameters themselves; so that copying by it is loading."""
+    """What was learned. `complete`: every tensor has a place, that is all that loading does, and nothing that the model computes with is
+    made from weights besides the parameters themselves; so that copying by it is loading."""
 
     places: tuple[Placed, ...]
     complete: bool
@@ -95,16 +97,18 @@ def trace(model: Any, groups: Iterable[Sequence[TensorSpec]]) -> Traced:
         except Exception:  # vLLM's, of any kind: such as a loader that asks for values
             complete = False
             continue
-        complete = complete and not noted.changed
-        places += (one for one in noted.found if (one.layer, one.parameter) not in noted.changed)
+        kept = [one for one in noted.found if (one.layer, one.parameter) not in noted.changed]
+        complete = complete and not noted.changed and {one.tensor for one in kept} == set(tensors)
+        places += kept
     complete = complete and all(_state(layer) == state for layer, state in before.items())
     return Traced(places=tuple(places), complete=complete)
 
 
 def _state(layer: Any) -> dict[str, int]:
-    """What a layer holds, by identity: its attributes, and where the memory of its parameters is."""
+    """What a layer holds, by identity: its attributes, and where the memory of its parameters and buffers is."""
     held = {name: id(value) for name, value in vars(layer).items()}
-    return held | {f"parameter {name}": _storage(p) for name, p in layer._parameters.items()}
+    tensors = {**layer._parameters, **layer._buffers}
+    return held | {f"tensor {name}": _storage(one) for name, one in tensors.items() if one is not None}
 
 
 def _derives(layer: Any) -> bool:
@@ -113,8 +117,27 @@ def _derives(layer: Any) -> bool:
     if method is not None and type(method).__name__ not in UNCHANGED:
         return True
     inside = {**vars(layer), **getattr(getattr(layer, "impl", None), "__dict__", {})}
-    made = (value for name, value in inside.items() if name not in NO_WEIGHTS)
-    return _packed(layer) or any(isinstance(value, torch.Tensor) for value in made)
+    made = (value for name, value in inside.items() if name not in (*NO_WEIGHTS, "_parameters", "_buffers"))
+    return _packed(layer) or _mirrors(layer) or any(_has_tensors(value) for value in made)
+
+
+def _has_tensors(value: object) -> bool:
+    values = (
+        value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else [value]
+    )
+    return any(isinstance(one, torch.Tensor) for one in values)
+
+
+def _mirrors(layer: Any) -> bool:
+    """Whether a buffer may hold what was made from weights: numbers, and neither known to be none nor a parameter's own memory."""
+    own = {_storage(parameter) for parameter in layer._parameters.values() if parameter is not None}
+    return any(
+        buffer is not None
+        and buffer.is_floating_point()
+        and name not in BUFFERS
+        and _storage(buffer) not in own
+        for name, buffer in layer._buffers.items()
+    )
 
 
 def _packed(layer: Any) -> bool:
@@ -151,10 +174,11 @@ class _Copies(TorchDispatchMode):  # type: ignore[no-untyped-call]
         place, name = self._parameters.get(_storage(into)), self._tensors.get(_storage(source))
         if place is None:
             return
-        if name is None or into.dtype != source.dtype or into.shape != source.shape:
+        layer, parameter = place
+        same = name is not None and (into.dtype, into.shape) == (source.dtype, source.shape)
+        if name is None or not same or parameter in layer._buffers:
             self._change(into)
             return
-        layer, parameter = place
         self.found.append(
             Placed(
                 tensor=name,
@@ -171,34 +195,40 @@ def _storage(tensor: torch.Tensor) -> int:
 
 
 def _twin(layer: Any, seen: dict[Any, Any], parameters: dict[int, tuple[Any, str]]) -> Any:
-    """The same layers, with parameters as they are when weights are loaded, and without memory; `parameters` says whose each is."""
+    """The same layers, with parameters as they are when weights are loaded, without memory. `parameters` says whose each is, or buffer."""
     if layer in seen:
         return seen[layer]
     seen[layer] = twin = copy.copy(layer)
     own = {**{name: p for name, p in layer._parameters.items() if p is not None}, **_as_loaded(layer)}
-    twin._parameters = {name: _without_memory(parameter, layer) for name, parameter in own.items()}
+    twin._parameters = {name: _without_memory(parameter, layer, twin) for name, parameter in own.items()}
+    twin._buffers = {
+        name: None if buffer is None else _without_memory(buffer, layer, twin)
+        for name, buffer in layer._buffers.items()
+    }
     twin._modules = {
         name: None if child is None else _twin(child, seen, parameters)
         for name, child in layer._modules.items()
     }
-    for name, parameter in twin._parameters.items():
-        parameters[_storage(parameter)] = (layer, name)
+    for name, tensor in {**twin._parameters, **twin._buffers}.items():
+        if tensor is not None:
+            parameters[_storage(tensor)] = (layer, name)
     return twin
 
 
-def _without_memory(parameter: torch.Tensor, layer: Any) -> torch.Tensor:
+def _without_memory(parameter: torch.Tensor, layer: Any, twin: Any) -> torch.Tensor:
+    """A layer's tensor as its twin has it: also its loader is the twin's."""
     from vllm.model_executor.model_loader.reload.layerwise import _get_original_loader
-    from vllm.model_executor.model_loader.reload.sanitize import restore_layer_refs
+    from vllm.model_executor.model_loader.reload.sanitize import restore_layer_refs, sanitize_layer_refs
 
-    twin = torch.empty_strided(
+    bare: Any = torch.empty_strided(
         tuple(parameter.size()), parameter.stride(), dtype=parameter.dtype, device="meta"
     )
-    twin.__class__ = parameter.__class__
-    twin.__dict__ = parameter.__dict__.copy()
-    restored: Any = restore_layer_refs(twin, layer)
+    bare.__class__ = parameter.__class__
+    bare.__dict__ = parameter.__dict__.copy()
+    restored: Any = restore_layer_refs(bare, twin)
     if hasattr(restored, "weight_loader"):  # after a reload, one that waits for the rest of its layer
         restored.weight_loader = _get_original_loader(restored)
-    tensor: torch.Tensor = restored
+    tensor: torch.Tensor = restore_layer_refs(sanitize_layer_refs(restored, layer), twin)
     return tensor
 
 
