@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import secrets
 import select
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,6 +26,7 @@ from liveweight.observe.bus import Bus
 from liveweight.observe.log import log
 from liveweight.spec.deadline import Deadline
 from liveweight.spec.manifest import Manifest, OptionalGroup, Version
+from liveweight.transports.port import Reader
 from liveweight.transports.registry import TRANSPORTS
 from liveweight.wire.credentials import Secret, socket_directory
 from liveweight.wire.defaults import default_directory
@@ -140,22 +141,21 @@ class VllmRank:
 
     def _joined(self, terms: Terms, deadline: Deadline) -> Member:
         """Joined to this vLLM's leader, once that listens: until then the worker of another one may, which has ended."""
+        readers = {name: mode.reader(self._secret, self._kernels, CPU) for name, mode in TRANSPORTS.items()}
         while True:
             try:
-                return self._join(terms, deadline)
+                return self._join(terms, readers, deadline)
             except WrongState:
                 deadline.check(f"worker 0 to listen at {terms.address}")
                 select.poll().poll(_PAUSE_MS)
 
-    def _join(self, terms: Terms, deadline: Deadline) -> Member:
+    def _join(self, terms: Terms, readers: Mapping[str, Reader], deadline: Deadline) -> Member:
         return Member(
             self._target,
             address=terms.address,
             secret=self._secret,
             kernels=self._kernels,
-            readers={
-                name: mode.reader(self._secret, self._kernels, CPU) for name, mode in TRANSPORTS.items()
-            },
+            readers=readers,
             rank=self._seat.rank,
             serving=self._serving,
             hooks=(),
