@@ -7,7 +7,7 @@ is kept knows its addresses but does not hold it; a Reading does.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -119,6 +119,8 @@ class IpcReader:
 
     def bind(self, offer: Offer, target: Layout, shadow: Sequence[Memory], deadline: Deadline) -> Reading:
         """Attach to the offer's source if need be, plan if need be, and bind to this shadow."""
+        # Whatever the kind of what is kept: a killed source's ring may be followed by an arena of its successor.
+        self._forget_the_gone(self._sources - {offer.source})
         if offer.kind == "ring":
             return self._rings.bind(offer, target, shadow, deadline)
         return self.bind_arenas(offer, target, shadow, deadline)
@@ -184,7 +186,7 @@ class IpcReader:
         if attachment is not None and attachment.generation != offer.generation:
             attachment = None  # unmapped here, before the new memory is mapped
         if attachment is None:
-            self._forget_the_gone()
+            self._forget_the_gone(self._sources)
             attachment = self._attach(offer, deadline)
         self._attachments[key] = attachment
         shorten(self._attachments, _ATTACHMENTS_KEPT)
@@ -195,9 +197,13 @@ class IpcReader:
         for key in [key for key, kept in self._attachments.items() if kept.generation == CLOSED]:
             del self._attachments[key]
 
-    def _forget_the_gone(self) -> None:
-        """Let go of sources that were killed: their memory lives only through us."""
-        for source in {key[0] for key in self._attachments}:
+    @property
+    def _sources(self) -> set[str]:
+        return {key[0] for key in self._attachments} | self._rings.sources
+
+    def _forget_the_gone(self, sources: Iterable[str]) -> None:
+        """Let go of those that were killed: their memory lives only through us."""
+        for source in sources:
             if nobody_listens(source, Deadline.after(0.0)):
                 self.forget(source)
 

@@ -83,6 +83,11 @@ class RingReader:
         number = link.subscribe(offer, binding.stream, deadline)
         return RingReading(offer, binding, link, attachment.pages, shadow, number)
 
+    @property
+    def sources(self) -> set[str]:
+        """Those that anything is kept about."""
+        return {source for source, _ in (*self._links, *self._attachments)}
+
     def forget(self, source: str) -> None:
         """Drop what is kept about a source, and close the links to it."""
         for key in [key for key in self._attachments if key[0] == source]:
