@@ -75,7 +75,7 @@ class Vllm:
         self._used: set[OfferKind] = set()
         """Offers that this trainer has made."""
         self._taken: set[OfferKind] = set()
-        """Offers that this server has taken, unless they were struck."""
+        """Offers of this trainer that this server has taken, unless they were struck."""
 
     def __enter__(self) -> Self:
         self._stack.callback(self._events.close)
@@ -228,6 +228,7 @@ class Vllm:
             pace_bytes_per_s=size_bytes / PACE_S,
         )
         self._used.clear()
+        self._taken.clear()
         self._trainer = Hand(
             self._nursery, "publisher", config, Deadline.after(RECOVER_S), self._events.reached
         )
