@@ -1,6 +1,6 @@
 /* liveweight.devices._native: the kernels as Python functions.
  *
- * Each executes rows [first, last) of an int64 table whose offsets were turned into addresses (devices/native.py), with the GIL
+ * Each executes rows [first, last) of an int64 table whose offsets were turned into addresses (devices/native_kernels.py), with the GIL
  * released. Checked here: types, shapes and ranges of the arguments. What a row points at is the caller's promise.
  */
 #define PY_SSIZE_T_CLEAN

@@ -15,13 +15,15 @@ from typing import Any
 import pytest
 import torch
 
-from liveweight.bench import child, idle, torn_process, torn_side
-from liveweight.bench.torn import TP
-from liveweight.bench.torture.nursery import Forked
-from tests.support.cli import Cli
-from tests.support.cluster import Cluster, running
-from tests.support.engines import Logits, Models
-from tests.support.zygote import Zygote
+from liveweight.lab.bench import child_process
+from liveweight.lab.bench.engine import idle
+from liveweight.lab.torn_demo import engine_process, processes
+from liveweight.lab.torn_demo.torn_demo import TP
+from liveweight.lab.torture.fork_server import Forked
+from tests.support.engine.engines import Logits, Models
+from tests.support.processes.cli import Cli
+from tests.support.processes.cluster import Cluster, running
+from tests.support.processes.fork_server import Zygote
 
 os.environ.setdefault("UCX_LOG_FILE", "/dev/stderr")  # its own choice is stdout, where our programs talk
 
@@ -62,12 +64,12 @@ def forked_python(zygote: Zygote, monkeypatch: pytest.MonkeyPatch) -> None:
         command: Sequence[str], *, pass_fds: Sequence[int], stdin: int, process_group: int | None = None
     ) -> Forked:
         assert stdin == subprocess.DEVNULL
-        ranks = TP if torn_side.__name__ in command[2] else 0
+        ranks = TP if engine_process.__name__ in command[2] else 0
         return Forked(zygote.run_code(command[2], pass_fds[0], ranks=ranks, apart=process_group == 0))
 
     names = ("DEVNULL", "TimeoutExpired")
     theirs = SimpleNamespace(Popen=popen, **{name: getattr(subprocess, name) for name in names})
-    for module in (child, idle, torn_process):
+    for module in (child_process, idle, processes):
         monkeypatch.setattr(module, "subprocess", theirs)
 
 

@@ -16,7 +16,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 GOLDEN = "e5b452e3c2a109c1cc9da08d25cfa875"
-"""The digest of 37 x 101 bfloat16 that tests/unit/test_digest_implementations.py commits."""
+"""The digest of 37 x 101 bfloat16 that tests/devices/test_digest_implementations.py commits."""
 
 SMOKE = """
 import sys

@@ -8,9 +8,9 @@ from pathlib import Path
 
 from rich.console import Console
 
-from liveweight.cli.demo import play
-from liveweight.cli.demo_picture import Picture
-from liveweight.rl.settings import DemoSettings
+from liveweight.cli.demo.demo import play
+from liveweight.cli.demo.terminal_picture import Picture
+from liveweight.lab.demo.settings import DemoSettings
 
 FROM_ELSEWHERE = re.compile(r"@font-face \{.*?\}\s*|<!--.*?-->\s*", re.DOTALL)
 """Fonts that rich would have fetched from the network: a monospace font of the reader's does."""

@@ -16,17 +16,17 @@ from pathlib import Path
 
 from matplotlib.figure import Figure
 
-from liveweight.bench.decoder import decoder
-from liveweight.bench.ipc import IpcSettings, Scene
-from liveweight.bench.report import table
+from liveweight.lab.bench.model_shapes import decoder
+from liveweight.lab.bench.report import table
+from liveweight.lab.bench.rounds.ipc import IpcSettings, Scene
 
 SIZE_GB, SECONDS, RATE = 1.4, 20, 100
 KINDS = {
-    "digest of the source": ("trainer/live.py", "trainer/shares.py"),
+    "digest of the source": ("trainer/offers/live.py", "devices/copy_ranges.py"),
     "copy into the shadow": ("transports/ipc/reader.py", "worker/staging.py"),
     "digest of the shadow": ("worker/shadow_digest.py", "worker/verifying.py"),
-    "exchange": ("worker/exchange.py", "worker/committer.py"),
-    "messages": ("liveweight/wire/", "worker/boundary.py", "zmq/"),
+    "exchange": ("worker/targets/swap.py", "worker/commit.py"),
+    "messages": ("liveweight/wire/", "rounds/boundary.py", "zmq/"),
 }
 """What a sample counts as: the first kind that a frame of its stack belongs to, from the innermost on."""
 REST = "the rest"

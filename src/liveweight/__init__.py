@@ -9,29 +9,29 @@ if TYPE_CHECKING:
     from liveweight.errors import LiveWeightError, OutcomeUnknown, RoundFailed, Torn
     from liveweight.integrations.paddle import paddle_source
     from liveweight.integrations.vllm.engine import vllm
+    from liveweight.rounds.report import Report
+    from liveweight.rounds.undo_and_verify import Verification
     from liveweight.spec.dtype import DType
     from liveweight.spec.layout import Piece
     from liveweight.spec.manifest import TensorSpec, Version
     from liveweight.spec.region import box, whole
-    from liveweight.trainer.errands import Verification
-    from liveweight.trainer.gathering import GatheringSource
-    from liveweight.trainer.report import Report
-    from liveweight.transports.stock import RingSettings
+    from liveweight.trainer.sources.gathering_source import GatheringSource
+    from liveweight.transports.packing_source import RingSettings
 
 _HOMES = {
     "LiveWeightError": "liveweight.errors",
     "OutcomeUnknown": "liveweight.errors",
     "DType": "liveweight.spec.dtype",
     "Piece": "liveweight.spec.layout",
-    "GatheringSource": "liveweight.trainer.gathering",
+    "GatheringSource": "liveweight.trainer.sources.gathering_source",
     "Publisher": "liveweight.api",
     "Receiver": "liveweight.api",
-    "Report": "liveweight.trainer.report",
-    "RingSettings": "liveweight.transports.stock",
+    "Report": "liveweight.rounds.report",
+    "RingSettings": "liveweight.transports.packing_source",
     "RoundFailed": "liveweight.errors",
     "TensorSpec": "liveweight.spec.manifest",
     "Torn": "liveweight.errors",
-    "Verification": "liveweight.trainer.errands",
+    "Verification": "liveweight.rounds.undo_and_verify",
     "Version": "liveweight.spec.manifest",
     "box": "liveweight.spec.region",
     "paddle_source": "liveweight.integrations.paddle",

@@ -13,41 +13,41 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias
 
+from liveweight.devices.copy_ranges import threads_for
 from liveweight.devices.cuda import CudaDevice
 from liveweight.devices.device import CPU, CpuDevice, Device, open_device
 from liveweight.devices.kernels import choose_kernels
-from liveweight.integrations.engines import Engine, reached
-from liveweight.integrations.stream import Streaming
+from liveweight.integrations.connect import Engine, reached
+from liveweight.integrations.offer_stream import Streaming
 from liveweight.observe.bus import Bus
 from liveweight.observe.events import OfferKind
 from liveweight.observe.log import logging_bus
 from liveweight.spec.deadline import Deadline
 from liveweight.spec.layout import Piece
 from liveweight.spec.manifest import Version
-from liveweight.trainer.live import SharedModule, source_device, source_of
-from liveweight.trainer.live import share_module as _share_module
-from liveweight.trainer.meeting import check_terms, describe_to, meet_replicas, own_host, own_terms
-from liveweight.trainer.offers import Offers
-from liveweight.trainer.ranks import Terms, join_ranks
-from liveweight.trainer.registry import Registry
+from liveweight.trainer.handshake import check_terms, describe_to, meet_replicas, own_host, own_terms
+from liveweight.trainer.offers.live import SharedModule, source_device, source_of
+from liveweight.trainer.offers.live import share_module as _share_module
+from liveweight.trainer.offers.pull_server import Shelf
+from liveweight.trainer.offers.single_source import Offers
+from liveweight.trainer.offers.transfer_fallback import Ways, in_order
 from liveweight.trainer.settings import Behind, PublisherSettings
-from liveweight.trainer.shares import threads_for
-from liveweight.trainer.shelf import Shelf
-from liveweight.trainer.spmd import SpmdPublisher
-from liveweight.trainer.ways import Ways, in_order
+from liveweight.trainer.sources.module_walker import Registry
+from liveweight.trainer.spmd.join_ranks import Terms, join_ranks
+from liveweight.trainer.spmd.spmd_publisher import SpmdPublisher
 from liveweight.transports.ipc.source import allocate
+from liveweight.transports.packing_source import RingSettings
 from liveweight.transports.registry import TRANSPORTS, check_device
-from liveweight.transports.stock import RingSettings
 from liveweight.wire.credentials import Secret, load_or_create_secret, socket_directory
-from liveweight.wire.defaults import default_directory, default_secret_file
-from liveweight.wire.values import KvPolicy
+from liveweight.wire.default_paths import default_directory, default_secret_file
+from liveweight.wire.messages.values import KvPolicy
 from liveweight.worker import receiver as receiving
-from liveweight.worker.agent import StagingSettings
-from liveweight.worker.committer import Hook
+from liveweight.worker.commit import Hook
 from liveweight.worker.staging import BATCH_BYTES
-from liveweight.worker.target import Target
-from liveweight.worker.torch_layout import device_of
-from liveweight.worker.torch_target import ExchangeMode, ShadowPlace, as_target
+from liveweight.worker.staging_thread import StagingSettings
+from liveweight.worker.targets.target import Target
+from liveweight.worker.targets.torch_layout import device_of
+from liveweight.worker.targets.torch_target import ExchangeMode, ShadowPlace, as_target
 
 if TYPE_CHECKING:
     import torch

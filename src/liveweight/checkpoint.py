@@ -20,7 +20,7 @@ from liveweight.errors import ManifestInvalid, MissingExtra
 from liveweight.spec.decoding import from_json
 from liveweight.spec.dtype import DType
 from liveweight.spec.manifest import Manifest, TensorSpec
-from liveweight.trainer.names import clean_all
+from liveweight.spec.tensor_names import clean_all
 
 if TYPE_CHECKING:
     import torch

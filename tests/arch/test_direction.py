@@ -7,8 +7,8 @@ import pytest
 from tests.arch.source_tree import PACKAGE, ROOT, Source, imports, part_of, source, sources
 
 ORDER = (
-    "errors < spec | observe < plan | wire | devices < transports < worker | trainer < engine < control "
-    "< integrations < rl | bench < api < cli"
+    "errors < spec | observe < plan | wire | devices < transports | checkpoint < rounds < worker | trainer "
+    "< engine < server < integrations < api < lab < cli"
 )
 PLACE = {part: i for i, group in enumerate(ORDER.split(" < ")) for part in group.split(" | ")}
 
@@ -88,7 +88,7 @@ RIGHT = {
     ),
     "others": ("liveweight/spec/a.py", "import os\nimport liveweighty.wire"),
     "the package asks api": ("liveweight/__init__.py", "from liveweight.api import Publisher"),
-    "cli asks all": ("liveweight/cli/main.py", "import liveweight\nimport liveweight.bench.digest"),
+    "cli asks all": ("liveweight/cli/main.py", "import liveweight\nimport liveweight.lab.bench.digest"),
     "run as a program": ("liveweight/__main__.py", "from liveweight.cli.main import run"),
 }
 

@@ -179,7 +179,7 @@ RULES = {
     ),
     "pickle": Rule(
         find=pickles,
-        allowed_under="liveweight.bench.peers",  # what others do is measured as they do it, in processes of its own
+        allowed_under="liveweight.lab.bench.peers",  # what others do is measured as they do it, in processes of its own
         wrong=(
             "import pickle",
             "from pickle import loads",
@@ -262,13 +262,17 @@ def test_what_only_looks_alike_passes(rule: str) -> None:
 def test_a_violation_passes_only_where_it_is_allowed(rule: str) -> None:
     for part in RULES[rule].allowed_in:
         assert RULES[rule].violations(source(f"liveweight/{part}/a.py", RULES[rule].wrong[0])) == []
-    assert RULES[rule].violations(source("liveweight/bench/a.py", RULES[rule].wrong[0])) != []
+    assert RULES[rule].violations(source("liveweight/lab/bench/a.py", RULES[rule].wrong[0])) != []
 
 
 def test_a_contender_of_the_benchmark_may_pickle_and_its_neighbours_may_not() -> None:
     rule, text = RULES["pickle"], "import pickle"
-    assert rule.violations(source("liveweight/bench/peers/a.py", text)) == []
-    for path in ("liveweight/bench/peers.py", "liveweight/bench/a.py", "liveweight/bench/peers_too/a.py"):
+    assert rule.violations(source("liveweight/lab/bench/peers/a.py", text)) == []
+    for path in (
+        "liveweight/lab/bench/peers.py",
+        "liveweight/lab/bench/a.py",
+        "liveweight/lab/bench/peers_too/a.py",
+    ):
         assert rule.violations(source(path, text)) != []
 
 

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from tests.support.chromium import measured
-from tests.support.demo_processes import demo, files_left, lines_of, processes_left
+from tests.support.processes.chromium import measured
+from tests.support.processes.demo_processes import demo, files_left, lines_of, processes_left
 
 pytestmark = pytest.mark.timeout(600)
 

@@ -14,8 +14,9 @@ import typer
 from typer.main import get_command
 from typer.testing import CliRunner
 
-from liveweight.cli import doctor, exits
-from liveweight.cli.failing import line_of
+from liveweight.cli import exit_codes
+from liveweight.cli.commands import doctor
+from liveweight.cli.failures import line_of
 from liveweight.cli.main import app
 from liveweight.engine.init_model.checkpoint import init_model
 from liveweight.engine.init_model.sizes import SIZES
@@ -54,7 +55,7 @@ def test_the_tree_is_the_whole_program() -> None:
 @pytest.mark.parametrize("path", TREE, ids=" ".join)
 def test_help_shows_an_example_that_the_commands_own_parser_takes(path: tuple[str, ...]) -> None:
     code, shown, _ = run(*path, "--help")
-    assert code == exits.DONE
+    assert code == exit_codes.DONE
     found = examples(path)
     assert found, "no example"
     assert tuple(found[0][: len(path)]) == path, "of another command"
@@ -75,9 +76,9 @@ def test_the_operations_page_and_the_help_tell_the_exit_codes() -> None:
     page = (ROOT / "docs" / "operations.md").read_text(encoding="utf-8")
     section = page.partition("## Exit codes\n")[2].partition("\n## ")[0]
     rows = [line for line in section.splitlines() if re.match(r"\| \d", line)]
-    assert rows == [f"| {row.code} | {row.commands} | {row.means} |" for row in exits.EXITS]
+    assert rows == [f"| {row.code} | {row.commands} | {row.means} |" for row in exit_codes.EXITS]
     shown = " ".join(run("--help")[1].split())
-    assert " ".join(exits.told().split()) in shown
+    assert " ".join(exit_codes.told().split()) in shown
 
 
 def codes_used() -> set[str]:
@@ -94,14 +95,14 @@ def test_the_codes_that_are_told_are_those_that_are_used() -> None:
     used = {
         name for name in codes_used() if not name.startswith("f'")
     }  # a text is exit code 1 with that text
-    assert all(hasattr(exits, name) for name in used), used
-    by_typer = {exits.WRONG_ARGUMENTS}
-    assert {getattr(exits, name) for name in used} | by_typer == {row.code for row in exits.EXITS}
+    assert all(hasattr(exit_codes, name) for name in used), used
+    by_typer = {exit_codes.WRONG_ARGUMENTS}
+    assert {getattr(exit_codes, name) for name in used} | by_typer == {row.code for row in exit_codes.EXITS}
 
 
 @pytest.mark.parametrize("path", sorted(LEAVES), ids=" ".join)
 def test_wrong_arguments_have_a_code_of_their_own(path: tuple[str, ...]) -> None:
-    assert run(*path, "--nobody")[0] == exits.WRONG_ARGUMENTS
+    assert run(*path, "--nobody")[0] == exit_codes.WRONG_ARGUMENTS
 
 
 @pytest.fixture(scope="module")
@@ -170,13 +171,13 @@ def test_an_error_is_one_line_with_the_remedy_and_a_traceback_if_asked_for(
     given, beginning = ERRORS[case]
     words = [*case.partition(",")[0].split(), *(places.get(word, word) for word in given)]
     code, _, said = run(*words)
-    assert code == exits.FAILED, said
+    assert code == exit_codes.FAILED, said
     assert len(said.splitlines()) == 1, said
     assert said.startswith(beginning), said
     assert said.endswith(".\n")
     assert f"What to do: {REMEDIES.get(beginning, 'see that the file')}" in said
     code, _, loud = run(*words, "--debug")
-    assert code == exits.FAILED
+    assert code == exit_codes.FAILED
     assert loud.startswith("Traceback ") or "\nTraceback " in loud
     shown = said.splitlines()[-1].partition("nowhere")[0][:40]  # names of temporary files differ
     assert any(line.startswith(shown) for line in loud.splitlines()), loud
@@ -189,7 +190,7 @@ def test_an_error_that_nobody_expected_is_one_line_that_names_debug(monkeypatch:
     monkeypatch.setattr(doctor, "examine", examine)
     code, _, said = run("doctor")
     assert (code, said) == (
-        exits.FAILED,
+        exit_codes.FAILED,
         "unexpected RuntimeError: a bug of two lines. What to do: run it again with --debug, and report what it says.\n",
     )
     assert "Traceback " in run("doctor", "--debug")[2]
@@ -200,7 +201,7 @@ def test_ctrl_c_has_a_code_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
         raise KeyboardInterrupt
 
     monkeypatch.setattr(doctor, "examine", examine)
-    assert run("doctor") == (exits.INTERRUPTED, "", "")
+    assert run("doctor") == (exit_codes.INTERRUPTED, "", "")
 
 
 @pytest.mark.parametrize("command", ["demo", "demo torn", "torture"])
@@ -208,7 +209,7 @@ def test_a_missing_extra_is_the_pip_line(monkeypatch: pytest.MonkeyPatch, comman
     for module in ("demo", "demo_torn", "torture"):
         monkeypatch.setattr(f"liveweight.cli.{module}.find_spec", lambda _: None)
     code, _, said = run(*command.split())
-    assert (code, len(said.splitlines())) == (exits.FAILED, 1)
+    assert (code, len(said.splitlines())) == (exit_codes.FAILED, 1)
     assert said.startswith("LW-501 ")
     assert "pip install 'liveweight[" in said
 
@@ -222,7 +223,7 @@ def test_a_place_that_cannot_be_written_is_refused_before_the_work(tmp_path: Pat
         ("--out", str(tmp_path / "file")) if command == "demo" else ("--json", str(tmp_path / "no" / "x"))
     )
     code, _, said = run(*command.split(), *option)
-    assert (code, "is not a directory" in said) == (exits.WRONG_ARGUMENTS, True)
+    assert (code, "is not a directory" in said) == (exit_codes.WRONG_ARGUMENTS, True)
 
 
 def test_a_failed_round_is_told_with_the_remedy_of_its_cause() -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from liveweight.cli import doctor
+from liveweight.cli.commands import doctor
 from liveweight.cli.main import app
 from liveweight.errors import MissingExtra
 

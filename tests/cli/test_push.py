@@ -15,19 +15,19 @@ import httpx
 import pytest
 
 import liveweight as lw
-from liveweight.control.guard import Access
 from liveweight.engine.config import EngineConfig, Updates
 from liveweight.engine.engine import Engine
+from liveweight.rounds.replica import WireReplica
+from liveweight.server.request_guard import Access
 from liveweight.spec.deadline import Deadline
-from liveweight.trainer.replica import WireReplica
 from liveweight.wire.credentials import load_or_create_secret
-from liveweight.wire.values import RoundId
-from tests.control.test_control_routes import Stream
-from tests.support import noted_hooks
-from tests.support.cli import Cli
-from tests.support.engines import WITHIN_S, Models, forking
-from tests.support.http_server import Served, serving
-from tests.support.zygote import Zygote
+from liveweight.wire.messages.values import RoundId
+from tests.server.admin.test_routes import Stream
+from tests.support.engine import noted_hooks
+from tests.support.engine.engines import WITHIN_S, Models, forking
+from tests.support.processes.cli import Cli
+from tests.support.processes.fork_server import Zygote
+from tests.support.processes.http_server import Served, serving
 
 COMPLETIONS = "/v1/completions"
 ASK: dict[str, Any] = {

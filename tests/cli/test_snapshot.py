@@ -11,15 +11,15 @@ import torch
 from safetensors.torch import load_file
 from typer.testing import CliRunner
 
-from liveweight.bench.snapshot import SnapshotSettings, bench_snapshot
 from liveweight.cli import main
-from liveweight.engine.forward import Solo
-from liveweight.engine.loading import load
+from liveweight.engine.models.forward import Solo
 from liveweight.engine.models.model import build
 from liveweight.engine.models.spec import ModelSpec
+from liveweight.engine.rank.checkpoint_loading import load
 from liveweight.errors import LiveWeightError
+from liveweight.lab.bench.snapshot import SnapshotSettings, bench_snapshot
 from liveweight.transports.snapshot.restore import Restored, restore
-from liveweight.worker.torch_target import module_target
+from liveweight.worker.targets.torch_target import module_target
 
 
 def run(*arguments: object, code: int = 0) -> str:

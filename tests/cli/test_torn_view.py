@@ -6,11 +6,11 @@ import io
 
 from rich.console import Console
 
-from liveweight.bench.torn import TornSettings
-from liveweight.bench.torn_judge import Counts
-from liveweight.bench.torn_result import SideResult, TornResult
-from liveweight.cli.demo_torn import verdict
-from liveweight.cli.demo_torn_view import TerminalView
+from liveweight.cli.demo.torn import verdict
+from liveweight.cli.demo.torn_view import TerminalView
+from liveweight.lab.torn_demo.judge import Counts
+from liveweight.lab.torn_demo.result import SideResult, TornResult
+from liveweight.lab.torn_demo.torn_demo import TornSettings
 
 RED, GREEN = "\x1b[1;31m", "\x1b[32m"
 

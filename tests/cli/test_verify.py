@@ -13,12 +13,12 @@ import httpx
 
 from liveweight.engine.config import EngineConfig, Updates
 from liveweight.engine.engine import Engine
-from tests.control.test_push import said, secret_file
-from tests.support.cli import Cli
-from tests.support.engines import WITHIN_S, Models, forking
-from tests.support.flipping_hook import FLIPPED, NAME
-from tests.support.http_server import Served, serving
-from tests.support.zygote import Zygote
+from tests.cli.test_push import said, secret_file
+from tests.support.engine.engines import WITHIN_S, Models, forking
+from tests.support.engine.flipping_hook import FLIPPED, NAME
+from tests.support.processes.cli import Cli
+from tests.support.processes.fork_server import Zygote
+from tests.support.processes.http_server import Served, serving
 
 DIFFERENT = 3
 

@@ -18,7 +18,7 @@ from liveweight.devices.cuda import CudaDevice, device_index
 from liveweight.devices.cuda_handle import HANDLE_BYTES, Handle, decode_handle, encode_handle
 from liveweight.devices.device import open_device
 from liveweight.devices.memory import Memory
-from liveweight.devices.native import NativeKernels
+from liveweight.devices.native_kernels import NativeKernels
 from liveweight.devices.torch_kernels import TorchKernels, device_memory
 from liveweight.errors import LayoutInvalid, MessageInvalid, MessageTooLarge, Unavailable
 from liveweight.plan.freezes import plan_freeze

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from liveweight.devices.kernels import Kernels, Table
 from liveweight.devices.memory import Memory
-from liveweight.devices.native import NativeKernels
+from liveweight.devices.native_kernels import NativeKernels
 from liveweight.devices.numpy_kernels import NumpyKernels
 from liveweight.devices.torch_digest import digest_tensor
 from liveweight.devices.torch_kernels import TorchKernels

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from liveweight.devices import _native, bounds, kernels
 from liveweight.devices.kernels import Kernels, Table, choose_kernels
 from liveweight.devices.memory import Memory
-from liveweight.devices.native import NativeKernels
+from liveweight.devices.native_kernels import NativeKernels
 from liveweight.devices.numpy_kernels import NumpyKernels
 from liveweight.devices.torch_kernels import TorchKernels
 from liveweight.errors import LayoutInvalid
@@ -296,7 +296,7 @@ def test_the_choice_of_kernels_is_said_once(monkeypatch: pytest.MonkeyPatch) -> 
     bus, recorder = Bus(), Recorder()
     with bus.subscribe(recorder):
         assert isinstance(choose_kernels(bus), NativeKernels)
-        monkeypatch.setitem(__import__("sys").modules, "liveweight.devices.native", None)
+        monkeypatch.setitem(__import__("sys").modules, "liveweight.devices.native_kernels", None)
         assert isinstance(choose_kernels(bus), NumpyKernels)
     first, second = recorder.of(KernelsChosen)
     assert (first.name, first.reason) == (f"native ({NativeKernels().simd})", None)

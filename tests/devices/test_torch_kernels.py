@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from liveweight.devices import torch_kernels
 from liveweight.devices.kernels import Table
 from liveweight.devices.memory import Memory
-from liveweight.devices.native import NativeKernels
+from liveweight.devices.native_kernels import NativeKernels
 from liveweight.devices.torch_kernels import TorchKernels, device_memory
 from liveweight.errors import LayoutInvalid
 from tests.support.layouts import Bytes

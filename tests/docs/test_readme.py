@@ -20,8 +20,8 @@ import liveweight as lw
 from liveweight.engine.init_model.checkpoint import init_model
 from liveweight.engine.init_model.sizes import SIZES
 from tests.arch.source_tree import ROOT
-from tests.support.engines import WITHIN_S, Models
-from tests.support.serve_processes import program, url_of
+from tests.support.engine.engines import WITHIN_S, Models
+from tests.support.processes.serve_processes import program, url_of
 
 README = (ROOT / "README.md").read_text()
 BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)

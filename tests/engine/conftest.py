@@ -12,13 +12,13 @@ import pytest
 import liveweight as lw
 from liveweight.engine.config import EngineConfig, Restarts, Snapshots, Updates
 from liveweight.engine.engine import Engine
-from liveweight.engine.ranks import Process
-from liveweight.engine.restarting import RestartingEngine
+from liveweight.engine.recovery.restarting_engine import RestartingEngine
+from liveweight.engine.serving.rank_processes import Process
 from liveweight.observe.bus import Bus
-from liveweight.wire.values import KvPolicy
-from tests.support.elastic import Gate, launching
-from tests.support.engines import forking
-from tests.support.zygote import Zygote
+from liveweight.wire.messages.values import KvPolicy
+from tests.support.engine.elastic import Gate, launching
+from tests.support.engine.engines import forking
+from tests.support.processes.fork_server import Zygote
 
 
 @pytest.fixture

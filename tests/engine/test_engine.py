@@ -21,7 +21,7 @@ from safetensors.torch import load_file, save_file
 
 from liveweight.engine.config import EngineConfig
 from liveweight.engine.engine import Engine
-from liveweight.engine.requests import Sampling
+from liveweight.engine.serving.requests import Sampling
 from liveweight.errors import (
     CheckpointInvalid,
     EngineConfigInvalid,
@@ -30,7 +30,7 @@ from liveweight.errors import (
     RankLost,
     RequestInvalid,
 )
-from tests.support.engines import (
+from tests.support.engine.engines import (
     WITHIN_S,
     Answer,
     Arch,
@@ -42,8 +42,8 @@ from tests.support.engines import (
     forking,
     greedy,
 )
-from tests.support.stopping import stop
-from tests.support.zygote import Zygote
+from tests.support.processes.fork_server import Zygote
+from tests.support.processes.stopping import stop
 
 Start = Callable[..., Engine]
 

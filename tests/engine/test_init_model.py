@@ -21,8 +21,8 @@ from liveweight.engine.init_model.sizes import SIZES
 from liveweight.engine.init_model.tokenizer import SPECIALS, special_ids
 from liveweight.engine.models.spec import ModelSpec
 from liveweight.errors import EngineConfigInvalid
-from tests.support.cli import Cli
-from tests.support.decoders import DENSE, SPARSE, loaded, tensors_of
+from tests.support.engine.decoders import DENSE, SPARSE, loaded, tensors_of
+from tests.support.processes.cli import Cli
 
 TINY = SIZES["qwen3"]["tiny"]
 

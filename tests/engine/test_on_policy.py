@@ -11,17 +11,17 @@ import pytest
 import torch
 
 from liveweight.engine.engine import Engine
-from liveweight.rl.client import Completions
-from liveweight.rl.onpolicy import gap, to_check
-from liveweight.rl.policy import Policy
-from liveweight.rl.records import Gap
-from liveweight.rl.samples import Group, Sample, read, request
-from liveweight.rl.settings import Training
-from liveweight.rl.task import SortDigits
-from liveweight.wire.values import KvPolicy
-from tests.support.engines import WITHIN_S, Models
-from tests.support.http_server import serving
-from tests.support.real_servers import until
+from liveweight.lab.demo.learning.on_policy_check import gap, to_check
+from liveweight.lab.demo.learning.policy import Policy
+from liveweight.lab.demo.learning.rollout_client import Completions
+from liveweight.lab.demo.learning.samples import Group, Sample, read, request
+from liveweight.lab.demo.learning.task import SortDigits
+from liveweight.lab.demo.records import Gap
+from liveweight.lab.demo.settings import Training
+from liveweight.wire.messages.values import KvPolicy
+from tests.support.engine.engines import WITHIN_S, Models
+from tests.support.processes.http_server import serving
+from tests.support.processes.real_servers import until
 
 Start = Callable[..., Engine]
 ROUNDING = 1e-4

@@ -15,21 +15,21 @@ import pytest
 import torch
 
 import liveweight as lw
-from liveweight.bench.torture.blows import cut
 from liveweight.devices.memory import Memory
 from liveweight.errors import ChannelClosed, RoundFailed, WrongSecret
+from liveweight.lab.torture.faults import cut
+from liveweight.rounds.replica import WireReplica
 from liveweight.spec.deadline import Deadline
-from liveweight.trainer.replica import WireReplica
 from liveweight.transports.registry import TRANSPORTS
 from liveweight.wire.channel import Channel
 from liveweight.wire.codec import Codec
 from liveweight.wire.credentials import Secret, load_or_create_secret
 from liveweight.wire.messages import Message
-from liveweight.worker.torch_target import TensorTarget
+from liveweight.worker.targets.torch_target import TensorTarget
 from tests.support import model
-from tests.support.cluster import Cluster, Program
-from tests.support.engines import WITHIN_S
-from tests.support.program import REPLICA
+from tests.support.engine.engines import WITHIN_S
+from tests.support.processes.cluster import Cluster, Program
+from tests.support.programs.program import REPLICA
 from tests.support.rounds import WORLD, assert_holds, assert_no_growth, ready, weights_of
 from tests.support.stepping import publisher
 

@@ -17,16 +17,16 @@ from typing import Any
 import pytest
 
 import liveweight as lw
-from liveweight.engine.verifying import Question
+from liveweight.engine.updates.verifying import Question
 from liveweight.errors import LiveWeightError, RankLost
 from liveweight.wire.messages import Verdict
-from tests.support.cluster import Cluster
-from tests.support.engine_scene import MOMENTS, Moment, Scene, directory_of, label_of, scene
-from tests.support.engines import WITHIN_S, Logits, Models, answers, greedy
+from tests.support.engine.engine_scene import MOMENTS, Moment, Scene, directory_of, label_of, scene
+from tests.support.engine.engines import WITHIN_S, Logits, Models, answers, greedy
+from tests.support.engine.versions import Clients, mixtures
+from tests.support.processes.cluster import Cluster
+from tests.support.processes.fork_server import Zygote
+from tests.support.processes.stopping import stop
 from tests.support.rounds import publish_when_free
-from tests.support.stopping import stop
-from tests.support.versions import Clients, mixtures
-from tests.support.zygote import Zygote
 
 PROMPTS = [[5, 6, 7, 8], [9, 10, 11]]
 SHORT_S = 1.5

@@ -11,13 +11,13 @@ import pytest
 
 from liveweight.errors import RankLost
 from tests.faults.test_engine_faults import PROMPTS, Judge
-from tests.support.cluster import Cluster
-from tests.support.engine_scene import scene
-from tests.support.engines import Logits, Models, answers, greedy
-from tests.support.real_servers import until
+from tests.support.engine.engine_scene import scene
+from tests.support.engine.engines import Logits, Models, answers, greedy
+from tests.support.processes.cluster import Cluster
+from tests.support.processes.fork_server import Zygote
+from tests.support.processes.real_servers import until
+from tests.support.processes.stopping import stop
 from tests.support.rounds import publish_when_free
-from tests.support.stopping import stop
-from tests.support.zygote import Zygote
 
 
 @pytest.mark.parametrize("fault", ["trainer killed", "rank stopped", "rank killed", "source revoked"])

@@ -12,13 +12,13 @@ from typing import Any
 import pytest
 
 from liveweight.errors import WeightsPending
-from tests.support.cluster import Cluster
-from tests.support.engines import Logits, Models, ask, greedy
-from tests.support.fleet_scene import FleetScene, fleet_scene
-from tests.support.real_servers import until
+from tests.support.engine.engines import Logits, Models, ask, greedy
+from tests.support.engine.fleet_scene import FleetScene, fleet_scene
+from tests.support.processes.cluster import Cluster
+from tests.support.processes.fork_server import Zygote
+from tests.support.processes.real_servers import until
+from tests.support.processes.stopping import stop
 from tests.support.rounds import publish_when_free
-from tests.support.stopping import stop
-from tests.support.zygote import Zygote
 
 Make = Callable[..., FleetScene]
 PROMPT = [5, 6, 7, 8]

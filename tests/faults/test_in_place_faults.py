@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from liveweight.transports.registry import TRANSPORTS
-from tests.support.cluster import Cluster, Program
+from tests.support.processes.cluster import Cluster, Program
 from tests.support.rounds import WORLD, assert_holds, publish_when_free
 
 TORN = "LW-601"

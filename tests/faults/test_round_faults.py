@@ -14,8 +14,8 @@ import pytest
 
 from tests.support import model
 from tests.support.cells import Scene, in_cells, scene_of
-from tests.support.cluster import Cluster, Program
-from tests.support.program import REPLICA
+from tests.support.processes.cluster import Cluster, Program
+from tests.support.programs.program import REPLICA
 from tests.support.rounds import (
     WORLD,
     assert_holds,

@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 
 from liveweight.errors import LiveWeightError, OutOfSpace, SnapshotDamaged, SnapshotNotFound
-from liveweight.transports.snapshot.check import verify
-from liveweight.transports.snapshot.opened import Snapshot
-from liveweight.transports.snapshot.store import Store
-from tests.support.cluster import Cluster
+from liveweight.transports.snapshot.disk.open_snapshot import Snapshot
+from liveweight.transports.snapshot.disk.store import Store
+from liveweight.transports.snapshot.verify import verify
+from tests.support.processes.cluster import Cluster
 from tests.support.small_disk import small_disk
 from tests.support.snapshots import FULL, restored, same, save_label, weights
 from tests.support.wire import descriptors

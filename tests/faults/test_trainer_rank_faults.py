@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.cluster import Cluster, Program
+from tests.support.processes.cluster import Cluster, Program
 from tests.support.rounds import all_of, assert_holds
 
 LOST, LATE, UNKNOWN = "LW-205", "LW-301", "LW-602"

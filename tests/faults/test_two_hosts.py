@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from tests.support.cluster import Cluster, Program
+from tests.support.processes.cluster import Cluster, Program
+from tests.support.processes.two_hosts import ENGINE, TRAINER, NoNamespaces, TwoHosts, two_hosts
 from tests.support.rounds import assert_holds, assert_no_growth, publish_when_free, weights_of
-from tests.support.two_hosts import ENGINE, TRAINER, NoNamespaces, TwoHosts, two_hosts
 
 pytest.importorskip("nixl")
 

@@ -9,7 +9,7 @@ import torch
 
 import liveweight as lw
 from liveweight.errors import ManifestMismatch, Refused, RoundFailed
-from liveweight.integrations.vllm.draft import PREFIX
+from liveweight.integrations.vllm.draft_model import PREFIX
 from tests.support.vllm_workers import BASE, MET, NEW, WHOLE, Four, Started, VllmWorkers, publisher, weights
 
 

@@ -12,9 +12,9 @@ import pytest
 
 from liveweight.errors import Unavailable
 from liveweight.integrations.vllm.middleware import CACHES, App, Versions
-from liveweight.integrations.vllm.seam import check_version
-from liveweight.integrations.vllm.target import divide, in_layers
-from liveweight.plan.tally import Tally
+from liveweight.integrations.vllm.workers.compat import check_version
+from liveweight.integrations.vllm.workers.target import divide, in_layers
+from liveweight.plan.digest_sums import Tally
 from liveweight.spec.dtype import DType
 from liveweight.spec.manifest import Manifest, TensorSpec
 

@@ -11,7 +11,7 @@ import torch
 
 import liveweight as lw
 from liveweight.errors import DigestMismatch, ManifestMismatch, Refused, RoundFailed, Torn, Unavailable
-from liveweight.integrations.vllm.ways import controls_of
+from liveweight.integrations.vllm.client.connect import controls_of
 from tests.support.vllm_workers import BASE, MET, NEW, WHOLE, Started, publisher, weights
 
 

@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 import torch
 
-from liveweight.bench.torn_in_place import NAME, live_memory, share_live, write
 from liveweight.devices.memory import Memory
 from liveweight.errors import Unavailable
+from liveweight.lab.torn_demo.in_place_update import NAME, live_memory, share_live, write
 
 
 @pytest.mark.parametrize("buckets", [1, 2, 3, 8, 200])

@@ -20,7 +20,7 @@ from typer.testing import CliRunner
 
 from liveweight.cli import main
 from tests.arch.source_tree import ROOT
-from tests.support.serve_processes import alive, descendants_of
+from tests.support.processes.serve_processes import alive, descendants_of
 
 SMALL = ("--clients", "2", "--tokens", "24")
 ENDED_S = 280.0

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from liveweight.bench.torn_judge import NEAR, Counts, Judge, Kind, kinds_of, logits
-from tests.support.engines import Logits, Models
+from liveweight.lab.torn_demo.judge import NEAR, Counts, Judge, Kind, kinds_of, logits
+from tests.support.engine.engines import Logits, Models
 
 VOCAB = 8
 

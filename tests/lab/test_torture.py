@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.torturing import tortured
+from tests.support.processes.torture import tortured
 
 
 @pytest.mark.timeout(600)

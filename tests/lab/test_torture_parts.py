@@ -13,15 +13,15 @@ from pathlib import Path
 
 import pytest
 
-from liveweight.bench.torture import leaks as leaking
-from liveweight.bench.torture.blows import BITS, cut, flip
-from liveweight.bench.torture.leaks import Leaks
-from liveweight.bench.torture.nursery import Forked
-from liveweight.bench.torture.replay import Answer, Replay, Versions, torn_in_order
-from liveweight.bench.torture.run import TortureResult
-from liveweight.bench.torture.strikes import MOMENTS, READING, Strike, strikes
 from liveweight.engine.init_model.checkpoint import init_model
 from liveweight.engine.init_model.sizes import SIZES
+from liveweight.lab.torture import leaks as leaking
+from liveweight.lab.torture.fault_plan import MOMENTS, READING, Strike, strikes
+from liveweight.lab.torture.faults import BITS, cut, flip
+from liveweight.lab.torture.fork_server import Forked
+from liveweight.lab.torture.leaks import Leaks
+from liveweight.lab.torture.replay import Answer, Replay, Versions, torn_in_order
+from liveweight.lab.torture.torture import TortureResult
 from liveweight.spec.deadline import Deadline
 from liveweight.transports.ipc.arena import SharedArena
 
@@ -158,7 +158,7 @@ def versions(tmp_path_factory: pytest.TempPathFactory) -> Versions:
 
 
 def greedy(versions: Versions, number: int, prompt: list[int], count: int) -> list[int]:
-    from liveweight.bench.torn_judge import loaded, logits
+    from liveweight.lab.torn_demo.judge import loaded, logits
 
     model, tokens = loaded(versions.directories[number]), list(prompt)
     for _ in range(count):

@@ -8,7 +8,6 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
-from pathlib import Path
 from typing import get_args
 
 import pytest
@@ -19,8 +18,8 @@ from liveweight.observe import events as ev
 from liveweight.observe.bus import Bus, Recorder
 from liveweight.observe.log import line_of, log
 from liveweight.observe.metrics import METRICS, MetricsReader
+from tests.arch.source_tree import ROOT
 
-ROOT = Path(__file__).parents[2]
 LONG_S = 30.0
 
 KERNELS = ev.KernelsChosen(name="numpy", reason="no compiler at install time")

@@ -11,16 +11,16 @@ import torch
 from safetensors.torch import load_file
 
 from liveweight.devices.memory import Memory
-from liveweight.engine.forward import Solo
-from liveweight.engine.loading import load
+from liveweight.engine.models.forward import Solo
 from liveweight.engine.models.model import build
 from liveweight.engine.models.spec import ModelSpec
+from liveweight.engine.rank.checkpoint_loading import load
 from liveweight.spec.region import counts
+from liveweight.transports.snapshot.disk.store import Store
 from liveweight.transports.snapshot.restore import Restored, restore
-from liveweight.transports.snapshot.store import Store
-from liveweight.worker.torch_target import module_target
+from liveweight.worker.targets.torch_target import module_target
 from tests.paddle.conftest import PaddleSide
-from tests.support.engines import Dtype, Models
+from tests.support.engine.engines import Dtype, Models
 from tests.support.layouts import view
 from tests.support.snapshots import FULL, SPECS, region, same, save_label, sharded, weights
 

@@ -17,8 +17,8 @@ from typer.testing import CliRunner
 
 from liveweight.cli.main import app
 from tests.paddle.conftest import PaddleSide, started_side
-from tests.support.engines import WITHIN_S, Dtype, Models
-from tests.support.serve_processes import program, url_of
+from tests.support.engine.engines import WITHIN_S, Dtype, Models
+from tests.support.processes.serve_processes import program, url_of
 
 pytestmark = pytest.mark.timeout(600)
 

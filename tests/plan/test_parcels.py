@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from liveweight.devices.kernels import choose_kernels
 from liveweight.devices.memory import Memory
 from liveweight.errors import LayoutInvalid
-from liveweight.plan.cover import covers
+from liveweight.plan.parcel_covers import covers
 from liveweight.plan.parcels import ParcelPlan, cut_out, plan_parcels
 from liveweight.plan.unpacking import plan_unpacking
 from liveweight.spec.digest import digest_array, to_hex
@@ -24,7 +24,7 @@ from liveweight.spec.region import count, whole
 from liveweight.transports.ipc.ring_arena import sum_of
 from liveweight.transports.ipc.ring_packing import Packing, digests_of
 from liveweight.transports.ipc.ring_reader import BoundUnpacking, RingBinding
-from liveweight.transports.stock import RingSettings, Stock
+from liveweight.transports.packing_source import RingSettings, Stock
 from tests.support.layouts import Full, filled, fulls, placed, tilings, view
 
 KERNELS = choose_kernels()

@@ -12,12 +12,12 @@ from liveweight.plan import copies, digests
 from liveweight.plan.buckets import layer_order, plan_buckets
 from liveweight.plan.copies import CopyPlans, plan_copies
 from liveweight.plan.digests import plan_digests
-from liveweight.plan.loops import Table
 from liveweight.spec.digest import SEEDS, Lanes, column_weights, partial, row_weights
 from liveweight.spec.dtype import DType
 from liveweight.spec.layout import Layout, Piece, Placement, contiguous_strides, packed, place
 from liveweight.spec.manifest import Manifest, TensorSpec
 from liveweight.spec.region import box, count, whole
+from liveweight.spec.table import Table
 from tests.support.layouts import Bytes, Full, filled, fulls, placed, regions, tilings, view
 
 

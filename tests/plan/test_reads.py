@@ -15,7 +15,7 @@ from liveweight.spec.dtype import DType
 from liveweight.spec.layout import Layout, Piece, packed, place
 from liveweight.spec.manifest import TensorSpec
 from liveweight.spec.region import Region, box, whole
-from liveweight.transports.nixl.places import Place, place_from
+from liveweight.transports.nixl.arena_location import Place, place_from
 from liveweight.transports.registry import mode
 from liveweight.wire.credentials import Secret
 

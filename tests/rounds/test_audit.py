@@ -8,13 +8,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from liveweight.plan.tally import lanes_from_bytes, lanes_to_bytes
+from liveweight.plan.digest_sums import lanes_from_bytes, lanes_to_bytes
+from liveweight.rounds.leader.round_record import Decide, Tell
 from liveweight.spec.digest import to_hex
 from liveweight.spec.manifest import Manifest, Version
 from liveweight.wire import messages as m
-from liveweight.wire.values import RoundId
-from liveweight.worker.rounds import Decide, Tell
-from tests.unit.test_scheduler import MANIFEST, World, held, layout_of, offered
+from liveweight.wire.messages.values import RoundId
+from tests.rounds.test_leader import MANIFEST, World, held, layout_of, offered
 
 START = Version(run="start", label="initial", digest=None)
 

@@ -16,14 +16,14 @@ from liveweight.errors import (
     RoundAborted,
     RoundFailed,
 )
+from liveweight.rounds.coordinator import Drive
+from liveweight.rounds.replica import ReplicaRefused
+from liveweight.rounds.replica_progress import Part
 from liveweight.spec.deadline import Deadline
 from liveweight.spec.dtype import DType
 from liveweight.spec.manifest import Manifest, TensorSpec, Version
-from liveweight.trainer.drive import Drive
-from liveweight.trainer.part import Part
-from liveweight.trainer.replica import ReplicaRefused
 from liveweight.wire import messages as m
-from liveweight.wire.values import Fault, Offer, RoundId
+from liveweight.wire.messages.values import Fault, Offer, RoundId
 
 MANIFEST = Manifest(tensors=(TensorSpec(name="w", dtype=DType.FLOAT32, shape=(1,)),))
 OLD, NEW = Version(run="r", label=1, digest="a"), Version(run="r", label=2, digest="b")

@@ -15,8 +15,8 @@ import liveweight as lw
 from liveweight.devices.device import CPU
 from liveweight.errors import LayoutInvalid, Refused, RoundFailed
 from liveweight.observe.events import OfferKind
-from liveweight.trainer.report import Report
-from liveweight.worker.torch_target import ExchangeMode, TensorTarget
+from liveweight.rounds.report import Report
+from liveweight.worker.targets.torch_target import ExchangeMode, TensorTarget
 from tests.support.fake_cuda import GPUS, fake_cuda
 from tests.support.wire import SECRET
 

@@ -14,17 +14,17 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from liveweight.errors import LiveWeightError
 from liveweight.observe import events
-from liveweight.plan.tally import lanes_to_bytes
+from liveweight.plan.digest_sums import lanes_to_bytes
+from liveweight.rounds.leader.leader import Scheduler
+from liveweight.rounds.leader.round_record import Action, Decide, Reply, Say, Tell, Withdraw
+from liveweight.rounds.states import Serving
 from liveweight.spec.digest import Lanes, partial
 from liveweight.spec.dtype import DType
 from liveweight.spec.layout import Layout, Piece, packed, place
 from liveweight.spec.manifest import Manifest, OptionalGroup, TensorSpec, Version
 from liveweight.spec.region import box, whole
 from liveweight.wire import messages as m
-from liveweight.wire.values import Fault, Offer, RankTimes, RoundId
-from liveweight.worker.rounds import Action, Decide, Reply, Say, Tell, Withdraw
-from liveweight.worker.scheduler import Scheduler
-from liveweight.worker.states import Serving
+from liveweight.wire.messages.values import Fault, Offer, RankTimes, RoundId
 
 W = TensorSpec(name="w", dtype=DType.FLOAT32, shape=(4, 3))
 NORM = TensorSpec(name="norm", dtype=DType.FLOAT32, shape=(3,))

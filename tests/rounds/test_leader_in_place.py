@@ -8,12 +8,12 @@ import msgspec
 import pytest
 
 from liveweight.observe import events
+from liveweight.rounds import states
+from liveweight.rounds.leader.round_record import Decide, Tell, Withdraw
 from liveweight.spec.manifest import Version
 from liveweight.wire import messages as m
-from liveweight.wire.values import Fault, Overwritten, RoundId
-from liveweight.worker import states
-from liveweight.worker.rounds import Decide, Tell, Withdraw
-from tests.unit.test_scheduler import NORMS, ONLY_W, World, held, without_norms
+from liveweight.wire.messages.values import Fault, Overwritten, RoundId
+from tests.rounds.test_leader import NORMS, ONLY_W, World, held, without_norms
 
 V1 = Version(run="run", label=1, digest=f"{1:032x}")
 

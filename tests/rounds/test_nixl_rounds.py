@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from tests.support.cluster import Cluster, Program
+from tests.support.processes.cluster import Cluster, Program
+from tests.support.processes.stopping import stop
 from tests.support.rounds import WORLD, assert_holds, assert_no_growth, publish_when_free, weights_of
-from tests.support.stopping import stop
 
 pytest.importorskip("nixl")
 

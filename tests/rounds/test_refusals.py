@@ -15,15 +15,15 @@ import liveweight as lw
 from liveweight.errors import DeadlineExceeded, LayoutInvalid, ManifestInvalid, ManifestMismatch, Refused
 from liveweight.observe.bus import Bus, Recorder
 from liveweight.observe.events import LiveOfferImpossible, RoundOpened
+from liveweight.rounds.replica import WireReplica
 from liveweight.spec.deadline import Deadline
 from liveweight.spec.layout import Layout, packed
 from liveweight.spec.manifest import Manifest
-from liveweight.trainer.replica import WireReplica
 from liveweight.wire.codec import Codec
 from liveweight.wire.credentials import Secret, load_or_create_secret
 from liveweight.wire.listener import Listener
 from liveweight.wire.messages import Attached, Message, Open
-from liveweight.wire.values import Offer
+from liveweight.wire.messages.values import Offer
 from tests.support.stepping import engine, publisher, serving
 
 

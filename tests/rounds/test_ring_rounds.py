@@ -9,7 +9,7 @@ import torch
 import liveweight as lw
 from liveweight.observe.bus import Bus
 from liveweight.observe.events import LiveOfferImpossible
-from liveweight.trainer.sources import IteratorSource
+from liveweight.trainer.sources.in_memory import IteratorSource
 from tests.support.stepping import publisher, serving
 
 

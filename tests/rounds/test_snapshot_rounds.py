@@ -21,20 +21,20 @@ from liveweight.errors import (
     SnapshotNotFound,
     VersionNotOffered,
 )
-from liveweight.plan.tally import lanes_to_bytes
+from liveweight.plan.digest_sums import lanes_to_bytes
+from liveweight.rounds.replica import WireReplica
 from liveweight.spec.digest import from_hex
 from liveweight.spec.dtype import DType
 from liveweight.spec.layout import packed
 from liveweight.spec.manifest import TensorSpec, Version
-from liveweight.trainer.replica import WireReplica
-from liveweight.trainer.tensors import spec_of
-from liveweight.transports.snapshot.offers import offer_of
-from liveweight.transports.snapshot.opened import Snapshot
-from liveweight.transports.snapshot.outlet import SnapshotOutlet
+from liveweight.trainer.sources.tensors import spec_of
+from liveweight.transports.snapshot.disk.open_snapshot import Snapshot
+from liveweight.transports.snapshot.disk.store import Store
+from liveweight.transports.snapshot.disk.writer import Image
+from liveweight.transports.snapshot.offer_record import offer_of
 from liveweight.transports.snapshot.reader import SnapshotReader
-from liveweight.transports.snapshot.saving import Saved, save
-from liveweight.transports.snapshot.store import Store
-from liveweight.transports.snapshot.writer import Image
+from liveweight.transports.snapshot.save import Saved, save
+from liveweight.transports.snapshot.source import SnapshotOutlet
 from liveweight.wire.credentials import load_or_create_secret
 from liveweight.wire.messages import Open
 from tests.support.stepping import engine, publisher, serving
@@ -115,7 +115,7 @@ def test_a_disk_without_room_fails_the_offer_and_the_engine_serves_on(
     ):
         sender.publish(1)
         net.w.fill_(2)
-        monkeypatch.setattr("liveweight.transports.snapshot.writer.write_all", full)
+        monkeypatch.setattr("liveweight.transports.snapshot.disk.writer.write_all", full)
         with pytest.raises(OutOfSpace, match="No space left"):
             sender.publish(2)
         assert torch.equal(live["w"], torch.ones(4, 3))

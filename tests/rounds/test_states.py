@@ -7,9 +7,9 @@ from collections.abc import Callable
 import pytest
 
 from liveweight.errors import WrongState
+from liveweight.rounds import states as s
 from liveweight.spec.manifest import Version
-from liveweight.wire.values import RoundId
-from liveweight.worker import states as s
+from liveweight.wire.messages.values import RoundId
 
 A, B = Version(run="r", label=1), Version(run="r", label=2)
 ROUND = RoundId(boot="b", epoch=1, publisher="p")

@@ -17,17 +17,17 @@ import torch
 from liveweight.devices.kernels import choose_kernels
 from liveweight.errors import LiveWeightError
 from liveweight.plan.copies import COLUMNS
+from liveweight.rounds.replica import ReplicaRefused, WireReplica
 from liveweight.spec.deadline import Deadline
 from liveweight.spec.digest import digest_array
 from liveweight.spec.manifest import Manifest, Version
-from liveweight.trainer.replica import ReplicaRefused, WireReplica
 from liveweight.transports.port import GoOn, patient
 from liveweight.wire.credentials import load_or_create_secret
 from liveweight.wire.messages import Open, Verdict, Verify
-from liveweight.wire.values import Offer
+from liveweight.wire.messages.values import Offer
 from liveweight.worker.receiver import Receiver
-from liveweight.worker.torch_target import TensorTarget
-from tests.support.cluster import Cluster, Program
+from liveweight.worker.targets.torch_target import TensorTarget
+from tests.support.processes.cluster import Cluster, Program
 from tests.support.rounds import assert_holds
 
 WITHIN_S = 60.0

@@ -10,9 +10,9 @@ import openai
 import pytest
 
 from liveweight.engine.config import EngineConfig
-from tests.support.echo_engine import EchoEngine
-from tests.support.http_server import Served, serving
-from tests.support.tokenizer_dirs import write_byte_level
+from tests.support.engine.echo_engine import EchoEngine
+from tests.support.engine.tokenizer_dirs import write_byte_level
+from tests.support.processes.http_server import Served, serving
 
 
 @pytest.fixture(scope="session")

@@ -11,16 +11,16 @@ from typing import Any
 import httpx
 import pytest
 
-from liveweight.control.guard import Access
 from liveweight.engine.config import EngineConfig, Updates
 from liveweight.errors import EngineConfigInvalid, RoundOpen
-from liveweight.integrations.fastdeploy import PATHS, router_of
-from liveweight.integrations.fastdeploy_settings import FastDeploySettings, settings_of
+from liveweight.integrations.fastdeploy.routes import PATHS, router_of
+from liveweight.integrations.fastdeploy.settings import FastDeploySettings, settings_of
+from liveweight.server.request_guard import Access
 from liveweight.spec.manifest import Version
-from tests.control.test_control_routes import Stream
-from tests.support.echo_engine import EchoEngine
-from tests.support.engines import WITHIN_S
-from tests.support.http_server import Served, serving
+from tests.server.admin.test_routes import Stream
+from tests.support.engine.echo_engine import EchoEngine
+from tests.support.engine.engines import WITHIN_S
+from tests.support.processes.http_server import Served, serving
 
 OFFERED = Version(run="r", label="step_100", digest="d" * 32)
 

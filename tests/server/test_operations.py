@@ -13,16 +13,16 @@ import httpx
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from liveweight.control import neutral
-from liveweight.control.errors import TABLE
-from liveweight.control.guard import Access
-from liveweight.control.metrics import ENGINE_METRICS
-from liveweight.control.server import Serving, bind
 from liveweight.engine.config import EngineConfig
 from liveweight.errors import EngineConfigInvalid, LiveWeightError, RankLost
+from liveweight.server.errors import TABLE
+from liveweight.server.metrics import ENGINE_METRICS
+from liveweight.server.openai import ignored_fields
+from liveweight.server.request_guard import Access
+from liveweight.server.server import Serving, bind
 from tests.arch.source_tree import ROOT
-from tests.support.echo_engine import EchoEngine
-from tests.support.http_server import Served, serving
+from tests.support.engine.echo_engine import EchoEngine
+from tests.support.processes.http_server import Served, serving
 
 COMPLETIONS = "/v1/completions"
 LONG = {"prompt": "the quick brown fox", "max_tokens": 200, "ignore_eos": True}
@@ -230,7 +230,7 @@ def test_the_page_lists_exactly_the_errors() -> None:
     found = re.findall(r"^\| (\d+) \| `(\w+)` \| `(\w+)` \|", PAGE, re.MULTILINE)
     assert {(name, int(status), kind) for status, kind, name in found} == rows
     for cls in TABLE:
-        assert issubclass(cls, LiveWeightError) or cls.__module__ == "liveweight.control.errors"
+        assert issubclass(cls, LiveWeightError) or cls.__module__ == "liveweight.server.errors"
 
 
 def test_the_page_names_every_field(served: Served[EchoEngine]) -> None:
@@ -239,7 +239,7 @@ def test_the_page_names_every_field(served: Served[EchoEngine]) -> None:
     for name in ("CompletionRequest", "ChatRequest", "Message", "StreamOptions"):
         for field in schemas[name]["properties"]:
             assert f"`{field}`" in PAGE, field
-    assert set(neutral.COMPLETION) <= set(schemas["CompletionRequest"]["properties"])
+    assert set(ignored_fields.COMPLETION) <= set(schemas["CompletionRequest"]["properties"])
 
 
 def test_many_requests_leave_nothing_behind(own: Served[EchoEngine]) -> None:

@@ -15,16 +15,16 @@ import httpx
 import pytest
 
 import liveweight as lw
-from liveweight.control.calls import HEADER
 from liveweight.engine.engine import Engine
-from tests.control.test_control_routes import Stream
-from tests.control.test_push import ASK, HeldReplica, live, said, secret_file
-from tests.support.cli import Cli, Command
-from tests.support.cluster import Program
-from tests.support.engines import WITHIN_S, Models
-from tests.support.http_server import Served
-from tests.support.real_servers import until
-from tests.support.zygote import Zygote
+from liveweight.server.admin.call_ids import HEADER
+from tests.cli.test_push import ASK, HeldReplica, live, said, secret_file
+from tests.server.admin.test_routes import Stream
+from tests.support.engine.engines import WITHIN_S, Models
+from tests.support.processes.cli import Cli, Command
+from tests.support.processes.cluster import Program
+from tests.support.processes.fork_server import Zygote
+from tests.support.processes.http_server import Served
+from tests.support.processes.real_servers import until
 
 UPDATE = "/v1/update_weights"
 SLOW = 150_000.0
@@ -73,7 +73,7 @@ def source_of(zygote: Zygote, place: Path, model: Path, release_s: float) -> Pro
         "directory": str(place / "trainer"),
         "release_s": release_s,
     }
-    source = Program(zygote, "tests.support.source_program", config)
+    source = Program(zygote, "tests.support.programs.source_program", config)
     source.expect("ready")
     return source
 

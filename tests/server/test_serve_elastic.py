@@ -13,10 +13,10 @@ import httpx
 import pytest
 
 import liveweight as lw
-from tests.support.cli import Cli
-from tests.support.engines import WITHIN_S, Models
-from tests.support.real_servers import until
-from tests.support.serve_processes import Client, alive, ended, program, ranks_of, url_of
+from tests.support.engine.engines import WITHIN_S, Models
+from tests.support.processes.cli import Cli
+from tests.support.processes.real_servers import until
+from tests.support.processes.serve_processes import Client, alive, ended, program, ranks_of, url_of
 
 GREEDY: dict[str, Any] = {
     "prompt": "the quick brown fox",

@@ -16,8 +16,8 @@ import httpx
 import pytest
 
 from tests.arch.source_tree import ROOT
-from tests.support.cli import Cli
-from tests.support.zygote import Zygote
+from tests.support.processes.cli import Cli
+from tests.support.processes.fork_server import Zygote
 
 LONG = {"prompt": "the quick brown fox", "max_tokens": 50_000, "ignore_eos": True, "stream": True}
 
@@ -25,7 +25,7 @@ LONG = {"prompt": "the quick brown fox", "max_tokens": 50_000, "ignore_eos": Tru
 @contextmanager
 def program(*arguments: str, **environment: str) -> Iterator[subprocess.Popen[str]]:
     """The program, ended with the block if it has not ended before."""
-    command = [sys.executable, "-m", "tests.support.serve_program", "serve", *arguments]
+    command = [sys.executable, "-m", "tests.support.programs.serve_program", "serve", *arguments]
     pipe = subprocess.PIPE
     with subprocess.Popen(
         command, cwd=ROOT, stdout=pipe, stderr=pipe, text=True, env={**os.environ, **environment}

@@ -13,11 +13,11 @@ from typing import Any
 
 import httpx
 
-from liveweight.control.server import bind
-from tests.support.cli import Cli
-from tests.support.engines import Models
-from tests.support.real_servers import until
-from tests.support.serve_processes import Client, alive, ended, program, ranks_of, url_of
+from liveweight.server.server import bind
+from tests.support.engine.engines import Models
+from tests.support.processes.cli import Cli
+from tests.support.processes.real_servers import until
+from tests.support.processes.serve_processes import Client, alive, ended, program, ranks_of, url_of
 
 SECONDS = 15.0
 """A few, for a machine that is busy otherwise."""

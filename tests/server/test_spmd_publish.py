@@ -6,11 +6,11 @@ from pathlib import Path
 
 import httpx
 
-from tests.control.test_push import live, said, secret_file
-from tests.support.cluster import Cluster
-from tests.support.engines import Models
+from tests.cli.test_push import live, said, secret_file
+from tests.support.engine.engines import Models
+from tests.support.processes.cluster import Cluster
+from tests.support.processes.fork_server import Zygote
 from tests.support.rounds import all_of
-from tests.support.zygote import Zygote
 
 
 def test_a_served_engine_takes_what_two_trainer_ranks_hold(

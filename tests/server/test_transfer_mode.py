@@ -13,11 +13,11 @@ import pytest
 
 from liveweight.engine.config import Updates
 from liveweight.errors import EngineConfigInvalid, Refused
-from tests.control.test_push import ASK, said, secret_file
-from tests.control.test_requested import offering
-from tests.support.cli import Cli
-from tests.support.engines import WITHIN_S, Models
-from tests.support.serve_processes import program, url_of
+from tests.cli.test_push import ASK, said, secret_file
+from tests.server.test_requested_updates import offering
+from tests.support.engine.engines import WITHIN_S, Models
+from tests.support.processes.cli import Cli
+from tests.support.processes.serve_processes import program, url_of
 
 
 def test_an_engine_started_for_gdr_refuses_other_offers_unless_asked_and_ucx_writes_nothing_to_its_terminal(

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from liveweight.transports.registry import TRANSPORTS
-from tests.support.demo_processes import demo, files_left, lines_of, processes_left
+from tests.support.processes.demo_processes import demo, files_left, lines_of, processes_left
 
 
 @pytest.mark.soak

@@ -11,9 +11,9 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.support.engines import WITHIN_S, Models
-from tests.support.real_servers import until
-from tests.support.serve_processes import Process, ended, process_of, program, ranks_of, url_of
+from tests.support.engine.engines import WITHIN_S, Models
+from tests.support.processes.real_servers import until
+from tests.support.processes.serve_processes import Process, ended, process_of, program, ranks_of, url_of
 
 WARM_UP, REQUESTS = 300, 2000
 AT_ONCE = 80

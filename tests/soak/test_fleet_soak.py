@@ -11,12 +11,12 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.cluster import Cluster
-from tests.support.engines import Logits, Models
-from tests.support.fleet_scene import FleetScene, Member, fleet_scene
+from tests.support.engine.engines import Logits, Models
+from tests.support.engine.fleet_scene import FleetScene, Member, fleet_scene
+from tests.support.processes.cluster import Cluster
+from tests.support.processes.fork_server import Zygote
+from tests.support.processes.stopping import stop
 from tests.support.rounds import publish_when_free
-from tests.support.stopping import stop
-from tests.support.zygote import Zygote
 
 pytestmark = pytest.mark.soak
 ROUNDS, TIMEOUT_S, LEASE_S = 50, 8.0, 5.0

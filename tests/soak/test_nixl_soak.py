@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 
-from tests.process.test_nixl_rounds import keeper_of
+from tests.rounds.test_nixl_rounds import keeper_of
 from tests.support import model
-from tests.support.cluster import Cluster, Program
+from tests.support.processes.cluster import Cluster, Program
+from tests.support.processes.two_hosts import ENGINE, NoNamespaces, TwoHosts, two_hosts
 from tests.support.rounds import publish_when_free
-from tests.support.two_hosts import ENGINE, NoNamespaces, TwoHosts, two_hosts
 
 pytest.importorskip("nixl")
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.support import model
-from tests.support.cluster import Cluster, Program
+from tests.support.processes.cluster import Cluster, Program
 
 ROUNDS = 500
 

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
 from liveweight import errors
 from liveweight.errors import LiveWeightError, RoundFailed, catalogue
+from tests.arch.source_tree import ROOT
 
-ROOT = Path(__file__).parents[2]
 CATALOGUE = [error for error in catalogue() if error.__module__ == errors.__name__]
 WITHOUT_CODE_OF_THEIR_OWN = {
     "LiveWeightError",

@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 
 from liveweight.errors import ChannelClosed, LiveWeightError
-from liveweight.spec.age import START_RUN, newest, older
+from liveweight.rounds.fleet import fleet_of
+from liveweight.rounds.replica import WireReplica
 from liveweight.spec.dtype import DType
 from liveweight.spec.manifest import Manifest, TensorSpec, Version
-from liveweight.trainer.fleet import fleet_of
-from liveweight.trainer.replica import WireReplica
+from liveweight.spec.version_age import START_RUN, newest, older
 from liveweight.wire.credentials import Secret
 from liveweight.wire.messages import Standing
 

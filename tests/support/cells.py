@@ -13,9 +13,9 @@ from typing import Any, Literal
 import pytest
 
 from liveweight.transports.registry import TRANSPORTS
-from tests.support.cluster import Cluster, Program
+from tests.support.processes.cluster import Cluster, Program
+from tests.support.processes.two_hosts import ENGINE, NoNamespaces, two_hosts
 from tests.support.rounds import WORLD
-from tests.support.two_hosts import ENGINE, NoNamespaces, two_hosts
 
 Hosts = Literal["one", "two"]
 HOSTS: dict[str, tuple[Hosts, ...]] = {"one host": ("one",), "any host": ("one", "two"), "files": ()}

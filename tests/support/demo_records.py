@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from liveweight.rl.demo import Outcome
-from liveweight.rl.records import Fault, Gap, RankPart, ReplicaPart, Round, Run, Step, summarise
-from liveweight.rl.settings import DemoSettings
+from liveweight.lab.demo.demo import Outcome
+from liveweight.lab.demo.records import Fault, Gap, RankPart, ReplicaPart, Round, Run, Step, summarise
+from liveweight.lab.demo.settings import DemoSettings
 
 
 def rank(number: int) -> RankPart:

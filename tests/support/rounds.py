@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from tests.support import model
-from tests.support.cluster import Cluster, Program
-from tests.support.real_servers import LOOK_AGAIN_S, until
+from tests.support.processes.cluster import Cluster, Program
+from tests.support.processes.real_servers import LOOK_AGAIN_S, until
 
 WORLD = 2
 LEFT_S = 20.0

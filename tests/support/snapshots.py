@@ -11,10 +11,10 @@ from liveweight.spec.dtype import DType
 from liveweight.spec.layout import Layout, Placement, contiguous_strides, packed
 from liveweight.spec.manifest import TensorSpec, Version
 from liveweight.spec.region import Region, Span, whole
+from liveweight.transports.snapshot.disk.store import Store
+from liveweight.transports.snapshot.disk.writer import Image, Progress, WriteSettings
 from liveweight.transports.snapshot.restore import Restored, restore
-from liveweight.transports.snapshot.saving import Saved, save
-from liveweight.transports.snapshot.store import Store
-from liveweight.transports.snapshot.writer import Image, Progress, WriteSettings
+from liveweight.transports.snapshot.save import Saved, save
 from tests.support.layouts import Bytes
 
 SPECS = (

@@ -17,15 +17,15 @@ from typing import Any, Protocol, Self
 import torch
 
 import liveweight as lw
-from liveweight.integrations.vllm.draft import PREFIX, load_both, optional
-from liveweight.integrations.vllm.rank import Loading, Seat, VllmRank
-from liveweight.integrations.vllm.target import Named
-from liveweight.integrations.vllm.terms import Terms
-from liveweight.integrations.vllm.ways import FOUR
+from liveweight.integrations.vllm.client.connect import FOUR
+from liveweight.integrations.vllm.draft_model import PREFIX, load_both, optional
+from liveweight.integrations.vllm.handshake_terms import Terms
+from liveweight.integrations.vllm.workers.rank import Loading, Seat, VllmRank
+from liveweight.integrations.vllm.workers.target import Named
+from liveweight.rounds.boundary import Decision
 from liveweight.spec.dtype import DType
 from liveweight.spec.manifest import Manifest, TensorSpec
 from liveweight.wire.credentials import load_or_create_secret
-from liveweight.worker.boundary import Decision
 
 Weights = Mapping[str, torch.Tensor]
 

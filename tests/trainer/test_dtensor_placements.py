@@ -22,8 +22,8 @@ from liveweight.spec.dtype import DType
 from liveweight.spec.layout import Layout, packed, packed_regions
 from liveweight.spec.manifest import TensorSpec
 from liveweight.spec.region import box, check_tiling, whole
-from liveweight.trainer.placements import cuts_of, held
-from liveweight.trainer.shards import Shards
+from liveweight.trainer.sources.dtensor_placements import cuts_of, held
+from liveweight.trainer.sources.dtensor_shards import Shards
 
 SHAPES = [(7,), (8, 6), (3, 5), (5, 4, 3), (1, 9), (0, 4)]
 PLACEMENTS: list[tuple[tuple[int, ...], list[Placement]]] = [

@@ -16,6 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
+from liveweight.devices.copy_ranges import ROW_BYTES, ranges, run_shared
 from liveweight.devices.kernels import Kernels, choose_kernels
 from liveweight.devices.memory import Memory
 from liveweight.errors import LayoutInvalid, ManifestInvalid, Unavailable
@@ -25,14 +26,13 @@ from liveweight.spec.dtype import DType
 from liveweight.spec.layout import contiguous_strides, packed
 from liveweight.spec.manifest import Manifest, TensorSpec
 from liveweight.spec.region import whole
-from liveweight.trainer.freeze import CASTABLE, Freezer, Frozen, offered_manifest
-from liveweight.trainer.freeze_tables import Templates
-from liveweight.trainer.host_tensor import HostTensor
-from liveweight.trainer.shares import ROW_BYTES, ranges, run_shared
-from liveweight.trainer.source import Source
-from liveweight.trainer.sources import IteratorSource, as_source
-from liveweight.trainer.tensors import torch_dtypes
-from liveweight.trainer.views import bytes_of, view
+from liveweight.trainer.offers.freeze import CASTABLE, Freezer, Frozen, offered_manifest
+from liveweight.trainer.offers.freeze_tables import Templates
+from liveweight.trainer.sources.host_tensor import HostTensor
+from liveweight.trainer.sources.in_memory import IteratorSource, as_source
+from liveweight.trainer.sources.source import Source
+from liveweight.trainer.sources.tensor_views import bytes_of, view
+from liveweight.trainer.sources.tensors import torch_dtypes
 
 KERNELS = choose_kernels()
 FLOATS = [dtype for dtype in DType if dtype in CASTABLE]

@@ -20,16 +20,16 @@ from liveweight.errors import (
 )
 from liveweight.observe.bus import Bus
 from liveweight.observe.events import AnyEvent, ReadersRevoked
+from liveweight.rounds.read_lease import SourceHold
 from liveweight.spec.deadline import Deadline
 from liveweight.spec.dtype import DType
 from liveweight.spec.manifest import Manifest, TensorSpec, Version
-from liveweight.trainer.hold import SourceHold
-from liveweight.trainer.shelf import OnOffer, Shelf
+from liveweight.trainer.offers.pull_server import OnOffer, Shelf
 from liveweight.wire import messages as m
 from liveweight.wire.channel import Channel
 from liveweight.wire.codec import Codec
 from liveweight.wire.credentials import Secret
-from liveweight.wire.values import Offer
+from liveweight.wire.messages.values import Offer
 from liveweight.wire.waker import Waker
 
 SECRET = Secret(bytes(range(32)))

@@ -16,14 +16,14 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
+from liveweight.checkpoint import INDEX, SINGLE, CheckpointSource
 from liveweight.errors import LiveWeightError, ManifestInvalid, Refused, Unavailable
 from liveweight.spec.dtype import DType
 from liveweight.spec.manifest import Manifest, TensorSpec
-from liveweight.trainer.checkpoint import INDEX, SINGLE, CheckpointSource
-from liveweight.trainer.names import clean
-from liveweight.trainer.source import Source, check_tensor, one_pass, whole_pass
-from liveweight.trainer.sources import IteratorSource, ModuleSource, StateDictSource, as_source
-from liveweight.trainer.tensors import torch_dtypes
+from liveweight.spec.tensor_names import clean
+from liveweight.trainer.sources.in_memory import IteratorSource, ModuleSource, StateDictSource, as_source
+from liveweight.trainer.sources.source import Source, check_tensor, one_pass, whole_pass
+from liveweight.trainer.sources.tensors import torch_dtypes
 from tests.arch.source_tree import SRC
 
 

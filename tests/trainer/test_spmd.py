@@ -8,9 +8,9 @@ import pytest
 import torch
 
 import liveweight as lw
-from tests.support.cluster import Cluster
+from tests.support.processes.cluster import Cluster
+from tests.support.programs.trainer_rank_program import BIG, BIGS
 from tests.support.rounds import all_of, assert_holds
-from tests.support.trainer_rank_program import BIG, BIGS
 
 SLACK_BYTES = 32 << 20
 """Threads, sockets, plans; the shards of a rank in that test are twice as much."""

@@ -9,22 +9,22 @@ import torch
 from safetensors.torch import load_file
 from torch import nn
 
+from liveweight.checkpoint import SINGLE, CheckpointSource
 from liveweight.errors import ManifestMismatch
 from liveweight.spec.dtype import DType
 from liveweight.spec.layout import packed
 from liveweight.spec.manifest import Manifest, TensorSpec, compare
-from liveweight.trainer.checkpoint import SINGLE, CheckpointSource
-from liveweight.trainer.experts import (
+from liveweight.trainer.sources.host_tensor import HostTensor
+from liveweight.trainer.sources.in_memory import ModuleSource, StateDictSource
+from liveweight.trainer.sources.source import one_pass, whole_pass
+from liveweight.trainer.sources.stacked_experts import (
     SplitSource,
     checkpoint_manifest,
     split_layout,
     split_manifest,
     splits_for,
 )
-from liveweight.trainer.host_tensor import HostTensor
-from liveweight.trainer.source import one_pass, whole_pass
-from liveweight.trainer.sources import ModuleSource, StateDictSource
-from tests.support.engines import Models
+from tests.support.engine.engines import Models
 
 
 @pytest.fixture(scope="module")

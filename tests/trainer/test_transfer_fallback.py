@@ -26,7 +26,7 @@ from liveweight.errors import (
 )
 from liveweight.observe.bus import Bus
 from liveweight.observe.events import LiveOfferImpossible, ModeFailed
-from liveweight.trainer.ways import Way, Ways
+from liveweight.trainer.offers.transfer_fallback import Way, Ways
 from liveweight.transports.port import Outlet
 from liveweight.transports.registry import mode
 from tests.support.stepping import engine, publisher, serving

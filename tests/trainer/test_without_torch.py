@@ -16,7 +16,7 @@ import sys
 sys.modules["torch"] = None  # importing it fails
 import numpy as np
 import liveweight as lw
-from liveweight.trainer.host_tensor import HostTensor
+from liveweight.trainer.sources.host_tensor import HostTensor
 
 values = [np.arange(12, dtype=np.float32).reshape(3, 4) for _ in range(3)]
 

@@ -21,10 +21,10 @@ from liveweight.spec.region import Region, box
 from liveweight.transports.port import Arena, Outlet, Reader, Reading
 from liveweight.transports.registry import TRANSPORTS, Mode
 from liveweight.transports.sharded import Surveyor
-from liveweight.wire.values import Offer, Shard
-from tests.contract.test_transport_contract import blank, decoder, device, expected, memories
+from liveweight.wire.messages.values import Offer, Shard
 from tests.support.layouts import Bytes, Full, filled, fulls, placed, regions, tilings
 from tests.support.wire import SECRET, soon
+from tests.transports.test_transport_contract import blank, decoder, device, expected, memories
 
 RANKS = 3
 CELLS = [

@@ -42,7 +42,7 @@ from liveweight.spec.manifest import TensorSpec
 from liveweight.spec.region import box, whole
 from liveweight.transports.port import Arena, Outlet, Reader
 from liveweight.transports.registry import TRANSPORTS, Mode, mode
-from liveweight.wire.values import Offer
+from liveweight.wire.messages.values import Offer
 from tests.support.fake_cuda import fake_cuda
 from tests.support.layouts import Bytes, Full, filled, fulls, placed, regions, tilings, view
 from tests.support.wire import OTHER_SECRET, SECRET, leaving_nothing, soon

@@ -6,7 +6,7 @@ import os
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-from liveweight.integrations.vllm.install import Installer
+from liveweight.integrations.vllm.workers.install import Installer
 
 
 class Faults:

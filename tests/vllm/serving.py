@@ -13,7 +13,7 @@ from typing import Any, TypeAlias
 
 import httpx
 
-from liveweight.integrations.vllm.server import ENVIRONMENT, Serving, free_port, serving
+from liveweight.integrations.vllm.server_process import ENVIRONMENT, Serving, free_port, serving
 from tests.arch.source_tree import ROOT
 
 _GIVEN = os.environ.get("LIVEWEIGHT_VLLM_PYTHON")

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.demo_processes import demo, files_left, lines_of, processes_left
-from tests.support.real_servers import until
-from tests.support.serve_processes import alive, descendants_of
+from tests.support.processes.demo_processes import demo, files_left, lines_of, processes_left
+from tests.support.processes.real_servers import until
+from tests.support.processes.serve_processes import alive, descendants_of
 from tests.vllm.serving import VLLM_PYTHON
 
 pytestmark = [pytest.mark.timeout(1200), pytest.mark.soak]

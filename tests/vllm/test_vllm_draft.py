@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 import liveweight as lw
-from liveweight.integrations.vllm.draft import PREFIX
+from liveweight.integrations.vllm.draft_model import PREFIX
 from tests.vllm.models import llama
 from tests.vllm.serving import WITHIN_S, Answer, Server, served
 

@@ -20,7 +20,7 @@ from liveweight.spec.deadline import Deadline
 from liveweight.wire.credentials import load_or_create_secret
 from liveweight.wire.messages import Standing
 from tests.arch.source_tree import ROOT
-from tests.support.stopping import stop
+from tests.support.processes.stopping import stop
 from tests.vllm.models import llama
 from tests.vllm.serving import WITHIN_S, Answer, Server
 

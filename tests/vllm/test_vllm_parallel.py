@@ -13,8 +13,8 @@ import pytest
 
 import liveweight as lw
 from liveweight.errors import DeadlineExceeded, RoundFailed
-from liveweight.integrations.vllm.server import free_port
-from tests.support.stopping import stop
+from liveweight.integrations.vllm.server_process import free_port
+from tests.support.processes.stopping import stop
 from tests.vllm.models import llama, qwen3_moe, saved
 from tests.vllm.serving import WITHIN_S, Answer, Server, served
 

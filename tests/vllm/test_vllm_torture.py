@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.torturing import tortured
+from tests.support.processes.torture import tortured
 from tests.vllm.serving import VLLM_PYTHON
 
 pytestmark = [pytest.mark.timeout(3000), pytest.mark.soak]

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from vllm.model_executor.model_loader.reload import record_metadata_for_reloading
 
-from liveweight.integrations.vllm.install import Installer
-from liveweight.integrations.vllm.tracing import trace
+from liveweight.integrations.vllm.workers.install import Installer
+from liveweight.integrations.vllm.workers.trace_loading import trace
 from liveweight.spec.dtype import DType
 from liveweight.spec.manifest import Manifest, TensorSpec
 

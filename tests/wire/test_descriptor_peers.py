@@ -22,7 +22,7 @@ from liveweight.errors import (
     WrongSecret,
 )
 from liveweight.spec.deadline import Deadline
-from liveweight.wire import proof
+from liveweight.wire import descriptor_proof
 from liveweight.wire.descriptor_server import DescriptorServer
 from liveweight.wire.descriptors import COUNT, fetch
 from liveweight.wire.limits import Limits
@@ -72,10 +72,10 @@ def impostor(path: Path, script: Script) -> Iterator[None]:
 
 def admit(connection: socket.socket) -> None:
     """Play an honest server up to the token."""
-    ours = proof.nonce()
-    connection.sendall(proof.MAGIC + ours)
+    ours = descriptor_proof.nonce()
+    connection.sendall(descriptor_proof.MAGIC + ours)
     theirs = connection.recv(64)[:32]
-    connection.sendall(proof.ADMITTED + proof.of_server(SECRET, ours, theirs))
+    connection.sendall(descriptor_proof.ADMITTED + descriptor_proof.of_server(SECRET, ours, theirs))
     connection.recv(100)
 
 
@@ -98,8 +98,8 @@ def after_proof(*pieces: tuple[bytes, int]) -> Script:
 
 def reflect(connection: socket.socket) -> None:
     """Send the client's own proof back."""
-    connection.sendall(proof.MAGIC + proof.nonce())
-    connection.sendall(proof.ADMITTED + connection.recv(64)[32:])
+    connection.sendall(descriptor_proof.MAGIC + descriptor_proof.nonce())
+    connection.sendall(descriptor_proof.ADMITTED + connection.recv(64)[32:])
 
 
 def only(data: bytes) -> Script:
@@ -115,10 +115,13 @@ def only(data: bytes) -> Script:
 IMPOSTORS: dict[str, tuple[Script, type[WireError]]] = {
     "says nothing and leaves": (only(b""), ChannelClosed),
     "is something else": (only(b"HTTP/1.1 400 Bad Request" + b" " * 40), MessageInvalid),
-    "leaves in its greeting": (only(proof.MAGIC + b"x"), ChannelClosed),
-    "leaves after its greeting": (only(proof.MAGIC + bytes(32)), ChannelClosed),
-    "refuses": (only(proof.MAGIC + bytes(32) + proof.REFUSED), WrongSecret),
-    "makes up a proof": (only(proof.MAGIC + bytes(32) + proof.ADMITTED + bytes(32)), WrongSecret),
+    "leaves in its greeting": (only(descriptor_proof.MAGIC + b"x"), ChannelClosed),
+    "leaves after its greeting": (only(descriptor_proof.MAGIC + bytes(32)), ChannelClosed),
+    "refuses": (only(descriptor_proof.MAGIC + bytes(32) + descriptor_proof.REFUSED), WrongSecret),
+    "makes up a proof": (
+        only(descriptor_proof.MAGIC + bytes(32) + descriptor_proof.ADMITTED + bytes(32)),
+        WrongSecret,
+    ),
     "reflects our proof": (reflect, WrongSecret),
     "hands over more than announced": (after_proof((COUNT.pack(1), 2)), MessageInvalid),
     "hands over less than announced": (after_proof((COUNT.pack(3), 2)), MessageInvalid),
@@ -149,7 +152,7 @@ def test_a_server_that_is_silent_is_left_at_the_deadline(path: Path) -> None:
 def test_a_server_that_trickles_is_left_at_the_deadline(path: Path) -> None:
     def trickle(connection: socket.socket) -> None:
         pause = threading.Event()
-        connection.sendall(proof.MAGIC)
+        connection.sendall(descriptor_proof.MAGIC)
         try:
             while not pause.wait(0.05):
                 connection.sendall(b"x")
@@ -183,7 +186,7 @@ def test_silent_clients_delay_nobody_and_give_way(path: Path) -> None:
 def test_a_silent_client_is_dropped_after_its_time(path: Path) -> None:
     limits = Limits(handshake_s=0.2)
     with leaving_nothing(), DescriptorServer(path, SECRET, limits) as server, raw(path) as client:
-        assert client.recv(100).startswith(proof.MAGIC)
+        assert client.recv(100).startswith(descriptor_proof.MAGIC)
         assert client.recv(100) == b""
         assert "too long" in str(server.last_refusal)
 
@@ -210,10 +213,12 @@ def test_garbage_on_the_socket_harms_nobody(server: DescriptorServer) -> None:
 def test_a_client_that_proved_the_secret_may_still_be_refused_for_its_token(server: DescriptorServer) -> None:
     for size in (0, 65, 255):
         with raw(server.path) as client:
-            theirs = client.recv(100)[len(proof.MAGIC) :]
-            ours = proof.nonce()
-            client.sendall(ours + proof.of_client(SECRET, theirs, ours))
-            assert client.recv(100) == proof.ADMITTED + proof.of_server(SECRET, theirs, ours)
+            theirs = client.recv(100)[len(descriptor_proof.MAGIC) :]
+            ours = descriptor_proof.nonce()
+            client.sendall(ours + descriptor_proof.of_client(SECRET, theirs, ours))
+            assert client.recv(100) == descriptor_proof.ADMITTED + descriptor_proof.of_server(
+                SECRET, theirs, ours
+            )
             client.sendall(bytes([size]))
             assert client.recv(100) == b""
         assert isinstance(server.last_refusal, MessageInvalid)
@@ -221,12 +226,12 @@ def test_a_client_that_proved_the_secret_may_still_be_refused_for_its_token(serv
 
 def test_a_proof_cannot_be_played_again(server: DescriptorServer) -> None:
     with raw(server.path) as client:
-        theirs = client.recv(100)[len(proof.MAGIC) :]
-        ours = proof.nonce()
-        shown = ours + proof.of_client(SECRET, theirs, ours)
+        theirs = client.recv(100)[len(descriptor_proof.MAGIC) :]
+        ours = descriptor_proof.nonce()
+        shown = ours + descriptor_proof.of_client(SECRET, theirs, ours)
         client.sendall(shown)
-        assert client.recv(100).startswith(proof.ADMITTED)
+        assert client.recv(100).startswith(descriptor_proof.ADMITTED)
     with raw(server.path) as client:
         client.recv(100)
         client.sendall(shown)
-        assert client.recv(100) == proof.REFUSED
+        assert client.recv(100) == descriptor_proof.REFUSED

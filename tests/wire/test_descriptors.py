@@ -21,7 +21,7 @@ from liveweight.errors import (
     WrongSecret,
     WrongState,
 )
-from liveweight.wire import descriptor_server, descriptors, proof
+from liveweight.wire import descriptor_proof, descriptor_server, descriptors
 from liveweight.wire.descriptor_server import DescriptorServer
 from liveweight.wire.descriptors import fetch
 from tests.support.wire import (
@@ -177,7 +177,7 @@ def test_a_server_without_descriptors_to_accept_with_recovers(server: Descriptor
         finally:
             resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
         client.settimeout(10)
-        assert client.recv(100).startswith(proof.MAGIC)
+        assert client.recv(100).startswith(descriptor_proof.MAGIC)
         client.close()
         os.close(*fetch(server.path, SECRET, b"t", soon()))
         server.withdraw(b"t")

@@ -20,7 +20,7 @@ from liveweight.wire.channel import Channel
 from liveweight.wire.limits import Limits
 from liveweight.wire.listener import Listener
 from liveweight.wire.waker import Waker
-from tests.support.stopping import stop
+from tests.support.processes.stopping import stop
 from tests.support.wire import (
     CODEC,
     OTHER_SECRET,

@@ -11,6 +11,7 @@ import pytest
 
 from liveweight.devices.memory import Memory
 from liveweight.errors import DeadlineExceeded, OutcomeUnknown, Torn
+from liveweight.rounds.boundary import Decision
 from liveweight.spec.deadline import Deadline
 from liveweight.spec.dtype import DType
 from liveweight.spec.layout import Layout, packed
@@ -20,10 +21,9 @@ from liveweight.wire.codec import Codec
 from liveweight.wire.credentials import Secret
 from liveweight.wire.listener import Listener
 from liveweight.wire.messages import Message, Settled, Swapped
-from liveweight.wire.values import RoundId
-from liveweight.worker.boundary import Decision
-from liveweight.worker.committer import Committer, Hook
-from liveweight.worker.turnstile import Turnstile
+from liveweight.wire.messages.values import RoundId
+from liveweight.worker.commit import Committer, Hook
+from liveweight.worker.shadow_lock import Turnstile
 
 COMMIT = Decision(epoch=1, undo=False, timeout_s=20.0)
 OLD, NEW = Version(run="r", label="old"), Version(run="r", label="new")

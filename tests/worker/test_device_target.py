@@ -20,9 +20,9 @@ from liveweight.spec.dtype import DType
 from liveweight.spec.layout import Piece
 from liveweight.spec.manifest import TensorSpec
 from liveweight.spec.region import whole
-from liveweight.worker.exchange import LINK_CHUNK_BYTES
-from liveweight.worker.torch_layout import device_of
-from liveweight.worker.torch_target import ExchangeMode, TensorTarget, module_target
+from liveweight.worker.targets.swap import LINK_CHUNK_BYTES
+from liveweight.worker.targets.torch_layout import device_of
+from liveweight.worker.targets.torch_target import ExchangeMode, TensorTarget, module_target
 from tests.support.fake_cuda import FakeDriver, fake_cuda
 
 How = dict[str, Any]

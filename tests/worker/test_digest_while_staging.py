@@ -11,25 +11,25 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from liveweight.devices.crew import Crew
+from liveweight.devices.copy_threads import Crew
 from liveweight.devices.kernels import BoundDigest, choose_kernels
 from liveweight.devices.memory import Memory
 from liveweight.errors import ChannelClosed
-from liveweight.plan.ahead import copies_before
 from liveweight.plan.copies import plan_copies
+from liveweight.plan.digest_order import copies_before
 from liveweight.plan.digests import plan_digests
-from liveweight.plan.loops import Table
 from liveweight.spec.digest import Lanes
 from liveweight.spec.dtype import DType
 from liveweight.spec.layout import Layout, packed
 from liveweight.spec.manifest import TensorSpec
+from liveweight.spec.table import Table
 from liveweight.worker import shadow_digest
-from liveweight.worker.digest_ahead import DigestAhead
+from liveweight.worker.digest_while_staging import DigestAhead
 from liveweight.worker.shadow_digest import ShadowDigest
 from liveweight.worker.staging import Stopped
-from tests.contract.test_transport_contract import blank, scenes
 from tests.support.layouts import Bytes, Full, filled
 from tests.support.wire import soon
+from tests.transports.test_transport_contract import blank, scenes
 
 KERNELS = choose_kernels()
 WITHIN_S = 120.0

@@ -14,15 +14,15 @@ from liveweight.devices.memory import Memory
 from liveweight.errors import LayoutInvalid
 from liveweight.observe.bus import Bus
 from liveweight.observe.events import AnyEvent
-from liveweight.plan.tally import lanes_from_bytes
+from liveweight.plan.digest_sums import lanes_from_bytes
 from liveweight.spec.digest import partial
 from liveweight.spec.dtype import DType
 from liveweight.spec.layout import Layout, packed
 from liveweight.spec.manifest import TensorSpec
 from liveweight.wire.messages import Digest, Digested
-from liveweight.worker import auditor as auditing
-from liveweight.worker.auditor import Auditor
-from liveweight.worker.turnstile import Turnstile
+from liveweight.worker import live_verification as auditing
+from liveweight.worker.live_verification import Auditor
+from liveweight.worker.shadow_lock import Turnstile
 
 WITHIN_S = 60.0
 LAYOUT = packed([TensorSpec(name=name, dtype=DType.FLOAT32, shape=(2048, 128)) for name in ("a", "b", "c")])

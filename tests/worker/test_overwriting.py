@@ -11,7 +11,7 @@ from liveweight.spec.dtype import DType
 from liveweight.spec.layout import Layout, Placement
 from liveweight.spec.manifest import TensorSpec
 from liveweight.spec.region import whole
-from liveweight.wire.values import Overwritten
+from liveweight.wire.messages.values import Overwritten
 from liveweight.worker.overwriting import Errand, InPlace, Overwrites
 
 SHAPE = (1024,)

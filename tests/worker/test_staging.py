@@ -15,18 +15,18 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from liveweight.devices.crew import Crew
+from liveweight.devices.copy_threads import Crew
 from liveweight.devices.kernels import choose_kernels
 from liveweight.devices.memory import Memory
 from liveweight.errors import ChannelClosed, DeadlineExceeded, OfferChanged, WrongState
 from liveweight.plan.copies import plan_copies, row_bytes, split
-from liveweight.plan.loops import Table
 from liveweight.spec import digest
 from liveweight.spec.deadline import Deadline
 from liveweight.spec.dtype import DType
 from liveweight.spec.layout import Layout, packed
 from liveweight.spec.manifest import TensorSpec
 from liveweight.spec.region import whole
+from liveweight.spec.table import Table
 from liveweight.transports.port import GoOn, patient
 from liveweight.worker.shadow_digest import ShadowDigest
 from liveweight.worker.staging import BATCH_BYTES, Outcome, Pace, StageResult, Stopped, cut, share, stage

@@ -21,13 +21,13 @@ from liveweight.devices.kernels import BoundCopy, BoundDigest, BoundFreeze, Kern
 from liveweight.devices.memory import Memory
 from liveweight.errors import LayoutInvalid, OutOfMemory, Torn, WrongState
 from liveweight.plan.copies import plan_copies
-from liveweight.plan.loops import Table
 from liveweight.spec.dtype import DType
 from liveweight.spec.layout import Layout, Piece, packed
 from liveweight.spec.manifest import TensorSpec
 from liveweight.spec.region import box, whole
-from liveweight.worker.exchange import CHUNK_BYTES
-from liveweight.worker.torch_target import ExchangeMode, TensorTarget, module_target
+from liveweight.spec.table import Table
+from liveweight.worker.targets.swap import CHUNK_BYTES
+from liveweight.worker.targets.torch_target import ExchangeMode, TensorTarget, module_target
 from tests.support.layouts import Bytes
 
 How = dict[str, Any]

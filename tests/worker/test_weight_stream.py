@@ -18,15 +18,15 @@ from liveweight.devices.kernels import choose_kernels
 from liveweight.devices.memory import Memory
 from liveweight.errors import ChannelClosed, DigestMismatch, Refused, VersionNotOffered, WrongState
 from liveweight.observe.events import OfferKind
-from liveweight.plan.tally import lanes_from_bytes
+from liveweight.plan.digest_sums import lanes_from_bytes
 from liveweight.spec.deadline import Deadline
 from liveweight.spec.layout import Layout, packed
-from liveweight.trainer.live import SharedModule
-from liveweight.trainer.offers import Offers
+from liveweight.trainer.offers.live import SharedModule
+from liveweight.trainer.offers.single_source import Offers
 from liveweight.transports.port import Reader, Reading
 from liveweight.transports.registry import TRANSPORTS
-from liveweight.wire.values import Offer
-from liveweight.worker.streaming import Readable, WeightStream
+from liveweight.wire.messages.values import Offer
+from liveweight.worker.weight_stream import Readable, WeightStream
 from tests.support.wire import SECRET, leaving_nothing
 
 CELLS = [(name, kind) for name, mode in sorted(TRANSPORTS.items()) for kind in mode.offers]

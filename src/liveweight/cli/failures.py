@@ -11,7 +11,7 @@ from typing import Annotated, Any
 
 import typer
 
-from liveweight.cli.exits import FAILED
+from liveweight.cli.exit_codes import FAILED
 from liveweight.errors import LiveWeightError, RoundFailed
 
 Debug = Annotated[bool, typer.Option("--debug", help="After an error, print the traceback.")]

@@ -1,4 +1,4 @@
-"""The torture's nursery as a program: which processes there are to fork. Started by bench/torture, never by people."""
+"""The torture's nursery as a program: which processes there are to fork. Started by lab/torture, never by people."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ def main() -> None:
     """Import what is slow, then fork on request."""
     import torch
 
-    import liveweight.engine.loading
     import liveweight.engine.models.model
+    import liveweight.engine.rank.checkpoint_loading
     from liveweight.api import Publisher
-    from liveweight.bench.torture.nursery import serve
-    from liveweight.bench.torture.trainer import publisher_main, writer_main
-    from liveweight.engine import rank
+    from liveweight.engine.rank import process
+    from liveweight.lab.torture.fork_server import serve
+    from liveweight.lab.torture.trainer_main import publisher_main, writer_main
 
     del liveweight
     torch.set_num_threads(1)
     nursery = os.getpid()
     roles = {
-        "rank": lambda descriptor: rank.main(descriptor, parent=nursery),
+        "rank": lambda descriptor: process.main(descriptor, parent=nursery),
         "publisher": lambda descriptor: publisher_main(descriptor, Publisher),
         "writer": writer_main,
     }

@@ -7,14 +7,13 @@ from typing import Annotated
 
 import typer
 
-from liveweight.cli import (
-    bench_all,
-    bench_vllm,
-    control,
-    demo_app,
+from liveweight.cli.bench import all as bench
+from liveweight.cli.bench import vllm
+from liveweight.cli.commands import (
     doctor,
     init_model,
     offer,
+    operate,
     push,
     serve,
     snapshot,
@@ -23,8 +22,9 @@ from liveweight.cli import (
     update,
     verify,
 )
-from liveweight.cli.exits import told
-from liveweight.cli.failing import telling
+from liveweight.cli.demo import group as demo
+from liveweight.cli.exit_codes import told
+from liveweight.cli.failures import telling
 
 app = typer.Typer(
     name="liveweight",
@@ -33,9 +33,9 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-app.add_typer(bench_all.app, name="bench")
-bench_all.app.command("vllm")(telling(bench_vllm.vllm))
-app.add_typer(demo_app.app, name="demo")
+app.add_typer(bench.app, name="bench")
+bench.app.command("vllm")(telling(vllm.vllm))
+app.add_typer(demo.app, name="demo")
 app.add_typer(snapshot.app, name="snapshot")
 COMMANDS: dict[str, Callable[..., None]] = {
     "doctor": doctor.doctor,
@@ -47,11 +47,11 @@ COMMANDS: dict[str, Callable[..., None]] = {
     "verify": verify.verify,
     "status": status.status,
     "torture": torture.torture,
-    "undo": control.undo,
-    "pause": control.pause,
-    "resume": control.resume,
-    "sleep": control.sleep,
-    "wakeup": control.wakeup,
+    "undo": operate.undo,
+    "pause": operate.pause,
+    "resume": operate.resume,
+    "sleep": operate.sleep,
+    "wakeup": operate.wakeup,
 }
 for name, command in COMMANDS.items():
     app.command(name)(telling(command))

@@ -9,11 +9,11 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from liveweight.rounds.replica import Replica
     from liveweight.spec.deadline import Deadline
     from liveweight.spec.manifest import Manifest, Version
-    from liveweight.trainer.replica import Replica
     from liveweight.wire import messages as m
-    from liveweight.wire.values import RoundId
+    from liveweight.wire.messages.values import RoundId
 
 SEPARATOR = " · "
 

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from liveweight.rl.stopping import Stop
+    from liveweight.lab.demo.stopping import Stop
 
 ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 

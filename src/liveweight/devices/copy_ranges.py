@@ -12,10 +12,10 @@ from typing import TypeAlias, TypeVar
 
 import numpy as np
 
-from liveweight.devices.crew import Turns, run_once
+from liveweight.devices.copy_threads import Turns, run_once
 from liveweight.devices.device import Device
-from liveweight.plan.loops import Table
 from liveweight.spec.digest import SEEDS, Lanes
+from liveweight.spec.table import Table
 
 Result = TypeVar("Result")
 Range: TypeAlias = tuple[int, int]

@@ -91,7 +91,7 @@ class Chosen:
 def choose() -> Chosen:
     """The native kernels, or NumPy's where those were not built. Importing decides it, so it is the same all day."""
     try:
-        from liveweight.devices.native import NativeKernels
+        from liveweight.devices.native_kernels import NativeKernels
     except ImportError as error:
         from liveweight.devices.numpy_kernels import NumpyKernels
 

@@ -6,11 +6,11 @@ from typing import Literal, TypeAlias
 
 import msgspec
 
-from liveweight.engine.hooks import check_name
+from liveweight.engine.rank.hooks import check_name
 from liveweight.errors import EngineConfigInvalid
 from liveweight.transports.registry import check_installed, mode
-from liveweight.transports.snapshot.parts import PART_BYTES
-from liveweight.wire.values import KvPolicy
+from liveweight.transports.snapshot.disk.parts import PART_BYTES
+from liveweight.wire.messages.values import KvPolicy
 from liveweight.worker.staging import BATCH_BYTES
 
 DraftWeights: TypeAlias = Literal["required", "keep"]

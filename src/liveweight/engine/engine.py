@@ -10,27 +10,27 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Self
 
-from liveweight.engine.account import Limits
-from liveweight.engine.awaiting import Awaiting
 from liveweight.engine.config import EngineConfig
-from liveweight.engine.desk import Desk, Standing
 from liveweight.engine.models.spec import ModelSpec
-from liveweight.engine.offices import Offices
-from liveweight.engine.pauses import Pauses
-from liveweight.engine.pump import OnFailure, Pump
-from liveweight.engine.ranks import Launch, Ranks, launch
-from liveweight.engine.requested import Updated, Wish
-from liveweight.engine.requests import Sampling, Sink
-from liveweight.engine.scheduler import Scheduler
-from liveweight.engine.sequence import Sequence as Running
-from liveweight.engine.sizes import cache_blocks, context_of
-from liveweight.engine.sleeping import Napped, Sleeping, Tag
+from liveweight.engine.serving.awaiting_weights import Awaiting
+from liveweight.engine.serving.cache_sizes import cache_blocks, context_of
+from liveweight.engine.serving.counters import Limits
+from liveweight.engine.serving.engine_loop import OnFailure, Pump
+from liveweight.engine.serving.pauses import Pauses
+from liveweight.engine.serving.rank_processes import Launch, Ranks, launch
+from liveweight.engine.serving.requests import Sampling, Sink
+from liveweight.engine.serving.scheduler import Scheduler
+from liveweight.engine.serving.sequence import Sequence as Running
+from liveweight.engine.serving.sleeping import Napped, Sleeping, Tag
+from liveweight.engine.serving.step_stream import weights_text
 from liveweight.engine.status import PauseMode, Pausing, Status
-from liveweight.engine.stream import weights_text
 from liveweight.engine.text.stream import TextStream
 from liveweight.engine.text.tokenizer import Tokenizer
-from liveweight.engine.updates import Inbox
-from liveweight.engine.verifying import Answer, Question
+from liveweight.engine.updates.leader_client import Desk, Standing
+from liveweight.engine.updates.live_updates import Inbox
+from liveweight.engine.updates.requested_update import Updated, Wish
+from liveweight.engine.updates.update_services import Offices
+from liveweight.engine.updates.verifying import Answer, Question
 from liveweight.errors import EngineStopping, RankLost, RequestInvalid, RoundAborted, WireError, WrongState
 from liveweight.observe.bus import Bus
 from liveweight.spec.manifest import Version

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal, TypeAlias
 
-from liveweight.engine.account import Counts
+from liveweight.engine.serving.counters import Counts
 from liveweight.errors import LiveWeightError
 from liveweight.spec.manifest import Version
 

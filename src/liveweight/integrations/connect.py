@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TypeAlias
 
-from liveweight.control.client import is_url, wire_address
 from liveweight.integrations.vllm.engine import VllmEngine
-from liveweight.trainer.replica import Replica, WireReplica
+from liveweight.rounds.replica import Replica, WireReplica
+from liveweight.server.client import is_url, wire_address
 from liveweight.wire.credentials import Secret
 
 Engine: TypeAlias = str | VllmEngine | Replica

@@ -10,14 +10,14 @@ from contextlib import ExitStack
 
 from liveweight.devices.device import CPU
 from liveweight.errors import WrongState
-from liveweight.plan.tally import lanes_from_bytes
+from liveweight.plan.digest_sums import lanes_from_bytes
+from liveweight.rounds.read_lease import SourceHold
 from liveweight.spec.deadline import Deadline
-from liveweight.trainer.hold import SourceHold
 from liveweight.transports.registry import mode
 from liveweight.wire.credentials import Secret
-from liveweight.wire.host import this_host
+from liveweight.wire.host_identity import this_host
 from liveweight.wire.waker import Waker
-from liveweight.worker.streaming import Readable, WeightStream
+from liveweight.worker.weight_stream import Readable, WeightStream
 
 MARGIN_S = 5.0
 

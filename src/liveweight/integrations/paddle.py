@@ -14,8 +14,8 @@ from typing import Any
 from liveweight.errors import ManifestInvalid, Refused
 from liveweight.spec.dtype import DType
 from liveweight.spec.manifest import Manifest
-from liveweight.trainer.census import Census, take_census
-from liveweight.trainer.host_tensor import HostTensor
+from liveweight.trainer.sources.host_tensor import HostTensor
+from liveweight.trainer.sources.tied_tensors import Census, take_census
 
 
 def paddle_source(

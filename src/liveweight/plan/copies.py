@@ -13,10 +13,11 @@ from dataclasses import dataclass
 import numpy as np
 
 from liveweight.errors import LayoutInvalid, ManifestMismatch
-from liveweight.plan.loops import Loop, Table, merged, unrolled
+from liveweight.plan.loops import Loop, merged, unrolled
 from liveweight.spec.layout import Layout, Placement
 from liveweight.spec.manifest import TensorSpec
 from liveweight.spec.region import Region, count, meet, show
+from liveweight.spec.table import Table
 
 COLUMNS = (
     "source_memory",

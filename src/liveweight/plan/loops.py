@@ -10,12 +10,11 @@ from collections.abc import Sequence
 from typing import TypeAlias
 
 import numpy as np
-import numpy.typing as npt
+
+from liveweight.spec.table import Table
 
 Loop: TypeAlias = tuple[int, ...]
 """(count, stride of the first thing, stride of the second, ...), outermost first in a nest."""
-
-Table: TypeAlias = npt.NDArray[np.int64]
 
 
 def merged(loops: Sequence[Loop]) -> list[Loop]:

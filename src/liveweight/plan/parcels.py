@@ -15,10 +15,10 @@ import numpy as np
 
 from liveweight.errors import LayoutInvalid, ManifestMismatch
 from liveweight.plan.copies import COLUMNS, copy_rows, seat
-from liveweight.plan.loops import Table
 from liveweight.spec.layout import ALIGNMENT_BYTES, Layout, Placement, align
 from liveweight.spec.manifest import TensorSpec
 from liveweight.spec.region import Region, Span, canonical, count, counts, meet, show
+from liveweight.spec.table import Table
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

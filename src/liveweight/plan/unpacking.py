@@ -12,10 +12,10 @@ from dataclasses import dataclass
 import numpy as np
 
 from liveweight.plan import copies, digests, freezes
-from liveweight.plan.loops import Table
 from liveweight.plan.parcels import ParcelPlan
 from liveweight.spec.layout import Layout, Placement
 from liveweight.spec.manifest import TensorSpec
+from liveweight.spec.table import Table
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 from liveweight.errors import ChannelClosed, Unavailable, WrongState
-from liveweight.wire.values import KvPolicy, RoundId
+from liveweight.wire.messages.values import KvPolicy, RoundId
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup

@@ -22,12 +22,12 @@ from liveweight.errors import (
     Torn,
     WireError,
 )
+from liveweight.rounds.replica import ReplicaRefused
+from liveweight.rounds.replica_progress import Part
 from liveweight.spec.deadline import Deadline
 from liveweight.spec.manifest import Manifest, Version
-from liveweight.trainer.part import Part
-from liveweight.trainer.replica import ReplicaRefused
 from liveweight.wire import messages as m
-from liveweight.wire.values import Fault, fault_of
+from liveweight.wire.messages.values import Fault, fault_of
 
 LOOK_S = 0.5
 """How often a long wait looks whether the publisher is being closed."""

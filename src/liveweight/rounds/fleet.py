@@ -6,10 +6,10 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from liveweight.errors import LiveWeightError
-from liveweight.spec.age import newest
+from liveweight.rounds.replica import Replica, ReplicaRefused
 from liveweight.spec.deadline import Deadline
 from liveweight.spec.manifest import Version
-from liveweight.trainer.replica import Replica, ReplicaRefused
+from liveweight.spec.version_age import newest
 from liveweight.wire.messages import Standing
 
 

@@ -12,17 +12,17 @@ from collections import deque
 
 from liveweight.errors import ChannelClosed, DeadlineExceeded
 from liveweight.observe.bus import Bus
+from liveweight.rounds.boundary import Decision, Decisions
+from liveweight.rounds.leader.leader import Scheduler
+from liveweight.rounds.leader.round_record import Action, Decide, Reply, Say, Tell, Withdraw
+from liveweight.rounds.process_watch import Watch
+from liveweight.rounds.states import Overwriting, Released, Swapping, serving_version, torn_by
 from liveweight.spec.deadline import Deadline
 from liveweight.spec.manifest import Version
 from liveweight.wire.codec import Codec
 from liveweight.wire.credentials import Secret
 from liveweight.wire.listener import Incoming, Listener
 from liveweight.wire.messages import Join, Message, Open
-from liveweight.worker.boundary import Decision, Decisions
-from liveweight.worker.rounds import Action, Decide, Reply, Say, Tell, Withdraw
-from liveweight.worker.scheduler import Scheduler
-from liveweight.worker.states import Overwriting, Released, Swapping, serving_version, torn_by
-from liveweight.worker.watch import Watch
 
 IDLE_S = 60.0
 WATCH_S = 0.2

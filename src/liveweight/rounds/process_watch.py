@@ -6,7 +6,7 @@ import os
 import select
 from typing import Generic, TypeVar
 
-from liveweight.wire.host import this_host
+from liveweight.wire.host_identity import this_host
 
 Who = TypeVar("Who")
 

@@ -16,12 +16,12 @@ from liveweight.errors import (
     VersionNotOffered,
 )
 from liveweight.spec.deadline import Deadline
-from liveweight.wire.body import Refusal
 from liveweight.wire.channel import Channel
 from liveweight.wire.codec import Codec
 from liveweight.wire.credentials import Secret
 from liveweight.wire.messages import Message
-from liveweight.wire.source_messages import Held, Hold, NotHeld, Release
+from liveweight.wire.messages.body import Refusal
+from liveweight.wire.messages.source import Held, Hold, NotHeld, Release
 from liveweight.wire.waker import Waker
 
 CONNECT_S = 5.0

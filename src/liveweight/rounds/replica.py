@@ -15,7 +15,7 @@ from liveweight.wire import messages as m
 from liveweight.wire.channel import Channel
 from liveweight.wire.codec import Codec
 from liveweight.wire.credentials import Secret
-from liveweight.wire.values import Fault, RoundId
+from liveweight.wire.messages.values import Fault, RoundId
 from liveweight.wire.waker import Waker
 
 Answer = TypeVar("Answer", bound=m.Message)

@@ -7,11 +7,11 @@ from dataclasses import dataclass
 
 import msgspec
 
+from liveweight.rounds.replica import Replica
+from liveweight.rounds.report import ReplicaReport
 from liveweight.spec.manifest import Version
-from liveweight.trainer.replica import Replica
-from liveweight.trainer.report import ReplicaReport
 from liveweight.wire import messages as m
-from liveweight.wire.values import Fault, RoundId
+from liveweight.wire.messages.values import Fault, RoundId
 
 
 @dataclass(slots=True)

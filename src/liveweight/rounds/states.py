@@ -12,7 +12,7 @@ from typing import TypeAlias
 
 from liveweight.errors import WrongState
 from liveweight.spec.manifest import Version
-from liveweight.wire.values import RoundId
+from liveweight.wire.messages.values import RoundId
 
 
 @dataclass(frozen=True, slots=True)

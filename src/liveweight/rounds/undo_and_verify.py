@@ -6,11 +6,11 @@ from dataclasses import dataclass
 from typing import Literal
 
 from liveweight.errors import DeadlineExceeded, LiveWeightError, OutcomeUnknown, RoundFailed, WireError
+from liveweight.rounds.replica import Replica, ReplicaRefused
 from liveweight.spec.deadline import Deadline
 from liveweight.spec.manifest import Manifest, Version
-from liveweight.trainer.replica import Replica, ReplicaRefused
 from liveweight.wire.messages import Verdict, Verify
-from liveweight.wire.values import RoundId
+from liveweight.wire.messages.values import RoundId
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -15,24 +15,20 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
 
-from liveweight.control import (
-    control_routes,
-    health,
-    openai_routes,
-    sleep_routes,
-    update_routes,
-    verify_routes,
-)
-from liveweight.control.calls import Calls
-from liveweight.control.errors import ApiError, error_response, http_response
-from liveweight.control.exchange import Post
-from liveweight.control.guard import Access, Guard
-from liveweight.control.invalid import refusal
-from liveweight.control.metrics import register
-from liveweight.control.port import Engine
-from liveweight.control.service import Service
-from liveweight.control.unexpected import Unexpected
 from liveweight.errors import LiveWeightError
+from liveweight.server import health
+from liveweight.server.admin import routes as admin_routes
+from liveweight.server.admin import sleep_routes, update_routes, verify_routes
+from liveweight.server.admin.call_ids import Calls
+from liveweight.server.engine_bridge import Post
+from liveweight.server.engine_port import Engine
+from liveweight.server.errors import ApiError, error_response, http_response
+from liveweight.server.metrics import register
+from liveweight.server.openai import routes as openai_routes
+from liveweight.server.request_guard import Access, Guard
+from liveweight.server.route_context import Service
+from liveweight.server.unexpected_errors import Unexpected
+from liveweight.server.validation_errors import refusal
 
 WAITERS = 64
 """Control calls that may wait at once."""
@@ -60,7 +56,7 @@ def build_app(
     for router in first:
         app.include_router(router)
     app.include_router(openai_routes.router)
-    app.include_router(control_routes.router)
+    app.include_router(admin_routes.router)
     app.include_router(sleep_routes.router)
     app.include_router(update_routes.router)
     app.include_router(verify_routes.router)

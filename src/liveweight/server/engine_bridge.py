@@ -13,9 +13,9 @@ from functools import partial
 from types import TracebackType
 from typing import Self
 
-from liveweight.control.asks import Ask
-from liveweight.control.port import Engine
-from liveweight.engine.requests import Delta, Sink
+from liveweight.engine.serving.requests import Delta, Sink
+from liveweight.server.engine_port import Engine
+from liveweight.server.openai.generation_requests import Ask
 
 
 class Post:

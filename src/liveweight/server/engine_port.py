@@ -6,14 +6,14 @@ from collections.abc import Callable, Collection, Sequence
 from typing import Protocol
 
 from liveweight.engine.config import EngineConfig
-from liveweight.engine.desk import Standing
 from liveweight.engine.models.spec import ModelSpec
-from liveweight.engine.requested import Updated, Wish
-from liveweight.engine.requests import Sampling, Sink
-from liveweight.engine.sleeping import Napped, Tag
+from liveweight.engine.serving.requests import Sampling, Sink
+from liveweight.engine.serving.sleeping import Napped, Tag
 from liveweight.engine.status import PauseMode, Pausing, Status
 from liveweight.engine.text import Tokenizer
-from liveweight.engine.verifying import Answer, Question
+from liveweight.engine.updates.leader_client import Standing
+from liveweight.engine.updates.requested_update import Updated, Wish
+from liveweight.engine.updates.verifying import Answer, Question
 from liveweight.errors import LiveWeightError
 from liveweight.spec.manifest import Version
 

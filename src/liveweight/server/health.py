@@ -9,10 +9,10 @@ from fastapi import APIRouter, Request
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from starlette.responses import Response
 
-from liveweight.control.answers import HealthAnswer
-from liveweight.control.attribution import weights_form
-from liveweight.control.errors import error_body
-from liveweight.control.service import service_of
+from liveweight.server.errors import error_body
+from liveweight.server.openai.token_versions import weights_form
+from liveweight.server.response_types import HealthAnswer
+from liveweight.server.route_context import service_of
 
 router = APIRouter(tags=["operations"])
 

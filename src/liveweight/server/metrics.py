@@ -13,8 +13,8 @@ from prometheus_client import CollectorRegistry
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from liveweight.control.port import Engine
 from liveweight.engine.status import Status
+from liveweight.server.engine_port import Engine
 
 REASONS = ("stop", "length", "abort", "error")
 

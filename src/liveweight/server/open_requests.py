@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
-from liveweight.control.exchange import Exchange
+from liveweight.server.engine_bridge import Exchange
 
 
 class Directory:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from liveweight.control.errors import ApiError, BodyTooLarge, BodyTooSlow, WrongKey, error_response
+from liveweight.server.errors import ApiError, BodyTooLarge, BodyTooSlow, WrongKey, error_response
 
 DISCARDED_BYTES = 64 << 20
 CONTROL_PATHS = frozenset(

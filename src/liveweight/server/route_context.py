@@ -11,9 +11,9 @@ from typing import TypeVar, cast
 from prometheus_client import CollectorRegistry
 from starlette.requests import Request
 
-from liveweight.control.directory import Directory
-from liveweight.control.exchange import Post
-from liveweight.control.port import Engine
+from liveweight.server.engine_bridge import Post
+from liveweight.server.engine_port import Engine
+from liveweight.server.open_requests import Directory
 
 T = TypeVar("T")
 

@@ -16,8 +16,8 @@ from typing import Any
 import uvicorn
 from starlette.types import ASGIApp
 
-from liveweight.control.port import Engine
 from liveweight.errors import EngineConfigInvalid, LiveWeightError
+from liveweight.server.engine_port import Engine
 
 FLUSH_S = 5.0
 KEEP_ALIVE_S = 75  # longer than clients keep idle connections, so that none is reused while it closes

@@ -6,7 +6,7 @@ import logging
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from liveweight.control.errors import error_response
+from liveweight.server.errors import error_response
 
 _LOGGER = logging.getLogger("liveweight")
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from fastapi.exceptions import RequestValidationError
 
-from liveweight.control.errors import ApiError, BadRequest
+from liveweight.server.errors import ApiError, BadRequest
 
 _NOT_AN_OBJECT = frozenset({"missing", "model_attributes_type", "model_type", "dict_type"})
 

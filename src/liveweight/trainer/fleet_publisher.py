@@ -8,14 +8,14 @@ from __future__ import annotations
 import time
 
 from liveweight.errors import WrongState
+from liveweight.rounds.fleet import Fleet, ask, fleet_of
+from liveweight.rounds.replica_progress import Part
+from liveweight.rounds.report import Report
+from liveweight.rounds.undo_and_verify import Verification, go_back, look
 from liveweight.spec.deadline import Deadline
 from liveweight.spec.manifest import Version
-from liveweight.trainer.errands import Verification, go_back, look
-from liveweight.trainer.fleet import Fleet, ask, fleet_of
-from liveweight.trainer.part import Part
 from liveweight.trainer.publisher import Publisher
-from liveweight.trainer.report import Report
-from liveweight.trainer.rounds import Round
+from liveweight.trainer.round_record import Round
 
 
 class FleetPublisher(Publisher):

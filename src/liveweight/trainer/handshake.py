@@ -15,15 +15,15 @@ from msgspec.structs import replace
 
 from liveweight.errors import LiveWeightError, ManifestMismatch, Refused, WrongState
 from liveweight.observe.events import OfferKind
+from liveweight.rounds.fleet import ask
+from liveweight.rounds.replica import Replica, ReplicaRefused
 from liveweight.spec.deadline import Deadline
 from liveweight.spec.manifest import Manifest, OptionalGroup, Version, compare
-from liveweight.trainer.experts import checkpoint_manifest
-from liveweight.trainer.fleet import ask
-from liveweight.trainer.freeze import CASTABLE
-from liveweight.trainer.offering import Offering
-from liveweight.trainer.replica import Replica, ReplicaRefused
+from liveweight.trainer.offers.freeze import CASTABLE
+from liveweight.trainer.offers.port import Offering
 from liveweight.trainer.settings import PATIENCE
-from liveweight.trainer.source import Source
+from liveweight.trainer.sources.source import Source
+from liveweight.trainer.sources.stacked_experts import checkpoint_manifest
 from liveweight.transports.registry import Mode
 from liveweight.wire.messages import Standing
 from liveweight.wire.sockets import host_towards

@@ -11,17 +11,17 @@ from pathlib import Path
 
 from liveweight.devices.kernels import choose
 from liveweight.observe.bus import Bus
+from liveweight.rounds.replica import Replica
 from liveweight.spec.deadline import Deadline
-from liveweight.trainer.live import SharedModule
-from liveweight.trainer.meeting import describe_to, meet_replicas
-from liveweight.trainer.offers import Offers
+from liveweight.trainer.handshake import describe_to, meet_replicas
+from liveweight.trainer.offers.live import SharedModule
+from liveweight.trainer.offers.single_source import Offers
+from liveweight.trainer.offers.transfer_fallback import Way, Ways
 from liveweight.trainer.publisher import Publisher
-from liveweight.trainer.replica import Replica
 from liveweight.trainer.settings import PublisherSettings
-from liveweight.trainer.source import Source
-from liveweight.trainer.ways import Way, Ways
+from liveweight.trainer.sources.source import Source
+from liveweight.transports.packing_source import RingSettings
 from liveweight.transports.registry import mode
-from liveweight.transports.stock import RingSettings
 from liveweight.wire.credentials import Secret
 
 

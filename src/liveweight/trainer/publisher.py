@@ -17,21 +17,21 @@ from contextlib import nullcontext
 from typing import Self
 
 from liveweight.errors import OutcomeUnknown, Refused, RoundAborted, RoundFailed, WrongState
+from liveweight.rounds.coordinator import MARGIN_S, Drive
+from liveweight.rounds.replica import Replica
+from liveweight.rounds.replica_progress import Part
+from liveweight.rounds.report import Report
+from liveweight.rounds.undo_and_verify import still_read
 from liveweight.spec.deadline import Deadline
 from liveweight.spec.manifest import Version
-from liveweight.trainer.drive import MARGIN_S, Drive
-from liveweight.trainer.errands import still_read
 from liveweight.trainer.labels import Labels
-from liveweight.trainer.offering import Offering
-from liveweight.trainer.offers import Made
-from liveweight.trainer.part import Part
-from liveweight.trainer.replica import Replica
-from liveweight.trainer.report import Report
-from liveweight.trainer.rounds import Round, report_of
+from liveweight.trainer.offers.port import Offering
+from liveweight.trainer.offers.pull_server import OnOffer, Shelf
+from liveweight.trainer.offers.single_source import Made
+from liveweight.trainer.round_record import Round, report_of
 from liveweight.trainer.settings import GRACE_S, PublisherSettings, last_steps_s, patience_of
-from liveweight.trainer.shelf import OnOffer, Shelf
 from liveweight.wire import messages as m
-from liveweight.wire.host import this_host
+from liveweight.wire.host_identity import this_host
 
 LAST_COMMIT_S = 5.0
 """How long closing waits for a commit that engines were told of already."""

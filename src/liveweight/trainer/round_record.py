@@ -7,12 +7,12 @@ import time
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 
+from liveweight.rounds.coordinator import Drive
+from liveweight.rounds.replica_progress import Part
+from liveweight.rounds.report import Report
 from liveweight.spec.deadline import Deadline
 from liveweight.spec.manifest import Version
-from liveweight.trainer.drive import Drive
-from liveweight.trainer.offers import Made
-from liveweight.trainer.part import Part
-from liveweight.trainer.report import Report
+from liveweight.trainer.offers.single_source import Made
 
 
 @dataclass(slots=True)

@@ -7,7 +7,7 @@ from typing import Literal, TypeAlias
 
 from liveweight.observe.events import OfferKind
 from liveweight.spec.deadline import Deadline
-from liveweight.wire.values import KvPolicy
+from liveweight.wire.messages.values import KvPolicy
 
 Behind: TypeAlias = Literal["serve", "stand_back"]
 """What a replica does that the others went on without."""

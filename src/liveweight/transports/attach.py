@@ -19,7 +19,7 @@ from liveweight.wire.credentials import Secret
 from liveweight.wire.limits import Limits
 from liveweight.wire.listener import Incoming, Listener
 from liveweight.wire.messages import Attach, Attached, Message, Refusal, Survey
-from liveweight.wire.values import Offer, fault_of
+from liveweight.wire.messages.values import Offer, fault_of
 
 _IDLE_S = 3600.0
 

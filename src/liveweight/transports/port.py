@@ -13,10 +13,10 @@ from liveweight.devices.device import Device
 from liveweight.devices.memory import Memory
 from liveweight.errors import OfferChanged
 from liveweight.observe.events import OfferKind
-from liveweight.plan.loops import Table
 from liveweight.spec.deadline import Deadline
 from liveweight.spec.layout import Layout
-from liveweight.wire.values import Offer
+from liveweight.spec.table import Table
+from liveweight.wire.messages.values import Offer
 
 GoOn: TypeAlias = Callable[[], bool]
 """Whether a read is to wait longer. Asked now and then, in the thread that reads, while nothing arrives; raises at a deadline."""

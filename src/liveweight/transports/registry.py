@@ -112,7 +112,7 @@ def _snapshot_outlet(
     directory: Path, secret: Secret, device: Device | None = None, host: str | None = None
 ) -> Outlet:
     del host  # files have none
-    from liveweight.transports.snapshot.outlet import SnapshotOutlet
+    from liveweight.transports.snapshot.source import SnapshotOutlet
 
     return SnapshotOutlet(directory, secret, device=device)
 

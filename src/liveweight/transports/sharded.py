@@ -15,20 +15,20 @@ import numpy as np
 
 from liveweight.devices.memory import Memory
 from liveweight.errors import ChannelClosed, LiveWeightError, MessageInvalid, VersionNotOffered
-from liveweight.plan.loops import Table
 from liveweight.plan.owners import divide
 from liveweight.spec.deadline import Deadline
 from liveweight.spec.layout import Layout
-from liveweight.transports.attaching import AttachServer
-from liveweight.transports.kept import shorten
+from liveweight.spec.table import Table
+from liveweight.transports.attach import AttachServer
+from liveweight.transports.attachment_cache import shorten
 from liveweight.transports.port import GoOn, Reader, Reading, patient
 from liveweight.wire.channel import Channel
 from liveweight.wire.codec import Codec
 from liveweight.wire.credentials import Secret
 from liveweight.wire.limits import Limits
 from liveweight.wire.messages import Message, Refusal, Survey, Surveyed
+from liveweight.wire.messages.values import Offer, Shard, fault_of
 from liveweight.wire.sockets import nobody_listens
-from liveweight.wire.values import Offer, Shard, fault_of
 
 _DIVISIONS_KEPT = 4
 

@@ -19,7 +19,7 @@ from threading import Lock, Thread
 from typing import Self
 
 from liveweight.errors import AddressUnusable, ChannelClosed, MessageInvalid, WireError, WrongSecret
-from liveweight.wire import proof
+from liveweight.wire import descriptor_proof
 from liveweight.wire.credentials import Secret, socket_directory
 from liveweight.wire.descriptors import COUNT, TOKEN_BYTES_MAX, check_token, close_all, peer_user
 from liveweight.wire.limits import Limits
@@ -207,14 +207,14 @@ class DescriptorServer:
         """The server's part, from greeting to answer. Sends fit into the empty buffer of a socket."""
         if peer_user(connection) != os.geteuid():
             raise WrongSecret(f"user {peer_user(connection)} asked, we are {os.geteuid()}")
-        ours = proof.nonce()
-        connection.send(proof.MAGIC + ours)
-        answer = yield proof.NONCE_BYTES + proof.MAC_BYTES
-        theirs, shown = answer[: proof.NONCE_BYTES], answer[proof.NONCE_BYTES :]
-        if not proof.equal(shown, proof.of_client(self._secret, ours, theirs)):
-            connection.send(proof.REFUSED)
+        ours = descriptor_proof.nonce()
+        connection.send(descriptor_proof.MAGIC + ours)
+        answer = yield descriptor_proof.NONCE_BYTES + descriptor_proof.MAC_BYTES
+        theirs, shown = answer[: descriptor_proof.NONCE_BYTES], answer[descriptor_proof.NONCE_BYTES :]
+        if not descriptor_proof.equal(shown, descriptor_proof.of_client(self._secret, ours, theirs)):
+            connection.send(descriptor_proof.REFUSED)
             raise WrongSecret("a client does not hold our secret")
-        connection.send(proof.ADMITTED + proof.of_server(self._secret, ours, theirs))
+        connection.send(descriptor_proof.ADMITTED + descriptor_proof.of_server(self._secret, ours, theirs))
         (size,) = yield 1
         if not 0 < size <= TOKEN_BYTES_MAX:
             raise MessageInvalid(f"a token has 1 to {TOKEN_BYTES_MAX} bytes, not {size}")

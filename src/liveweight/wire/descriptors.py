@@ -23,7 +23,7 @@ from typing import TypeVar
 
 from liveweight.errors import AddressUnusable, ChannelClosed, MessageInvalid, WrongSecret, WrongState
 from liveweight.spec.deadline import Deadline
-from liveweight.wire import proof
+from liveweight.wire import descriptor_proof
 from liveweight.wire.credentials import Secret
 from liveweight.wire.limits import Limits
 from liveweight.wire.sockets import milliseconds
@@ -75,15 +75,17 @@ def close_all(descriptors: list[int]) -> None:
 
 
 def _prove(talk: _Talk, secret: Secret) -> None:
-    greeting = talk.read(len(proof.MAGIC) + proof.NONCE_BYTES)
-    magic, theirs = greeting[: len(proof.MAGIC)], greeting[len(proof.MAGIC) :]
-    if magic != proof.MAGIC:
+    greeting = talk.read(len(descriptor_proof.MAGIC) + descriptor_proof.NONCE_BYTES)
+    magic, theirs = greeting[: len(descriptor_proof.MAGIC)], greeting[len(descriptor_proof.MAGIC) :]
+    if magic != descriptor_proof.MAGIC:
         raise MessageInvalid(f"{talk.path} is no descriptor socket of ours")
-    ours = proof.nonce()
-    talk.send(ours + proof.of_client(secret, theirs, ours))
-    if talk.read(1) != proof.ADMITTED:
+    ours = descriptor_proof.nonce()
+    talk.send(ours + descriptor_proof.of_client(secret, theirs, ours))
+    if talk.read(1) != descriptor_proof.ADMITTED:
         raise WrongSecret(f"{talk.path}: the server does not accept our secret")
-    if not proof.equal(talk.read(proof.MAC_BYTES), proof.of_server(secret, theirs, ours)):
+    if not descriptor_proof.equal(
+        talk.read(descriptor_proof.MAC_BYTES), descriptor_proof.of_server(secret, theirs, ours)
+    ):
         raise WrongSecret(f"{talk.path}: the server does not hold our secret")
 
 

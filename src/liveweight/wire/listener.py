@@ -15,9 +15,9 @@ import zmq
 
 from liveweight.errors import AddressUnusable, ChannelClosed, MessageInvalid, ProtocolMismatch, WireError
 from liveweight.spec.deadline import Deadline
+from liveweight.wire.authenticator import DOMAIN, Door
 from liveweight.wire.codec import REFUSAL, Codec, Message, version_of
 from liveweight.wire.credentials import Secret, client_keys, server_keys, socket_directory
-from liveweight.wire.door import DOMAIN, Door
 from liveweight.wire.limits import Limits
 from liveweight.wire.sockets import (
     Context,

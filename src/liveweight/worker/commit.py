@@ -22,13 +22,13 @@ from liveweight.errors import (
     WireError,
     WrongState,
 )
+from liveweight.rounds.boundary import Decision
 from liveweight.spec.deadline import Deadline
 from liveweight.wire.channel import Channel
 from liveweight.wire.messages import Message, Refusal, Settled, Swapped
-from liveweight.wire.values import Fault, fault_of
-from liveweight.worker.boundary import Decision
-from liveweight.worker.target import Target
-from liveweight.worker.turnstile import Turnstile
+from liveweight.wire.messages.values import Fault, fault_of
+from liveweight.worker.shadow_lock import Turnstile
+from liveweight.worker.targets.target import Target
 
 Hook: TypeAlias = Callable[[], None]
 """Run after every exchange, also one that goes back: post-processing, graphs, caches. May raise; then all ranks go back."""

@@ -12,14 +12,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from liveweight.errors import LiveWeightError, Unavailable, WrongState
+from liveweight.rounds.boundary import Decision
 from liveweight.spec.deadline import Deadline
 from liveweight.wire.channel import Channel
 from liveweight.wire.messages import Message, Settled, Swapped
-from liveweight.wire.values import Fault, Overwritten, fault_of
-from liveweight.worker.boundary import Decision
-from liveweight.worker.committer import GRACE_S, Hook, hear_outcome
+from liveweight.wire.messages.values import Fault, Overwritten, fault_of
+from liveweight.worker.commit import GRACE_S, Hook, hear_outcome
 from liveweight.worker.overwriting import Errand, Overwrites
-from liveweight.worker.turnstile import Turnstile
+from liveweight.worker.shadow_lock import Turnstile
 
 
 @dataclass(slots=True)

@@ -13,14 +13,14 @@ from typing import Self
 
 import numpy as np
 
-from liveweight.devices.crew import Crew, run_once
+from liveweight.devices.copy_threads import Crew, run_once
 from liveweight.devices.kernels import BoundDigest, Kernels
 from liveweight.devices.memory import Memory
-from liveweight.plan.ahead import copies_before
+from liveweight.plan.digest_order import copies_before
 from liveweight.plan.digests import row_bytes
-from liveweight.plan.loops import Table
 from liveweight.spec.deadline import Deadline
 from liveweight.spec.digest import SEEDS, Lanes
+from liveweight.spec.table import Table
 from liveweight.worker.staging import BATCH_BYTES, LOOK_S, Outcome, Stop, Stopped, share
 
 

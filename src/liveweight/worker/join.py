@@ -10,9 +10,9 @@ from liveweight.errors import WrongState
 from liveweight.spec.deadline import Deadline
 from liveweight.spec.manifest import Manifest, OptionalGroup, Version
 from liveweight.wire.channel import Channel
-from liveweight.wire.host import this_host
+from liveweight.wire.host_identity import this_host
 from liveweight.wire.messages import Join, Joined, Message, Refusal
-from liveweight.worker.target import Target
+from liveweight.worker.targets.target import Target
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

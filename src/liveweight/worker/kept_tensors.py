@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from liveweight.errors import MessageInvalid
 from liveweight.spec.layout import Layout
 from liveweight.spec.manifest import OptionalGroup
-from liveweight.worker.target import Target
+from liveweight.worker.targets.target import Target
 
 
 class Keeping:

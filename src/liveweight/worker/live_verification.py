@@ -12,19 +12,19 @@ import time
 from collections import deque
 from collections.abc import Callable
 
-from liveweight.devices.crew import Crew
+from liveweight.devices.copy_threads import Crew
 from liveweight.devices.kernels import Kernels
 from liveweight.errors import LiveWeightError, Unavailable, WrongState
 from liveweight.observe.bus import Bus
 from liveweight.observe.events import AuditBegan
-from liveweight.plan.tally import lanes_to_bytes
+from liveweight.plan.digest_sums import lanes_to_bytes
 from liveweight.spec.deadline import Deadline
 from liveweight.wire.messages import Digest, Digested
-from liveweight.wire.values import fault_of
+from liveweight.wire.messages.values import fault_of
 from liveweight.worker.shadow_digest import ShadowDigest
+from liveweight.worker.shadow_lock import Turnstile
 from liveweight.worker.staging import Pace, Stopped
-from liveweight.worker.target import ReadBack, Target
-from liveweight.worker.turnstile import Turnstile
+from liveweight.worker.targets.target import ReadBack, Target
 
 DOUBT_S = 5.0
 """How long the outcome of an exchange may take before a rank that is asked says that it is in doubt."""

@@ -14,21 +14,21 @@ from dataclasses import dataclass
 import msgspec
 import numpy as np
 
-from liveweight.devices.crew import Crew
+from liveweight.devices.copy_threads import Crew
 from liveweight.errors import ChannelClosed, LiveWeightError, RoundAborted, Unavailable, WrongState
 from liveweight.observe import events
 from liveweight.observe.bus import Bus
 from liveweight.plan.copies import row_bytes
-from liveweight.plan.loops import Table
-from liveweight.plan.tally import lanes_to_bytes
+from liveweight.plan.digest_sums import lanes_to_bytes
 from liveweight.spec.deadline import Deadline
 from liveweight.spec.layout import Layout
+from liveweight.spec.table import Table
 from liveweight.transports.port import GoOn, Reading, patient
 from liveweight.wire.messages import Stage
-from liveweight.wire.values import Fault, Overwritten, RoundId, fault_of
+from liveweight.wire.messages.values import Fault, Overwritten, RoundId, fault_of
 from liveweight.worker.shadow_digest import ShadowDigest
 from liveweight.worker.staging import BATCH_BYTES, Stop, Stopped, cut, stage
-from liveweight.worker.target import Target
+from liveweight.worker.targets.target import Target
 
 _TARGET_MEMORY = 2
 

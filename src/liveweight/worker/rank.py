@@ -13,6 +13,7 @@ from typing import TypedDict
 
 from liveweight.devices.kernels import Kernels
 from liveweight.observe.bus import Bus
+from liveweight.rounds.boundary import Decision
 from liveweight.spec.deadline import Deadline
 from liveweight.spec.manifest import OptionalGroup, Version
 from liveweight.transports.port import Reader
@@ -20,15 +21,14 @@ from liveweight.wire.channel import Channel
 from liveweight.wire.codec import Codec
 from liveweight.wire.credentials import Secret
 from liveweight.wire.messages import Message, Settled
-from liveweight.worker.agent import Agent, StagingSettings
-from liveweight.worker.boundary import Decision
-from liveweight.worker.committer import Committer, Hook
-from liveweight.worker.in_place import InPlaceCommitter
-from liveweight.worker.joining import Content, join
+from liveweight.worker.commit import Committer, Hook
+from liveweight.worker.commit_in_place import InPlaceCommitter
+from liveweight.worker.join import Content, join
 from liveweight.worker.overwriting import InPlace, Overwrites
 from liveweight.worker.shadow_digest import ShadowDigest
-from liveweight.worker.target import Target
-from liveweight.worker.turnstile import Turnstile
+from liveweight.worker.shadow_lock import Turnstile
+from liveweight.worker.staging_thread import Agent, StagingSettings
+from liveweight.worker.targets.target import Target
 
 
 class _Seat(TypedDict):

@@ -14,17 +14,17 @@ from typing import TYPE_CHECKING, Self
 from liveweight.devices.kernels import Kernels
 from liveweight.errors import ChannelClosed, Torn
 from liveweight.observe.bus import Bus
+from liveweight.rounds.boundary import Alone, Boundary, Broadcast, Slot
+from liveweight.rounds.leader_server import Leader
 from liveweight.spec.deadline import Deadline
 from liveweight.spec.manifest import Version
 from liveweight.transports.port import Reader
 from liveweight.wire.credentials import Secret
-from liveweight.worker.agent import StagingSettings
-from liveweight.worker.boundary import Alone, Boundary, Broadcast, Slot
-from liveweight.worker.committer import Hook
-from liveweight.worker.leader import Leader
-from liveweight.worker.member import Member
+from liveweight.worker.commit import Hook
 from liveweight.worker.overwriting import InPlace
-from liveweight.worker.target import Target
+from liveweight.worker.rank import Member
+from liveweight.worker.staging_thread import StagingSettings
+from liveweight.worker.targets.target import Target
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup

@@ -13,16 +13,16 @@ from typing import Protocol
 
 import numpy as np
 
-from liveweight.devices.crew import Crew
+from liveweight.devices.copy_threads import Crew
 from liveweight.devices.kernels import BoundDigest, Kernels
 from liveweight.devices.memory import Memory
 from liveweight.plan.digests import plan_digests, row_bytes, split
-from liveweight.plan.loops import Table
 from liveweight.spec.deadline import Deadline
 from liveweight.spec.digest import SEEDS, Lanes
 from liveweight.spec.layout import Layout
+from liveweight.spec.table import Table
 from liveweight.transports.port import Reading
-from liveweight.worker.digest_ahead import DigestAhead, Readings
+from liveweight.worker.digest_while_staging import DigestAhead, Readings
 from liveweight.worker.staging import SMALLEST_BATCH_BYTES, Beside, Pace, Stop, Stopped, share
 
 ROW_BYTES = 2 << 20

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 
 from liveweight.errors import WrongState
 from liveweight.spec.deadline import Deadline
-from liveweight.wire.values import RoundId
+from liveweight.wire.messages.values import RoundId
 
 
 class Turnstile:

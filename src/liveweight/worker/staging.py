@@ -15,10 +15,10 @@ from typing import Protocol, TypeAlias, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from liveweight.devices.crew import Crew, Turns
+from liveweight.devices.copy_threads import Crew, Turns
 from liveweight.plan.copies import row_bytes
-from liveweight.plan.loops import Table
 from liveweight.spec.deadline import Deadline
+from liveweight.spec.table import Table
 from liveweight.transports.port import Reading
 
 BATCH_BYTES = 8 << 20

@@ -13,13 +13,13 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from liveweight.devices.crew import Crew
+from liveweight.devices.copy_threads import Crew
 from liveweight.devices.kernels import Kernels
 from liveweight.devices.memory import Memory
 from liveweight.errors import ChannelClosed, DeadlineExceeded, LiveWeightError, Unavailable, WrongState
 from liveweight.observe import events
 from liveweight.observe.bus import Bus
-from liveweight.plan.tally import lanes_to_bytes
+from liveweight.plan.digest_sums import lanes_to_bytes
 from liveweight.spec.deadline import Deadline
 from liveweight.spec.manifest import OptionalGroup
 from liveweight.transports.port import Reader, Reading
@@ -34,14 +34,14 @@ from liveweight.wire.messages import (
     Staged,
     Verified,
 )
-from liveweight.wire.values import RoundId, fault_of
-from liveweight.worker.auditor import Auditor
-from liveweight.worker.keeping import Keeping
+from liveweight.wire.messages.values import RoundId, fault_of
+from liveweight.worker.kept_tensors import Keeping
+from liveweight.worker.live_verification import Auditor
 from liveweight.worker.overwriting import Found, Overwriter, Overwrites, round_facts
 from liveweight.worker.shadow_digest import Digesting, ShadowDigest
+from liveweight.worker.shadow_lock import Turnstile
 from liveweight.worker.staging import Stopped, stage
-from liveweight.worker.target import Target
-from liveweight.worker.turnstile import Turnstile
+from liveweight.worker.targets.target import Target
 
 IDLE_S = 60.0
 SEND_S = 5.0

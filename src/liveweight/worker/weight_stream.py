@@ -13,8 +13,8 @@ from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol, Self, TypeAlias
 
+from liveweight.devices.copy_threads import Crew
 from liveweight.devices.cpu import allocate_tensors
-from liveweight.devices.crew import Crew
 from liveweight.devices.kernels import Kernels
 from liveweight.devices.memory import Memory
 from liveweight.errors import DigestMismatch, LiveWeightError, Refused, Unavailable
@@ -25,7 +25,7 @@ from liveweight.spec.layout import Layout, Placement, contiguous_strides
 from liveweight.spec.manifest import Manifest, TensorSpec
 from liveweight.spec.region import whole
 from liveweight.transports.port import Reader
-from liveweight.wire.values import Offer
+from liveweight.wire.messages.values import Offer
 from liveweight.worker.staging import Stopped, stage
 
 if TYPE_CHECKING:

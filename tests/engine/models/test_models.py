@@ -20,19 +20,19 @@ from transformers import (
     Qwen3MoeForCausalLM,
 )
 
-from liveweight.engine.forward import Group, Solo
-from liveweight.engine.hooks import hooks_of
 from liveweight.engine.init_model.checkpoint import init_model
 from liveweight.engine.init_model.sizes import Size
-from liveweight.engine.loading import load
 from liveweight.engine.models.declare import Declared
+from liveweight.engine.models.forward import Group, Solo
 from liveweight.engine.models.model import Model, build
 from liveweight.engine.models.product import widened
 from liveweight.engine.models.spec import ModelSpec
+from liveweight.engine.rank.checkpoint_loading import load
+from liveweight.engine.rank.hooks import hooks_of
 from liveweight.errors import EngineConfigInvalid
-from liveweight.plan.tally import Tally
-from liveweight.worker.torch_target import TensorTarget, module_target
-from tests.support.decoders import (
+from liveweight.plan.digest_sums import Tally
+from liveweight.worker.targets.torch_target import TensorTarget, module_target
+from tests.support.engine.decoders import (
     DENSE,
     SPARSE,
     batch_of,

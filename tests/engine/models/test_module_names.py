@@ -11,7 +11,7 @@ import torch
 
 import liveweight as lw
 from liveweight.engine.engine import Engine
-from tests.support.engines import Logits, Models, answers, first_difference, greedy
+from tests.support.engine.engines import Logits, Models, answers, first_difference, greedy
 
 PROMPTS = [[5, 6, 7, 8], [300, 20, 7, 7, 7, 100], list(range(40, 75))]
 

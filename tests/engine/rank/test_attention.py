@@ -18,9 +18,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from liveweight.engine import _attention
-from liveweight.engine.attention import AttentionKernels, AttentionPlan, Chosen, PagedAttention, choose
-from liveweight.engine.attention_native import NativeAttention
-from liveweight.engine.attention_torch import TorchAttention
+from liveweight.engine.rank.attention import AttentionKernels, AttentionPlan, Chosen, PagedAttention, choose
+from liveweight.engine.rank.attention_native import NativeAttention
+from liveweight.engine.rank.attention_torch import TorchAttention
 
 Tensor = torch.Tensor
 KERNELS: dict[str, Callable[[], AttentionKernels]] = {
@@ -355,7 +355,7 @@ def test_another_dtype_or_device_falls_back_to_torch_and_says_why() -> None:
 
 
 def test_without_the_c_kernels_torch_is_chosen_and_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "liveweight.engine.attention_native", None)
+    monkeypatch.setitem(sys.modules, "liveweight.engine.rank.attention_native", None)
     cache = PagedAttention(
         layers=1, kv_heads=1, heads=1, head_dim=8, blocks=1, block_tokens=4, dtype=torch.float32, device="cpu"
     )

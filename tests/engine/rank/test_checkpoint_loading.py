@@ -11,14 +11,14 @@ from typing import Any
 import pytest
 import torch
 
-from liveweight.engine import loading
-from liveweight.engine.forward import Group
+from liveweight import checkpoint
+from liveweight.checkpoint import INDEX, SINGLE
 from liveweight.engine.init_model.checkpoint import init_model
+from liveweight.engine.models.forward import Group
 from liveweight.engine.models.spec import CONFIG, GENERATION, ModelSpec
+from liveweight.engine.rank import checkpoint_loading
 from liveweight.errors import CheckpointInvalid, LayoutInvalid
-from liveweight.trainer import checkpoint
-from liveweight.trainer.checkpoint import INDEX, SINGLE
-from tests.support.decoders import (
+from tests.support.engine.decoders import (
     DENSE,
     SPARSE,
     loaded,
@@ -151,7 +151,7 @@ def test_nothing_is_written_before_all_fits(directory: Path) -> None:
     before = {name: tensor.clone() for name, tensor in model.named_parameters()}
     tensors(lambda t: (t.pop("model.norm.weight"), [one.zero_() for one in t.values()]))(directory)
     with pytest.raises(CheckpointInvalid):
-        loading.load(model, directory)
+        checkpoint_loading.load(model, directory)
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.named_parameters())
 
 
@@ -159,7 +159,7 @@ def test_a_parameter_of_another_shape_than_declared_is_refused(directory: Path) 
     model = loaded(directory)
     model.norm.weight = torch.nn.Parameter(torch.ones(3), requires_grad=False)
     with pytest.raises(LayoutInvalid, match=r"norm.weight has shape \(3,\)"):
-        loading.load(model, directory)
+        checkpoint_loading.load(model, directory)
 
 
 # What is fine.
@@ -263,7 +263,7 @@ def test_a_rank_reads_only_what_it_holds(tmp_path: Path, monkeypatch: pytest.Mon
                 yield File(file)
 
         with monkeypatch.context() as patched:
-            patched.setattr(loading, "opened", counted)
+            patched.setattr(checkpoint_loading, "opened", counted)
             model = loaded(directory, group)
         return sum(parameter.numel() for parameter in model.parameters())
 

@@ -12,14 +12,14 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import liveweight as lw
+from liveweight.checkpoint import SINGLE
 from liveweight.engine.config import EngineConfig
 from liveweight.engine.engine import Engine
-from liveweight.engine.hooks import BUILT_IN, hooks_of
+from liveweight.engine.rank.hooks import BUILT_IN, hooks_of
 from liveweight.errors import EngineConfigInvalid, LiveWeightError, RoundFailed
-from liveweight.trainer.checkpoint import SINGLE
-from tests.support import noted_hooks
-from tests.support.decoders import loaded
-from tests.support.engines import WITHIN_S, Models, answers, greedy
+from tests.support.engine import noted_hooks
+from tests.support.engine.decoders import loaded
+from tests.support.engine.engines import WITHIN_S, Models, answers, greedy
 
 HOOKS = tuple(f"{noted_hooks.__name__}:{name}" for name in ("first", "second"))
 ONE_RUN = ["first", "second"]
@@ -129,7 +129,7 @@ def answered(engine: Engine) -> list[list[int]]:
 
 def test_a_hook_that_fails_at_the_start_is_named(noted: Any, models: Models, short_path: Path) -> None:
     with pytest.raises(
-        LiveWeightError, match=r"hook tests.support.noted_hooks:first failed: FileNotFoundError"
+        LiveWeightError, match=r"hook tests.support.engine.noted_hooks:first failed: FileNotFoundError"
     ):
         noted(models.directory(), notes=short_path / "nowhere")
 

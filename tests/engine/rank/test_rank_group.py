@@ -10,8 +10,8 @@ from queue import Queue
 import pytest
 import torch
 
-from liveweight.engine import shared_group
-from liveweight.engine.shared_group import SegmentUnshared, SharedGroup
+from liveweight.engine.rank import shared_memory_group
+from liveweight.engine.rank.shared_memory_group import SegmentUnshared, SharedGroup
 from liveweight.errors import ChannelClosed
 
 native = pytest.importorskip("liveweight.engine._shared")
@@ -91,7 +91,7 @@ def test_every_rank_gets_the_same_bits_turn_after_turn(size: int, dtype: torch.d
 
 def test_what_does_not_fit_goes_the_other_way() -> None:
     def work(group: SharedGroup) -> int:
-        group.add(torch.zeros(shared_group.SLOT_BYTES // 4 + 1))
+        group.add(torch.zeros(shared_memory_group.SLOT_BYTES // 4 + 1))
         group.add(torch.zeros(4, dtype=torch.int64))
         group.join(torch.zeros(0, 4))
         group.add(torch.zeros(4, 6).t())

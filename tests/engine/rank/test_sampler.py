@@ -8,8 +8,8 @@ from collections import Counter
 import pytest
 import torch
 
-from liveweight.engine.sampler import sample, uniform
-from liveweight.engine.stream import Draw
+from liveweight.engine.rank.sampler import sample, uniform
+from liveweight.engine.serving.step_stream import Draw
 
 LOGITS = torch.tensor([2.0, 1.0, 0.5, 0.0, -1.0, -3.0])
 

@@ -14,24 +14,24 @@ from typing import Any
 import pytest
 
 import liveweight as lw
-from liveweight.bench.torture.blows import cut
-from liveweight.bench.torture.leaks import kinds_of
 from liveweight.engine.config import Restarts
-from liveweight.engine.ranks import Process
-from liveweight.engine.requested import Wish
-from liveweight.engine.requests import Delta
-from liveweight.engine.restarting import GENERATION, RestartingEngine
-from liveweight.engine.restarts import Budget
+from liveweight.engine.recovery.restart_budget import Budget
+from liveweight.engine.recovery.restarting_engine import GENERATION, RestartingEngine
+from liveweight.engine.serving.rank_processes import Process
+from liveweight.engine.serving.requests import Delta
 from liveweight.engine.status import RecoveryStatus
-from liveweight.engine.verifying import Question
+from liveweight.engine.updates.requested_update import Wish
+from liveweight.engine.updates.verifying import Question
 from liveweight.errors import LiveWeightError, RankLost, RoundFailed, WeightsPending
+from liveweight.lab.torture.faults import cut
+from liveweight.lab.torture.leaks import kinds_of
 from liveweight.observe.bus import Bus
 from liveweight.observe.events import AnyEvent, Recovered, RecoveryBegan, RoundOpened
-from liveweight.transports.snapshot.store import Store
-from tests.support.elastic import Gate, kill, load, recovered, saved
-from tests.support.engines import WITHIN_S, Answer, Logits, Models, answers, ask, greedy
-from tests.support.real_servers import until
-from tests.support.versions import mixtures
+from liveweight.transports.snapshot.disk.store import Store
+from tests.support.engine.elastic import Gate, kill, load, recovered, saved
+from tests.support.engine.engines import WITHIN_S, Answer, Logits, Models, answers, ask, greedy
+from tests.support.engine.versions import mixtures
+from tests.support.processes.real_servers import until
 
 Elastic = Callable[..., RestartingEngine]
 PROMPTS = [[5, 6, 7, 8], [9, 10, 11], [300, 20, 7, 7, 7, 100]]

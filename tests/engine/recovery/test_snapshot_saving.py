@@ -9,17 +9,17 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from liveweight.engine.restarting import RestartingEngine
-from liveweight.engine.verifying import Question
+from liveweight.engine.recovery.restarting_engine import RestartingEngine
+from liveweight.engine.updates.verifying import Question
 from liveweight.observe.bus import Bus, Recorder
 from liveweight.observe.events import SnapshotFailed, SnapshotLeft, SnapshotSaved
-from liveweight.transports.snapshot.check import verify
-from liveweight.transports.snapshot.opened import Snapshot
-from liveweight.transports.snapshot.store import Store
-from tests.support.elastic import Gate, saved
-from tests.support.engines import Models, ask, greedy
-from tests.support.flipping_hook import FLIPPED, NAME
-from tests.support.real_servers import until
+from liveweight.transports.snapshot.disk.open_snapshot import Snapshot
+from liveweight.transports.snapshot.disk.store import Store
+from liveweight.transports.snapshot.verify import verify
+from tests.support.engine.elastic import Gate, saved
+from tests.support.engine.engines import Models, ask, greedy
+from tests.support.engine.flipping_hook import FLIPPED, NAME
+from tests.support.processes.real_servers import until
 from tests.support.small_disk import small_disk
 
 Elastic = Callable[..., RestartingEngine]

@@ -15,21 +15,21 @@ from typing import Any
 import pytest
 import torch
 
-from liveweight.engine.account import Limits
-from liveweight.engine.attention import AttentionPlan
-from liveweight.engine.pump import Pump
-from liveweight.engine.ranks import Done
-from liveweight.engine.requests import Delta, Sampling
-from liveweight.engine.runner import Runner
-from liveweight.engine.scheduler import Scheduler
-from liveweight.engine.sequence import Sequence
-from liveweight.engine.slots import Slots
-from liveweight.engine.stream import Exchange, Exchanged, Step, StepDone
-from liveweight.engine.updates import Inbox
+from liveweight.engine.rank.attention import AttentionPlan
+from liveweight.engine.rank.slots import Slots
+from liveweight.engine.rank.step_runner import Runner
+from liveweight.engine.serving.counters import Limits
+from liveweight.engine.serving.engine_loop import Pump
+from liveweight.engine.serving.rank_processes import Done
+from liveweight.engine.serving.requests import Delta, Sampling
+from liveweight.engine.serving.scheduler import Scheduler
+from liveweight.engine.serving.sequence import Sequence
+from liveweight.engine.serving.step_stream import Exchange, Exchanged, Step, StepDone
+from liveweight.engine.updates.live_updates import Inbox
 from liveweight.errors import Torn
-from liveweight.wire.values import KvPolicy, RoundId
-from liveweight.worker.boundary import Decision
-from tests.support.oracle import EOS, VOCAB, Cells, Oracle, Silent, digest
+from liveweight.rounds.boundary import Decision
+from liveweight.wire.messages.values import KvPolicy, RoundId
+from tests.support.engine.oracle import EOS, VOCAB, Cells, Oracle, Silent, digest
 
 SALT, MIXED = 13, 500_009
 LONGEST = 20

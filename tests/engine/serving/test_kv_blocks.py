@@ -6,7 +6,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from liveweight.engine.blocks import BlockPool, next_key, root_key
+from liveweight.engine.serving.kv_blocks import BlockPool, next_key, root_key
 
 PAGES = 7
 

@@ -8,11 +8,11 @@ import pytest
 
 from liveweight.engine.config import EngineConfig
 from liveweight.engine.engine import Engine
-from liveweight.engine.pauses import Pauses
+from liveweight.engine.serving.pauses import Pauses
 from liveweight.errors import DeadlineExceeded, EngineStopping
 from liveweight.spec.deadline import Deadline
-from tests.support.engines import WITHIN_S, Models, ask, forking, greedy
-from tests.support.zygote import Zygote
+from tests.support.engine.engines import WITHIN_S, Models, ask, forking, greedy
+from tests.support.processes.fork_server import Zygote
 
 CALL = "call"
 

@@ -14,15 +14,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from liveweight.engine.account import Limits
-from liveweight.engine.requests import Sampling
-from liveweight.engine.runner import Runner
-from liveweight.engine.scheduler import Scheduler
-from liveweight.engine.sequence import Sequence
-from liveweight.engine.slots import Slots
-from liveweight.engine.stream import Step, StepDone
+from liveweight.engine.rank.slots import Slots
+from liveweight.engine.rank.step_runner import Runner
+from liveweight.engine.serving.counters import Limits
+from liveweight.engine.serving.requests import Sampling
+from liveweight.engine.serving.scheduler import Scheduler
+from liveweight.engine.serving.sequence import Sequence
+from liveweight.engine.serving.step_stream import Step, StepDone
 from liveweight.errors import QueueFull, RankLost, RequestInvalid
-from tests.support.oracle import EOS, Answer, Cells, Oracle, Silent, continued
+from tests.support.engine.oracle import EOS, Answer, Cells, Oracle, Silent, continued
 
 
 class World:

@@ -16,12 +16,12 @@ import liveweight as lw
 from liveweight.engine.engine import Engine
 from liveweight.engine.init_model.checkpoint import init_model
 from liveweight.engine.init_model.sizes import SIZES, Size
-from liveweight.engine.sleeping import TAGS, Tag
-from liveweight.engine.verifying import Question
+from liveweight.engine.serving.sleeping import TAGS, Tag
+from liveweight.engine.updates.verifying import Question
 from liveweight.errors import Damage, OutOfSpace, RoundFailed, RoundOpen, WrongState
-from tests.support.engines import WITHIN_S, Answer, Models, ask, greedy
-from tests.support.http_server import serving
-from tests.support.real_servers import until
+from tests.support.engine.engines import WITHIN_S, Answer, Models, ask, greedy
+from tests.support.processes.http_server import serving
+from tests.support.processes.real_servers import until
 
 PROMPT = [5, 6, 7, 8]
 Start = Callable[..., Engine]

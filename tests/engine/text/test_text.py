@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from liveweight.engine.text import ChatTemplate, TextStream, Tokenizer
 from liveweight.errors import CheckpointInvalid, RequestInvalid
-from tests.support.tokenizer_dirs import (
+from tests.support.engine.tokenizer_dirs import (
     CHATML,
     CORPUS,
     byte_level,

@@ -14,16 +14,16 @@ from typer.testing import CliRunner
 import liveweight as lw
 from liveweight.cli.main import app
 from liveweight.engine.engine import Engine
-from liveweight.engine.requested import Wish
-from liveweight.engine.verifying import Question
+from liveweight.engine.updates.requested_update import Wish
+from liveweight.engine.updates.verifying import Question
 from liveweight.errors import RoundFailed, Torn, WrongState
 from liveweight.observe.bus import Bus
 from liveweight.observe.events import AnyEvent, OfferMade
-from liveweight.wire.values import KvPolicy
-from tests.support.elastic import recovered, saved
-from tests.support.engines import WITHIN_S, Answer, Logits, Models, answers, ask, greedy
-from tests.support.http_server import serving
-from tests.support.versions import Clients, mixtures
+from liveweight.wire.messages.values import KvPolicy
+from tests.support.engine.elastic import recovered, saved
+from tests.support.engine.engines import WITHIN_S, Answer, Logits, Models, answers, ask, greedy
+from tests.support.engine.versions import Clients, mixtures
+from tests.support.processes.http_server import serving
 
 IN_PLACE = {"shadow": "none", "chunk_bytes": 16384, "draft_chunk_bytes": 2048}
 PROMPTS = [list(range(5, 45)), [9, 10, 11]]

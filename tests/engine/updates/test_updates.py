@@ -12,9 +12,9 @@ import pytest
 import liveweight as lw
 from liveweight.engine.config import EngineConfig, Updates
 from liveweight.engine.engine import Engine
-from liveweight.engine.stream import weights_text
+from liveweight.engine.serving.step_stream import weights_text
 from liveweight.errors import DeadlineExceeded, WrongState
-from tests.support.engines import (
+from tests.support.engine.engines import (
     WITHIN_S,
     Arch,
     Logits,
@@ -24,8 +24,8 @@ from tests.support.engines import (
     counting,
     greedy,
 )
-from tests.support.versions import Clients, mixtures, spans
-from tests.support.zygote import Zygote
+from tests.support.engine.versions import Clients, mixtures, spans
+from tests.support.processes.fork_server import Zygote
 
 Start = Callable[..., Engine]
 PROMPTS = [[5, 6, 7, 8], [9, 10, 11], [300, 20, 7, 7, 7, 100], list(range(40, 75))]

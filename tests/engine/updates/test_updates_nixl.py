@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from liveweight.engine.engine import Engine
-from liveweight.engine.stream import weights_text
-from tests.support.engines import WITHIN_S, Logits, Models
-from tests.support.versions import Clients, mixtures
+from liveweight.engine.serving.step_stream import weights_text
+from tests.support.engine.engines import WITHIN_S, Logits, Models
+from tests.support.engine.versions import Clients, mixtures
 
 pytest.importorskip("nixl")
 

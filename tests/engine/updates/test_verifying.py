@@ -13,12 +13,12 @@ import pytest
 import liveweight as lw
 from liveweight.engine.config import EngineConfig, Updates
 from liveweight.engine.engine import Engine
-from liveweight.engine.verifying import Question
+from liveweight.engine.updates.verifying import Question
 from liveweight.errors import DeadlineExceeded, ManifestMismatch, RankLost, WireError, WrongState
-from tests.support.engines import WITHIN_S, Arch, Models, ask, forking, greedy
-from tests.support.flipping_hook import FLIPPED, NAME
-from tests.support.stopping import stop
-from tests.support.zygote import Zygote
+from tests.support.engine.engines import WITHIN_S, Arch, Models, ask, forking, greedy
+from tests.support.engine.flipping_hook import FLIPPED, NAME
+from tests.support.processes.fork_server import Zygote
+from tests.support.processes.stopping import stop
 
 
 def config_of(place: Path, model: Path, **settings: Any) -> EngineConfig:

@@ -11,11 +11,11 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner
 
-from liveweight.bench.digest import bench_digest, contenders
-from liveweight.bench.digest_inputs import make_inputs
 from liveweight.cli import main
 from liveweight.devices.kernels import choose_kernels
 from liveweight.errors import DigestMismatch, MissingExtra
+from liveweight.lab.bench.digest import bench_digest, contenders
+from liveweight.lab.bench.digest_inputs import make_inputs
 
 NAMES = [
     "memmove",

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from liveweight.bench.decoder import decoder, parameters, small_tensors
-from liveweight.bench.ipc import CONTENDERS, IpcSettings, bench_ipc
-from liveweight.plan.tally import Tally
-from liveweight.transports.stock import RingSettings
-from liveweight.worker.torch_layout import gather, layout_of
+from liveweight.lab.bench.model_shapes import decoder, parameters, small_tensors
+from liveweight.lab.bench.rounds.ipc import CONTENDERS, IpcSettings, bench_ipc
+from liveweight.plan.digest_sums import Tally
+from liveweight.transports.packing_source import RingSettings
+from liveweight.worker.targets.torch_layout import gather, layout_of
 
 
 @pytest.mark.parametrize("world", [1, 2, 4])

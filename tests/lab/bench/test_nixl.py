@@ -6,8 +6,8 @@ import pytest
 
 pytest.importorskip("nixl")
 
-from liveweight.bench.decoder import decoder
-from liveweight.bench.nixl import CONTENDERS, NixlSettings, bench_nixl
+from liveweight.lab.bench.model_shapes import decoder
+from liveweight.lab.bench.nixl import CONTENDERS, NixlSettings, bench_nixl
 
 
 @pytest.mark.usefixtures("forked_python")

@@ -11,16 +11,16 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from liveweight.bench.decoder import module_of, small_tensors
-from liveweight.bench.growth import GrowthSettings, bench_growth, exponent
-from liveweight.bench.idle import ENGINES, IdleSettings, bench_idle, paired
-from liveweight.bench.peers.rank import WAYS, lanes_of
-from liveweight.bench.peers.run import OURS, PeersSettings, _Check, bench_peers, compared
-from liveweight.bench.peers.way import Share, buckets
-from liveweight.bench.report import write_report
 from liveweight.cli.main import app
 from liveweight.errors import DigestMismatch
-from liveweight.trainer.live import share_module
+from liveweight.lab.bench.engine.idle import ENGINES, IdleSettings, bench_idle, paired
+from liveweight.lab.bench.model_shapes import module_of, small_tensors
+from liveweight.lab.bench.peers.contender import Share, buckets
+from liveweight.lab.bench.peers.peers import OURS, PeersSettings, _Check, bench_peers, compared
+from liveweight.lab.bench.peers.rank import WAYS, lanes_of
+from liveweight.lab.bench.report import write_report
+from liveweight.lab.bench.rounds.growth import GrowthSettings, bench_growth, exponent
+from liveweight.trainer.offers.live import share_module
 from liveweight.transports.ipc.arena import SharedArena
 
 RANKS = 2

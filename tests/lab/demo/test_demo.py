@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.demo_processes import (
+from tests.support.processes.demo_processes import (
     ENDED_S,
     demo,
     files_left,
@@ -22,8 +22,8 @@ from tests.support.demo_processes import (
     shared_memory,
     small_demo,
 )
-from tests.support.real_servers import until
-from tests.support.serve_processes import Process, alive, descendants_of
+from tests.support.processes.real_servers import until
+from tests.support.processes.serve_processes import Process, alive, descendants_of
 
 pytestmark = pytest.mark.timeout(600)
 SHORT = ("--steps", "3", "--json")

@@ -11,14 +11,14 @@ import pytest
 import torch
 
 from liveweight.cli.signals import stopped_by_signals
-from liveweight.rl.chaos import KINDS, plan
-from liveweight.rl.grpo import batch_of
-from liveweight.rl.policy import Policy
-from liveweight.rl.samples import Group, Sample
-from liveweight.rl.settings import Training
-from liveweight.rl.stopping import Stop, Stopped
-from liveweight.rl.task import SortDigits
-from tests.support.engines import Models
+from liveweight.lab.demo.faults import KINDS, plan
+from liveweight.lab.demo.learning.grpo import batch_of
+from liveweight.lab.demo.learning.policy import Policy
+from liveweight.lab.demo.learning.samples import Group, Sample
+from liveweight.lab.demo.learning.task import SortDigits
+from liveweight.lab.demo.settings import Training
+from liveweight.lab.demo.stopping import Stop, Stopped
+from tests.support.engine.engines import Models
 
 torch.set_num_threads(1)
 

@@ -8,9 +8,9 @@ import random
 import pytest
 import torch
 
-from liveweight.rl.grpo import EPSILON, advantages, batch_of, loss, telling
-from liveweight.rl.samples import Group, Sample
-from liveweight.rl.task import SortDigits
+from liveweight.lab.demo.learning.grpo import EPSILON, advantages, batch_of, loss, telling
+from liveweight.lab.demo.learning.samples import Group, Sample
+from liveweight.lab.demo.learning.task import SortDigits
 
 torch.set_num_threads(1)
 

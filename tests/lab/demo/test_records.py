@@ -12,12 +12,12 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from liveweight.cli.demo_picture import Picture, sparkline
-from liveweight.cli.demo_view import say_json, say_line
+from liveweight.cli.demo.terminal_picture import Picture, sparkline
+from liveweight.cli.demo.view import say_json, say_line
 from liveweight.errors import Refused
-from liveweight.rl.records import STAGES, Phase, Reached, Record, Warmed, percentile
-from liveweight.rl.report.page import page, write_report
-from liveweight.rl.report.scale import Scale
+from liveweight.lab.demo.records import STAGES, Phase, Reached, Record, Warmed, percentile
+from liveweight.lab.demo.report.page import page, write_report
+from liveweight.lab.demo.report.scale import Scale
 from tests.support.demo_records import SETTINGS, outcome
 
 VOID = {"meta", "link", "br", "img"}

@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 
 from liveweight.errors import MessageInvalid
-from liveweight.rl.onpolicy import to_check
-from liveweight.rl.rollouts import Asking, Rollouts
-from liveweight.rl.samples import NONE_OF_OURS, read, request
-from liveweight.rl.staleness import Bound
-from liveweight.rl.stopping import Stop, Stopped
-from liveweight.rl.task import SortDigits
+from liveweight.lab.demo.learning.on_policy_check import to_check
+from liveweight.lab.demo.learning.rollouts import Asking, Rollouts
+from liveweight.lab.demo.learning.samples import NONE_OF_OURS, read, request
+from liveweight.lab.demo.learning.staleness import Bound
+from liveweight.lab.demo.learning.task import SortDigits
+from liveweight.lab.demo.stopping import Stop, Stopped
 
 TASK = SortDigits(digits=2)
 BATCH = 4

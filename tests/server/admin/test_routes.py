@@ -14,10 +14,8 @@ import httpx
 import msgspec
 import pytest
 
-from liveweight.control.client import EngineClient, wire_address
-from liveweight.control.guard import CONTROL_PATHS, Access
 from liveweight.engine.config import EngineConfig, Updates
-from liveweight.engine.desk import RoundSummary, Standing
+from liveweight.engine.updates.leader_client import RoundSummary, Standing
 from liveweight.errors import (
     ChannelClosed,
     DeadlineExceeded,
@@ -30,10 +28,12 @@ from liveweight.errors import (
     RoundOpen,
     WrongState,
 )
+from liveweight.server.client import EngineClient, wire_address
+from liveweight.server.request_guard import CONTROL_PATHS, Access
 from liveweight.spec.deadline import Deadline
 from liveweight.spec.manifest import Version
-from tests.support.echo_engine import EchoEngine
-from tests.support.http_server import Served, serving
+from tests.support.engine.echo_engine import EchoEngine
+from tests.support.processes.http_server import Served, serving
 
 COMPLETIONS, UNDO, PAUSE, ABORT = "/v1/completions", "/v1/weights/undo", "/v1/pause", "/v1/abort_requests"
 LONG: dict[str, Any] = {
@@ -368,7 +368,7 @@ def test_a_client_says_what_is_wrong_(live: Served[EchoEngine]) -> None:
 
 
 def test_a_client_waits_no_longer_than_its_deadline() -> None:
-    from liveweight.control.server import bind
+    from liveweight.server.server import bind
 
     with bind("127.0.0.1", 0) as bound:
         bound.listen()  # and nobody answers

@@ -9,14 +9,14 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from liveweight.cli import exits
+from liveweight.cli import exit_codes
 from liveweight.cli.main import app
-from liveweight.control.fleet import with_behind
 from liveweight.engine.config import EngineConfig
 from liveweight.errors import LiveWeightError, RoundOpen, SnapshotDamaged, WrongState
+from liveweight.server.admin.fleet_status import with_behind
 from tests.arch.source_tree import ROOT
-from tests.support.echo_engine import EchoEngine
-from tests.support.http_server import Served, serving
+from tests.support.engine.echo_engine import EchoEngine
+from tests.support.processes.http_server import Served, serving
 
 BOTH = ["weight", "kv_cache"]
 
@@ -78,8 +78,8 @@ def test_the_commands_say_what_came_of_it(nap: Served[EchoEngine]) -> None:
 
 
 def test_the_page_names_every_field_of_naps_and_weights() -> None:
-    from liveweight.control.answers import WeightsAnswer
-    from liveweight.control.sleep_routes import NapAnswer, NapRequest
+    from liveweight.server.admin.sleep_routes import NapAnswer, NapRequest
+    from liveweight.server.response_types import WeightsAnswer
 
     page = (ROOT / "docs" / "api.md").read_text(encoding="utf-8")
     fields = [*NapRequest.model_fields, *WeightsAnswer.__annotations__]
@@ -104,7 +104,7 @@ def test_status_shows_who_is_behind_and_its_json_says_so(nap: Served[EchoEngine]
     with serving(EchoEngine(EngineConfig(model=str(model_dir)))) as other:
         table = CliRunner().invoke(app, ["status", nap.url, other.url])
         listed = CliRunner().invoke(app, ["status", "--json", nap.url, other.url])
-    assert (table.exit_code, listed.exit_code) == (exits.DONE, exits.DONE)
+    assert (table.exit_code, listed.exit_code) == (exit_codes.DONE, exit_codes.DONE)
     heads = table.stdout.splitlines()[0].split("  ")
     assert {"behind", "stall"} <= {head.strip() for head in heads}
     assert [one["behind"] for one in json.loads(listed.stdout)] == [None, None]

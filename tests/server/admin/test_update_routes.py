@@ -9,12 +9,8 @@ from typing import Any
 import httpx
 import pytest
 
-from liveweight.control.calls import HEADER
-from liveweight.control.client import EngineClient
-from liveweight.control.guard import CONTROL_PATHS, Access
-from liveweight.control.update_routes import MODES
 from liveweight.engine.config import EngineConfig, Updates
-from liveweight.engine.requested import Wish
+from liveweight.engine.updates.requested_update import Wish
 from liveweight.errors import (
     ChannelClosed,
     DeadlineExceeded,
@@ -34,11 +30,15 @@ from liveweight.errors import (
     WrongSecret,
     WrongState,
 )
+from liveweight.server.admin.call_ids import HEADER
+from liveweight.server.admin.update_routes import MODES
+from liveweight.server.client import EngineClient
+from liveweight.server.request_guard import CONTROL_PATHS, Access
 from liveweight.spec.manifest import Version
 from liveweight.transports.registry import TRANSPORTS
 from tests.arch.source_tree import ROOT
-from tests.support.echo_engine import EchoEngine
-from tests.support.http_server import Served, serving
+from tests.support.engine.echo_engine import EchoEngine
+from tests.support.processes.http_server import Served, serving
 
 UPDATE = "/v1/update_weights"
 OLD, NEW = (Version(run="r", label=label, digest=label * 4) for label in ("a", "b"))
@@ -257,7 +257,7 @@ def test_every_control_call_has_an_id_of_its_own_whatever_its_answer(model_dir: 
 
 def test_the_page_names_every_field() -> None:
     page = (ROOT / "docs" / "api.md").read_text(encoding="utf-8")
-    from liveweight.control import update_routes as routes
+    from liveweight.server.admin import update_routes as routes
 
     fields = [*routes.UpdateRequest.model_fields]
     for answer in (routes.UpdateAnswer, routes.StepsAnswer, routes.RankAnswer):

@@ -8,8 +8,6 @@ from typing import Any
 
 import pytest
 
-from liveweight.control.client import EngineClient
-from liveweight.control.guard import Access
 from liveweight.engine.config import EngineConfig, Updates
 from liveweight.errors import (
     ChannelClosed,
@@ -21,10 +19,12 @@ from liveweight.errors import (
     WeightsExchanged,
     WrongState,
 )
+from liveweight.server.client import EngineClient
+from liveweight.server.request_guard import Access
 from liveweight.spec.manifest import Version
-from tests.support.echo_engine import EchoEngine
-from tests.support.echo_weights import HELD
-from tests.support.http_server import Served, serving
+from tests.support.engine.echo_engine import EchoEngine
+from tests.support.engine.echo_weights import HELD
+from tests.support.processes.http_server import Served, serving
 
 VERIFY = "/v1/weights/verify"
 START = {"run": "start", "label": "initial", "digest": "0" * 32}

@@ -9,10 +9,10 @@ from typing import Any
 import httpx
 import pytest
 
-from liveweight.control import neutral
-from liveweight.control.fields import MAX_PROMPTS
-from tests.support.echo_engine import EchoEngine
-from tests.support.http_server import Served
+from liveweight.server.field_types import MAX_PROMPTS
+from liveweight.server.openai import ignored_fields
+from tests.support.engine.echo_engine import EchoEngine
+from tests.support.processes.http_server import Served
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 INVALID = "invalid_request_error"
@@ -176,8 +176,10 @@ def test_a_body_that_is_not_said_to_be_json_is_refused(http: httpx.Client, kind:
     assert (answer.status_code, "application/json" in told(answer)["message"]) == (400, True)
 
 
-NEUTRAL = [(COMPLETIONS, name, value) for name, values in neutral.COMPLETION.items() for value in values]
-NEUTRAL += [(CHAT, name, value) for name, values in neutral.CHAT.items() for value in values]
+NEUTRAL = [
+    (COMPLETIONS, name, value) for name, values in ignored_fields.COMPLETION.items() for value in values
+]
+NEUTRAL += [(CHAT, name, value) for name, values in ignored_fields.CHAT.items() for value in values]
 
 
 @pytest.mark.parametrize(("route", "name", "value"), NEUTRAL)
@@ -189,9 +191,11 @@ def test_fields_that_ask_for_nothing_are_accepted(
     assert answer.status_code == 200, answer.text
 
 
-@pytest.mark.parametrize(("table", "route"), [(neutral.COMPLETION, COMPLETIONS), (neutral.CHAT, CHAT)])
+@pytest.mark.parametrize(
+    ("table", "route"), [(ignored_fields.COMPLETION, COMPLETIONS), (ignored_fields.CHAT, CHAT)]
+)
 def test_fields_that_ask_for_something_are_refused(
-    http: httpx.Client, table: neutral.Neutral, route: str
+    http: httpx.Client, table: ignored_fields.Neutral, route: str
 ) -> None:
     for name in table:
         body = {"prompt": "a"} if route == COMPLETIONS else {"messages": [{"role": "user", "content": "a"}]}

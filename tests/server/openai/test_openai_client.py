@@ -8,7 +8,7 @@ from typing import Any
 import openai
 import pytest
 
-from tests.support.echo_engine import CHOSEN, LAYERS, EchoEngine
+from tests.support.engine.echo_engine import CHOSEN, LAYERS, EchoEngine
 
 TEXT = "the quick brown fox 東京 🙂 jumps"
 HELLO: Any = [{"role": "user", "content": "hello, 東京"}]

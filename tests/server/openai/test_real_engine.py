@@ -17,12 +17,12 @@ import openai
 import pytest
 
 from liveweight.engine.engine import Engine
-from tests.control.test_bad_input import BODIES, CASES, CHAT, COMPLETIONS, told
 from tests.engine.test_engine import with_good_draft
-from tests.support.engines import WITHIN_S, Models, first_difference
-from tests.support.http_server import Served
-from tests.support.real_servers import Reference, quiet, serving_model
-from tests.support.zygote import Zygote
+from tests.server.openai.test_bad_input import BODIES, CASES, CHAT, COMPLETIONS, told
+from tests.support.engine.engines import WITHIN_S, Models, first_difference
+from tests.support.processes.fork_server import Zygote
+from tests.support.processes.http_server import Served
+from tests.support.processes.real_servers import Reference, quiet, serving_model
 
 TEXTS = ("the quick brown fox", "Tokyo 東京 and 🙂", "def main():\n    return 1", "a")
 HELLO: Any = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "hello, 東京"}]

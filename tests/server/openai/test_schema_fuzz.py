@@ -12,8 +12,8 @@ import pytest
 
 from liveweight.engine.config import EngineConfig, Updates
 from liveweight.spec.manifest import Version
-from tests.support.echo_engine import EchoEngine
-from tests.support.http_server import Served, serving
+from tests.support.engine.echo_engine import EchoEngine
+from tests.support.processes.http_server import Served, serving
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")

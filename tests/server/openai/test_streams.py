@@ -13,8 +13,8 @@ import pytest
 
 from liveweight.engine.config import EngineConfig
 from liveweight.errors import RankLost
-from tests.support.echo_engine import EchoEngine
-from tests.support.http_server import Served, serving
+from tests.support.engine.echo_engine import EchoEngine
+from tests.support.processes.http_server import Served, serving
 
 COMPLETIONS = "/v1/completions"
 LONG = {"prompt": "the quick brown fox", "max_tokens": 200, "ignore_eos": True}

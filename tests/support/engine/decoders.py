@@ -14,14 +14,14 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch.nn import functional
 
-from liveweight.engine.forward import Batch, Group, Solo
+from liveweight.checkpoint import SINGLE
 from liveweight.engine.init_model.sizes import Size
-from liveweight.engine.loading import load
+from liveweight.engine.models.forward import Batch, Group, Solo
 from liveweight.engine.models.model import Model, build
 from liveweight.engine.models.spec import ModelSpec
+from liveweight.engine.rank.checkpoint_loading import load
 from liveweight.spec.region import counts
-from liveweight.trainer.checkpoint import SINGLE
-from liveweight.worker.torch_target import TensorTarget
+from liveweight.worker.targets.torch_target import TensorTarget
 from tests.support.layouts import Full, view
 
 WAIT_S = 60.0

@@ -11,17 +11,17 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from liveweight.engine.account import Counts
 from liveweight.engine.config import EngineConfig
-from liveweight.engine.desk import Standing
 from liveweight.engine.models.spec import ModelSpec
-from liveweight.engine.requested import Steps, Updated, Wish
-from liveweight.engine.requests import Delta, Finish, Sampling, Sink, Token
-from liveweight.engine.sleeping import TAGS, Napped, Tag
+from liveweight.engine.serving.counters import Counts
+from liveweight.engine.serving.requests import Delta, Finish, Sampling, Sink, Token
+from liveweight.engine.serving.sleeping import TAGS, Napped, Tag
+from liveweight.engine.serving.step_stream import weights_text
 from liveweight.engine.status import PauseMode, Pausing, State, Status
-from liveweight.engine.stream import weights_text
 from liveweight.engine.text import TextStream, Tokenizer
-from liveweight.engine.verifying import Answer, Question
+from liveweight.engine.updates.leader_client import Standing
+from liveweight.engine.updates.requested_update import Steps, Updated, Wish
+from liveweight.engine.updates.verifying import Answer, Question
 from liveweight.errors import (
     EngineStopping,
     LiveWeightError,
@@ -33,8 +33,8 @@ from liveweight.errors import (
 )
 from liveweight.spec.deadline import Deadline
 from liveweight.spec.manifest import Version
-from liveweight.wire.values import RankTimes
-from tests.support.echo_weights import HELD, look
+from liveweight.wire.messages.values import RankTimes
+from tests.support.engine.echo_weights import HELD, look
 
 BLOCK = 16
 PADDING = 5

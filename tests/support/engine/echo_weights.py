@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import numpy as np
 
-from liveweight.engine.verifying import Answer, Question
-from liveweight.plan.tally import Tally
+from liveweight.engine.updates.verifying import Answer, Question
+from liveweight.plan.digest_sums import Tally
+from liveweight.rounds.leader.audit_references import of_manifest
+from liveweight.rounds.leader.audit_verdicts import Installed, choose, verdict
 from liveweight.spec.digest import to_hex
 from liveweight.spec.dtype import DType
 from liveweight.spec.layout import packed
 from liveweight.spec.manifest import Manifest, TensorSpec, Version
-from liveweight.worker.references import of_manifest
-from liveweight.worker.verdicts import Installed, choose, verdict
 
 _SPECS = (
     TensorSpec(name="model.norm.weight", dtype=DType.BFLOAT16, shape=(4,)),

@@ -11,14 +11,14 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from liveweight.bench.torture.nursery import Forked
-from liveweight.engine.ranks import Launch, Process
-from liveweight.engine.restarting import RestartingEngine
+from liveweight.engine.recovery.restarting_engine import RestartingEngine
+from liveweight.engine.serving.rank_processes import Launch, Process
 from liveweight.errors import LiveWeightError
+from liveweight.lab.torture.fork_server import Forked
 from liveweight.spec.manifest import Version
-from tests.support.engines import WITHIN_S, Answer, ask, greedy
-from tests.support.real_servers import until
-from tests.support.zygote import Zygote
+from tests.support.engine.engines import WITHIN_S, Answer, ask, greedy
+from tests.support.processes.fork_server import Zygote
+from tests.support.processes.real_servers import until
 
 
 class Gate:
@@ -56,7 +56,7 @@ def launching(zygote: Zygote, gate: Gate | None, started: Callable[[int, Process
 
     def launch(rank: int, end: socket.socket) -> Process:
         config: dict[str, object] = {} if gate is None or rank == 0 else {"gate": str(gate.directory)}
-        process = Forked(zygote.start("tests.support.engine_rank_program", config, end.fileno(), 1))
+        process = Forked(zygote.start("tests.support.programs.engine_rank_program", config, end.fileno(), 1))
         started(rank, process)
         return process
 

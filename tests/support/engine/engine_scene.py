@@ -13,13 +13,13 @@ from liveweight.engine.config import EngineConfig, Updates
 from liveweight.engine.engine import Engine
 from liveweight.observe.bus import Bus
 from liveweight.observe.events import AnyEvent, RoundOpened
-from tests.support.cluster import Cluster, Program
-from tests.support.conversation import ANSWER_S, Conversation
-from tests.support.engine_rank_program import HOLD
-from tests.support.engines import Models
-from tests.support.rank_consoles import RankConsoles
-from tests.support.versions import Clients
-from tests.support.zygote import Zygote
+from tests.support.engine.engines import Models
+from tests.support.engine.versions import Clients
+from tests.support.processes.cluster import Cluster, Program
+from tests.support.processes.fork_server import Zygote
+from tests.support.processes.rank_consoles import RankConsoles
+from tests.support.programs.conversation import ANSWER_S, Conversation
+from tests.support.programs.engine_rank_program import HOLD
 
 Moment = Literal["open", "staging", "overwriting", "verifying", "voting", "committing"]
 MOMENTS: tuple[Moment, ...] = ("open", "staging", "verifying", "voting", "committing")

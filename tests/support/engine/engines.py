@@ -11,13 +11,13 @@ from typing import Literal, Protocol
 
 import torch
 
-from liveweight.bench.torture.nursery import Forked
 from liveweight.engine.init_model.checkpoint import init_model
 from liveweight.engine.init_model.sizes import SIZES
 from liveweight.engine.models.spec import ModelSpec
-from liveweight.engine.ranks import Launch, Process
-from liveweight.engine.requests import Delta, Finish, Sampling, Sink, Token
-from tests.support.zygote import Zygote
+from liveweight.engine.serving.rank_processes import Launch, Process
+from liveweight.engine.serving.requests import Delta, Finish, Sampling, Sink, Token
+from liveweight.lab.torture.fork_server import Forked
+from tests.support.processes.fork_server import Zygote
 
 WITHIN_S = 90.0
 NEAR = 1e-4
@@ -34,7 +34,7 @@ def forking(zygote: Zygote, environ: dict[str, str] | None = None) -> Launch:
     def launch(rank: int, end: socket.socket) -> Process:
         del rank
         config: dict[str, object] = {"environ": environ or {}}
-        return Forked(zygote.start("tests.support.engine_rank_program", config, end.fileno(), 1))
+        return Forked(zygote.start("tests.support.programs.engine_rank_program", config, end.fileno(), 1))
 
     return launch
 
@@ -44,7 +44,7 @@ def counting(zygote: Zygote, directory: Path) -> Launch:
 
     def launch(rank: int, end: socket.socket) -> Process:
         config: dict[str, object] = {"counts": str(directory / str(rank))}
-        return Forked(zygote.start("tests.support.counting_rank_program", config, end.fileno(), 1))
+        return Forked(zygote.start("tests.support.programs.counting_rank_program", config, end.fileno(), 1))
 
     return launch
 

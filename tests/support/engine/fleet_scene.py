@@ -10,12 +10,12 @@ from typing import Any
 from liveweight.engine.config import EngineConfig, Updates
 from liveweight.engine.engine import Engine
 from liveweight.observe.bus import Bus
-from tests.support.cluster import Cluster, Program
-from tests.support.engine_rank_program import HOLD
-from tests.support.engines import WITHIN_S, Logits, Models
-from tests.support.rank_consoles import RankConsoles
-from tests.support.versions import Clients, mixtures
-from tests.support.zygote import Zygote
+from tests.support.engine.engines import WITHIN_S, Logits, Models
+from tests.support.engine.versions import Clients, mixtures
+from tests.support.processes.cluster import Cluster, Program
+from tests.support.processes.fork_server import Zygote
+from tests.support.processes.rank_consoles import RankConsoles
+from tests.support.programs.engine_rank_program import HOLD
 
 NAMES, WORLD, SEEDS = "abc", 2, 4
 

@@ -7,7 +7,7 @@ import signal
 
 from liveweight.engine.models.model import Model
 
-NAME = "tests.support.flipping_hook:flip_when_told"
+NAME = "tests.support.engine.flipping_hook:flip_when_told"
 FLIPPED = "model.norm.weight"
 
 

@@ -8,9 +8,9 @@ from dataclasses import dataclass, field
 
 import torch
 
-from liveweight.engine.attention import AttentionPlan
-from liveweight.engine.forward import Batch
-from liveweight.engine.requests import Delta
+from liveweight.engine.models.forward import Batch
+from liveweight.engine.rank.attention import AttentionPlan
+from liveweight.engine.serving.requests import Delta
 
 VOCAB, EOS, PRIME = 23, 0, 1_000_003
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 
 from liveweight.engine.engine import Engine
 from liveweight.errors import LiveWeightError
-from tests.support.engines import WITHIN_S, Answer, Logits, ask, first_difference, greedy
+from tests.support.engine.engines import WITHIN_S, Answer, Logits, ask, first_difference, greedy
 
 Asked = tuple[list[int], Answer]
 

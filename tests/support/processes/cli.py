@@ -13,8 +13,8 @@ from pathlib import Path
 from subprocess import CompletedProcess
 from typing import IO
 
-from tests.support.engines import WITHIN_S
-from tests.support.zygote import EXIT, Zygote
+from tests.support.engine.engines import WITHIN_S
+from tests.support.processes.fork_server import EXIT, Zygote
 
 
 class Command:
@@ -26,7 +26,7 @@ class Command:
         self._errors = errors
         with Path(os.devnull).open() as nothing:
             ends = (nothing.fileno(), writes, self._errors.fileno())
-            self.pid = zygote.start("tests.support.cli_program", config, *ends)
+            self.pid = zygote.start("tests.support.programs.cli_program", config, *ends)
         os.close(writes)
         self._said, self._running = b"", True
 
@@ -77,7 +77,7 @@ class Cli:
     """The program. Its sockets and its secret lie below `place`."""
 
     def __init__(self, zygote: Zygote, *, echo: bool = False) -> None:
-        """`echo`: what is served is tests/support/serve_program's engine."""
+        """`echo`: what is served is tests/support/programs/serve_program's engine."""
         self._zygote, self._echo = zygote, echo
 
     def run(self, place: Path, *arguments: object, **environment: str) -> CompletedProcess[str]:

@@ -13,9 +13,9 @@ from typing import Any
 import msgspec
 
 from liveweight.engine.config import EngineConfig
-from tests.support.conversation import ANSWER_S, Conversation
-from tests.support.stopping import stop
-from tests.support.zygote import Zygote
+from tests.support.processes.fork_server import Zygote
+from tests.support.processes.stopping import stop
+from tests.support.programs.conversation import ANSWER_S, Conversation
 
 
 class Program(Conversation):
@@ -107,7 +107,7 @@ class Cluster:
             "label": 0,
             "dtype": "bfloat16",
         }
-        return self._start("tests.support.rank_program", config | options)
+        return self._start("tests.support.programs.rank_program", config | options)
 
     def trainer(self, names: str = "a", **options: Any) -> Program:
         """Start a trainer for these replicas and wait until it has met them."""
@@ -129,7 +129,7 @@ class Cluster:
             "run": "run",
             "dtype": "bfloat16",
         }
-        return self._start("tests.support.trainer_program", config | options)
+        return self._start("tests.support.programs.trainer_program", config | options)
 
     def start_trainer_ranks(self, world: int, names: str = "a", **options: Any) -> list[Program]:
         """Start the ranks of a trainer."""
@@ -146,7 +146,7 @@ class Cluster:
             "run": "run",
         }
         told = [config | options | {"rank": rank} for rank in range(world)]
-        return [self._start("tests.support.trainer_rank_program", one) for one in told]
+        return [self._start("tests.support.programs.trainer_rank_program", one) for one in told]
 
     def trainer_ranks(self, world: int, names: str = "a", **options: Any) -> list[Program]:
         """Start the ranks of a trainer and wait until they have met each other and the replicas."""
@@ -158,12 +158,12 @@ class Cluster:
     def engine(self, config: EngineConfig, consoles: list[str]) -> Program:
         """Start an engine in a process of its own; it says when it is ready."""
         told = {"engine": msgspec.to_builtins(config), "consoles": consoles}
-        return self._start("tests.support.engine_program", told)
+        return self._start("tests.support.programs.engine_program", told)
 
     def snapshots(self, role: str, store: Path, first: int = 0) -> Program:
         """Start a process that writes or prunes snapshots until it is killed, and wait until it begins."""
         program = self._start(
-            "tests.support.snapshot_program", {"role": role, "store": str(store), "first": first}
+            "tests.support.programs.snapshot_program", {"role": role, "store": str(store), "first": first}
         )
         program.expect("ready")
         return program

@@ -35,7 +35,7 @@ def demo(
 
 def small_demo(short_path: Path, *arguments: str) -> AbstractContextManager[subprocess.Popen[str]]:
     """The same with little to learn, for tests of processes."""
-    return demo(short_path, *arguments, program="tests.support.small_demo")
+    return demo(short_path, *arguments, program="tests.support.programs.small_demo")
 
 
 def lines_of(started: subprocess.Popen[str], within_s: float = ENDED_S) -> list[dict[str, Any]]:

@@ -18,20 +18,20 @@ import traceback
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from tests.support.two_hosts import enter
+from tests.arch.source_tree import ROOT
+from tests.support.processes.two_hosts import enter
 
-ROOT = Path(__file__).parents[2]
 PROGRAMS = (
-    "tests.support.rank_program",
-    "tests.support.trainer_program",
-    "tests.support.trainer_rank_program",
-    "tests.support.source_program",
-    "tests.support.engine_rank_program",
-    "tests.support.counting_rank_program",
-    "tests.support.engine_program",
-    "tests.support.snapshot_program",
-    "tests.support.cli_program",
-    "tests.support.code_program",
+    "tests.support.programs.rank_program",
+    "tests.support.programs.trainer_program",
+    "tests.support.programs.trainer_rank_program",
+    "tests.support.programs.source_program",
+    "tests.support.programs.engine_rank_program",
+    "tests.support.programs.counting_rank_program",
+    "tests.support.programs.engine_program",
+    "tests.support.programs.snapshot_program",
+    "tests.support.programs.cli_program",
+    "tests.support.programs.code_program",
 )
 REQUEST_BYTES = 1 << 16
 STREAMS, DESCRIPTORS = 3, 4
@@ -47,7 +47,7 @@ class Zygote:
         threads = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
         with theirs:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "tests.support.zygote", str(theirs.fileno())],
+                [sys.executable, "-m", "tests.support.processes.fork_server", str(theirs.fileno())],
                 cwd=ROOT,
                 env={**os.environ, **threads, "PYTHONPATH": f"{ROOT / 'src'}:{ROOT}"},
                 pass_fds=[theirs.fileno()],
@@ -69,7 +69,9 @@ class Zygote:
             "apart": apart,
         }
         with Path(os.devnull).open() as nothing:
-            return self.start("tests.support.code_program", config, nothing.fileno(), 1, 2, descriptor)
+            return self.start(
+                "tests.support.programs.code_program", config, nothing.fileno(), 1, 2, descriptor
+            )
 
     def close(self) -> None:
         """End the zygote; programs that still run are their tests' matter."""

@@ -14,11 +14,11 @@ import openai
 from fastapi import APIRouter
 from prometheus_client import CollectorRegistry
 
-from liveweight.control.app import build_app
-from liveweight.control.guard import Access
-from liveweight.control.port import Engine
-from liveweight.control.server import Ending, Serving, bind, serve, url_of
 from liveweight.errors import LiveWeightError
+from liveweight.server.app import build_app
+from liveweight.server.engine_port import Engine
+from liveweight.server.request_guard import Access
+from liveweight.server.server import Ending, Serving, bind, serve, url_of
 
 E = TypeVar("E", bound=Engine)
 

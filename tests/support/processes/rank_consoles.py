@@ -5,10 +5,10 @@ from __future__ import annotations
 import socket
 from pathlib import Path
 
-from liveweight.bench.torture.nursery import Forked
-from liveweight.engine.ranks import Launch, Process
-from tests.support.conversation import ANSWER_S, Conversation
-from tests.support.zygote import Zygote
+from liveweight.engine.serving.rank_processes import Launch, Process
+from liveweight.lab.torture.fork_server import Forked
+from tests.support.processes.fork_server import Zygote
+from tests.support.programs.conversation import ANSWER_S, Conversation
 
 
 class RankConsoles:
@@ -40,7 +40,9 @@ class RankConsoles:
 
         def launch(rank: int, end: socket.socket) -> Process:
             config: dict[str, object] = {"console": self.paths[rank]}
-            started = Forked(zygote.start("tests.support.engine_rank_program", config, end.fileno(), 1))
+            started = Forked(
+                zygote.start("tests.support.programs.engine_rank_program", config, end.fileno(), 1)
+            )
             assert self.accept(rank) == started.pid
             return started
 

@@ -15,9 +15,9 @@ import torch
 from liveweight.engine.config import EngineConfig
 from liveweight.engine.engine import Engine
 from liveweight.engine.status import Status
-from tests.support.engines import WITHIN_S, forking
-from tests.support.http_server import Served, serving
-from tests.support.zygote import Zygote
+from tests.support.engine.engines import WITHIN_S, forking
+from tests.support.processes.fork_server import Zygote
+from tests.support.processes.http_server import Served, serving
 
 LOOK_AGAIN_S = 0.02
 

@@ -15,7 +15,7 @@ from typing import Any
 import httpx
 
 from tests.arch.source_tree import ROOT
-from tests.support.engines import WITHIN_S
+from tests.support.engine.engines import WITHIN_S
 
 LONG: dict[str, Any] = {
     "prompt": "the quick brown fox",

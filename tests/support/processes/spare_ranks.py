@@ -8,9 +8,9 @@ import traceback
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from liveweight.bench.torture.nursery import Forked
-from liveweight.engine.ranks import Launch, Process
-from tests.support import engine_rank_program
+from liveweight.engine.serving.rank_processes import Launch, Process
+from liveweight.lab.torture.fork_server import Forked
+from tests.support.programs import engine_rank_program
 
 
 class SpareRank:

@@ -1,6 +1,6 @@
 """`liveweight` with its arguments, forked from where all that it imports is there; the ranks of an engine that it serves are forked, too.
 
-How the program starts, and how its ranks do, is for tests that execute it: tests/control/test_serve_real.py, tests/process/test_readme.py.
+How the program starts, and how its ranks do, is for tests that execute it: tests/server/test_serve_real.py, tests/docs/test_readme.py.
 """
 
 from __future__ import annotations
@@ -11,18 +11,18 @@ import tempfile
 from typing import Any
 
 import liveweight.api
-import liveweight.control.app
-import liveweight.control.client
-import liveweight.control.server
+import liveweight.checkpoint
 import liveweight.observe.metrics
-import liveweight.trainer.checkpoint
+import liveweight.server.app
+import liveweight.server.client
+import liveweight.server.server
 from liveweight.cli import main as cli
-from liveweight.cli import serve
+from liveweight.cli.commands import serve
 from liveweight.engine.config import EngineConfig
 from liveweight.engine.engine import Engine
 from liveweight.observe.bus import Bus
-from tests.support import serve_program
-from tests.support.spare_ranks import spare_ranks
+from tests.support.processes.spare_ranks import spare_ranks
+from tests.support.programs import serve_program
 
 del liveweight
 

@@ -6,7 +6,7 @@ import os
 from typing import Any
 
 from liveweight.engine.engine import Engine
-from tests.support.spare_ranks import spare_ranks
+from tests.support.processes.spare_ranks import spare_ranks
 
 
 def main(config: dict[str, Any]) -> None:

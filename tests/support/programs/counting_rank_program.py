@@ -8,7 +8,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from liveweight.engine import group, rank
+from liveweight.engine.rank import process, rank_group
 
 
 class Counting:
@@ -32,8 +32,8 @@ class Counting:
 def main(config: dict[str, Any]) -> None:
     """Be a rank until the stream ends."""
     counts: Counter[str] = Counter()
-    make, meet = group.collectives, group.meet
-    group.collectives = lambda *arguments: Counting(make(*arguments), counts)
-    vars(rank)["meet"] = lambda **arguments: Counting(meet(**arguments), counts)
-    rank.main(os.dup(0), parent=None)
+    make, meet = rank_group.collectives, rank_group.meet
+    rank_group.collectives = lambda *arguments: Counting(make(*arguments), counts)
+    vars(process)["meet"] = lambda **arguments: Counting(meet(**arguments), counts)
+    process.main(os.dup(0), parent=None)
     Path(config["counts"]).write_text(json.dumps(counts))

@@ -9,8 +9,8 @@ import msgspec
 from liveweight.engine.config import EngineConfig
 from liveweight.engine.engine import Engine
 from liveweight.observe.bus import Bus
-from tests.support.program import Console
-from tests.support.spare_ranks import spare_ranks
+from tests.support.processes.spare_ranks import spare_ranks
+from tests.support.programs.program import Console
 
 
 def main(config: dict[str, Any]) -> None:

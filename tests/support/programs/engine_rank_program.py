@@ -12,13 +12,13 @@ import socket
 from pathlib import Path
 from typing import Any
 
-import liveweight.engine.loading
 import liveweight.engine.models.model
-from liveweight.engine import rank
-from liveweight.engine.rank_saving import RankSaving
+import liveweight.engine.rank.checkpoint_loading
+from liveweight.engine.rank import process
+from liveweight.engine.rank.snapshot_writing import RankSaving
 from liveweight.observe.bus import Bus
-from liveweight.worker.torch_target import TensorTarget
-from tests.support.program import Console
+from liveweight.worker.targets.torch_target import TensorTarget
+from tests.support.programs.program import Console
 
 del liveweight
 HOLD = f"{__name__}:hold"
@@ -39,7 +39,7 @@ def main(config: dict[str, Any]) -> None:
     if stream is None:
         stream = os.dup(0)
     if "console" not in config:
-        rank.main(stream, parent=parent)
+        process.main(stream, parent=parent)
         return
     with socket.socket(socket.AF_UNIX) as link:
         link.connect(config["console"])
@@ -49,11 +49,11 @@ def main(config: dict[str, Any]) -> None:
         console.say(pid=os.getpid())
         bus = Bus()
         with bus.subscribe(console.on_event):
-            rank.main(stream, parent=parent, bus=bus)
+            process.main(stream, parent=parent, bus=bus)
 
 
 def hold_writing(gate: Path) -> None:
-    """Let the rank stand still in the middle of a snapshot, wherever tests/support/elastic's gate is shut."""
+    """Let the rank stand still in the middle of a snapshot, wherever tests/support/engine/elastic's gate is shut."""
 
     def stand(self: RankSaving, size_bytes: int) -> None:
         del self, size_bytes

@@ -14,10 +14,10 @@ import torch.distributed as dist
 import liveweight as lw
 from liveweight.observe.bus import Bus
 from liveweight.observe.events import Staged
-from liveweight.worker.digest_ahead import DigestAhead
-from liveweight.worker.torch_target import TensorTarget
+from liveweight.worker.digest_while_staging import DigestAhead
+from liveweight.worker.targets.torch_target import TensorTarget
 from tests.support import model
-from tests.support.program import Console
+from tests.support.programs.program import Console
 
 CHUNK_BYTES = 1024
 """Small, so that an overwriting in place has a middle."""

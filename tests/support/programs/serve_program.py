@@ -1,4 +1,6 @@
-"""`liveweight serve` with the echo engine in place of a model: the same program around it. Run as `-m tests.support.serve_program DIR ...`.
+"""`liveweight serve` with the echo engine in place of a model: the same program around it.
+
+Run as `-m tests.support.programs.serve_program DIR ...`.
 
 `kill -USR1` lets rank 1 be lost; a model directory called `slow` takes as long to start as nobody waits; `fault` cannot start.
 """
@@ -9,11 +11,12 @@ import signal
 import threading
 from pathlib import Path
 
-from liveweight.cli import main, serve
+from liveweight.cli import main
+from liveweight.cli.commands import serve
 from liveweight.engine.config import EngineConfig
 from liveweight.errors import CheckpointInvalid, RankLost
 from liveweight.observe.bus import Bus
-from tests.support.echo_engine import EchoEngine
+from tests.support.engine.echo_engine import EchoEngine
 
 
 def start(config: EngineConfig, bus: Bus) -> EchoEngine:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import partial
 
 from liveweight.cli import main
-from liveweight.rl import settings
+from liveweight.lab.demo import settings
 
 TRAINING = settings.Training(warmup_steps=10, warmup_batch=32, prompts=8, checked=8)
 

@@ -6,8 +6,8 @@ import itertools
 from pathlib import Path
 from typing import Any
 
-from liveweight.transports.snapshot.store import Store
-from tests.support.program import Console
+from liveweight.transports.snapshot.disk.store import Store
+from tests.support.programs.program import Console
 from tests.support.snapshots import save_label
 
 

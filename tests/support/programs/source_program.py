@@ -8,9 +8,9 @@ from typing import Any
 import torch
 
 import liveweight as lw
-from liveweight.trainer.checkpoint import CheckpointSource
+from liveweight.checkpoint import CheckpointSource
 from liveweight.wire.credentials import load_or_create_secret
-from tests.support.program import Console
+from tests.support.programs.program import Console
 
 
 def main(config: dict[str, Any]) -> None:

@@ -16,16 +16,16 @@ import liveweight as lw
 from liveweight.errors import DeadlineExceeded
 from liveweight.observe.bus import Bus
 from liveweight.observe.events import AnyEvent, BucketDamaged, OfferMade
+from liveweight.rounds.replica import WireReplica
+from liveweight.rounds.undo_and_verify import ReplicaVerdict
 from liveweight.spec.deadline import Deadline
-from liveweight.trainer.errands import ReplicaVerdict
-from liveweight.trainer.replica import WireReplica
 from liveweight.transports.ipc.arena import SharedArena
 from liveweight.transports.ipc.ring_packing import Packing
 from liveweight.wire.credentials import Secret, load_or_create_secret
 from liveweight.wire.messages import Committed, Phase, Progress
-from liveweight.wire.values import RoundId
+from liveweight.wire.messages.values import RoundId
 from tests.support import model
-from tests.support.program import Console
+from tests.support.programs.program import Console
 
 
 def main(config: dict[str, Any]) -> None:

@@ -22,8 +22,8 @@ from liveweight.observe.bus import Bus
 from liveweight.transports.ipc.arena import SharedArena
 from liveweight.wire.credentials import load_or_create_secret
 from tests.support import model
-from tests.support.program import Console, describe
-from tests.support.trainer_program import Watched, read_checkpoint
+from tests.support.programs.program import Console, describe
+from tests.support.programs.trainer_program import Watched, read_checkpoint
 
 BIG, BIGS = (4096, 4096), ("big.0.weight", "big.1.weight", "big.2.weight", "big.3.weight")
 

@@ -52,12 +52,12 @@ from liveweight.wire.credentials import Secret
 from liveweight.wire.descriptors import fetch
 from liveweight.wire.limits import Limits
 from liveweight.wire.messages import Attach, Attached, Inquire, Message, Refusal
-from liveweight.wire.values import Offer
-from tests.support.stopping import stop
+from liveweight.wire.messages.values import Offer
+from tests.arch.source_tree import ROOT
+from tests.support.processes.stopping import stop
 from tests.support.wire import soon, wait_until
 
 SECRET = Secret(b"a secret that is only used by tests")
-ROOT = Path(__file__).parents[2]
 ARENA = "memfd:liveweight"
 LARGE = 256 << 20
 
@@ -215,7 +215,7 @@ class Child:
     """One of the roles in a process of its own."""
 
     def __init__(self, role: str, argument: object = "") -> None:
-        command = [sys.executable, "-m", "tests.process.test_ipc_process", role, str(argument)]
+        command = [sys.executable, "-m", "tests.transports.ipc.test_ipc_process", role, str(argument)]
         path = os.pathsep.join([str(ROOT), str(ROOT / "src"), *filter(None, sys.path)])
         self.process = subprocess.Popen(
             command,

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from liveweight.transports.ipc.ring_book import Destination, RingBook, Work
+from liveweight.transports.ipc.ring_segments import Destination, RingBook, Work
 
 
 def joined(book: RingBook, name: str, buckets: int = 100, layout: str = "l") -> Destination:

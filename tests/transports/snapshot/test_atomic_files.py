@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from liveweight.errors import OutOfSpace
-from liveweight.transports.snapshot.files import Settling, write_all, written
+from liveweight.transports.snapshot.disk.atomic_files import Settling, write_all, written
 from tests.support.wire import leaving_nothing, wait_until
 
 

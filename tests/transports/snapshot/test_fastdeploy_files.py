@@ -13,8 +13,8 @@ from safetensors.torch import save_file
 from liveweight.devices.memory import Memory
 from liveweight.errors import LiveWeightError, ManifestMismatch, SnapshotNotFound, SnapshotRefused
 from liveweight.spec.region import counts
-from liveweight.trainer.tensors import torch_dtypes
-from liveweight.transports.snapshot.foreign import find
+from liveweight.trainer.sources.tensors import torch_dtypes
+from liveweight.transports.snapshot.disk.fastdeploy_files import find
 from liveweight.transports.snapshot.restore import Restored, restore
 from tests.support.layouts import Bytes, view
 from tests.support.snapshots import FULL, SPECS, region, same, sharded, weights

@@ -18,17 +18,17 @@ from liveweight.spec.dtype import DType
 from liveweight.spec.layout import Layout, Placement, contiguous_strides, packed
 from liveweight.spec.manifest import Manifest, TensorSpec, Version
 from liveweight.spec.region import Region, box, count, counts, whole
-from liveweight.transports.snapshot import names
-from liveweight.transports.snapshot.format import (
+from liveweight.transports.snapshot.disk import names
+from liveweight.transports.snapshot.disk.format import (
     Commit,
     blocks,
     decode_commit,
     decode_manifest,
     encode_commit,
 )
-from liveweight.transports.snapshot.parts import plan_parts, plan_windows
-from liveweight.transports.snapshot.store import Store
-from liveweight.transports.snapshot.writer import WriteSettings
+from liveweight.transports.snapshot.disk.parts import plan_parts, plan_windows
+from liveweight.transports.snapshot.disk.store import Store
+from liveweight.transports.snapshot.disk.writer import WriteSettings
 from tests.support.layouts import regions
 from tests.support.snapshots import FULL, SPECS, save_label, weights
 

@@ -17,12 +17,12 @@ from liveweight.spec.digest import digest_array
 from liveweight.spec.layout import Layout
 from liveweight.spec.manifest import TensorSpec, Version
 from liveweight.spec.region import Region
-from liveweight.transports.snapshot.check import verify
-from liveweight.transports.snapshot.opened import Snapshot
+from liveweight.transports.snapshot.disk.open_snapshot import Snapshot
+from liveweight.transports.snapshot.disk.store import Store
+from liveweight.transports.snapshot.disk.writer import Image, WriteSettings
 from liveweight.transports.snapshot.restore import Restored, restore
-from liveweight.transports.snapshot.saving import Saved, save
-from liveweight.transports.snapshot.store import Store
-from liveweight.transports.snapshot.writer import Image, WriteSettings
+from liveweight.transports.snapshot.save import Saved, save
+from liveweight.transports.snapshot.verify import verify
 from tests.support.layouts import Full, filled, fulls, placed, regions, tilings, view
 from tests.support.snapshots import FULL, SETTINGS, restored, same, save_label, sharded, weights
 

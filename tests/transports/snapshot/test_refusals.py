@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 
 from liveweight.errors import LiveWeightError, SnapshotDamaged, SnapshotNotFound
-from liveweight.transports.snapshot.check import verify
-from liveweight.transports.snapshot.names import COMMIT
-from liveweight.transports.snapshot.opened import Snapshot
-from liveweight.transports.snapshot.store import Store
-from liveweight.transports.snapshot.writer import WriteSettings
+from liveweight.transports.snapshot.disk.names import COMMIT
+from liveweight.transports.snapshot.disk.open_snapshot import Snapshot
+from liveweight.transports.snapshot.disk.store import Store
+from liveweight.transports.snapshot.disk.writer import WriteSettings
+from liveweight.transports.snapshot.verify import verify
 from tests.support.snapshots import restored, same, save_label, weights
 
 PARTS = [f"model_state.tp{rank}.{rank}.part{number}.pdparams" for rank in range(2) for number in range(2)]

@@ -25,14 +25,14 @@ from liveweight.errors import (
 )
 from liveweight.spec.deadline import Deadline
 from liveweight.spec.manifest import Manifest, Version
+from liveweight.transports.snapshot.disk.names import COMMIT, WRITING
+from liveweight.transports.snapshot.disk.open_snapshot import Snapshot
+from liveweight.transports.snapshot.disk.store import Store
+from liveweight.transports.snapshot.disk.writer import Cancelled, Image, Progress, RankWriter, Stop
 from liveweight.transports.snapshot.export import export
-from liveweight.transports.snapshot.names import COMMIT, WRITING
-from liveweight.transports.snapshot.offers import offer_of
-from liveweight.transports.snapshot.opened import Snapshot
+from liveweight.transports.snapshot.offer_record import offer_of
 from liveweight.transports.snapshot.reader import SnapshotReader
-from liveweight.transports.snapshot.saving import Background, Saved, save
-from liveweight.transports.snapshot.store import Store
-from liveweight.transports.snapshot.writer import Cancelled, Image, Progress, RankWriter, Stop
+from liveweight.transports.snapshot.save import Background, Saved, save
 from tests.support.snapshots import FULL, SETTINGS, SPECS, restored, same, save_label, sharded, weights
 from tests.support.wire import SECRET, leaving_nothing, soon
 

@@ -9,13 +9,13 @@ from typing import Annotated, Any
 
 import typer
 
-from liveweight.cli import bench_growth, bench_idle, bench_peers
-from liveweight.cli.bench import app
-from liveweight.cli.failing import telling
-from liveweight.cli.torture import PROGRAM
+from liveweight.cli.bench import growth, idle, peers
+from liveweight.cli.bench.group import app
+from liveweight.cli.commands.torture import PROGRAM
+from liveweight.cli.failures import telling
 from liveweight.errors import MissingExtra
 
-__all__ = ["app", "bench_growth", "bench_idle", "bench_peers"]
+__all__ = ["app", "growth", "idle", "peers"]
 
 Out = Annotated[
     Path, typer.Option(help="Where the report, its pictures and the figures go.", file_okay=False)
@@ -40,7 +40,7 @@ def everything(
 
     For example: liveweight bench all --out bench --scale 0.1
     """
-    from liveweight.bench.report import this_machine, write_report
+    from liveweight.lab.bench.report import this_machine, write_report
 
     out.mkdir(parents=True, exist_ok=True)
     unknown = sorted(set(only or ()) - set(_RUNS))
@@ -76,31 +76,31 @@ def _read(place: Path) -> dict[str, Any]:
 
 
 def _peers(scale: float) -> dict[str, Any]:
-    from liveweight.bench.peers.run import PeersSettings, bench_peers
+    from liveweight.lab.bench.peers.peers import PeersSettings, bench_peers
 
     return bench_peers(PeersSettings(size_gb=1.4 * scale))
 
 
 def _ipc(scale: float) -> dict[str, Any]:
-    from liveweight.bench.ipc import IpcSettings, bench_ipc
+    from liveweight.lab.bench.rounds.ipc import IpcSettings, bench_ipc
 
     return bench_ipc(IpcSettings(size_gb=1.4 * scale, rounds=8))
 
 
 def _nixl(scale: float) -> dict[str, Any]:
-    from liveweight.bench.nixl import NixlSettings, bench_nixl
+    from liveweight.lab.bench.nixl import NixlSettings, bench_nixl
 
     return bench_nixl(NixlSettings(size_gb=0.5 * scale))
 
 
 def _snapshot(scale: float) -> dict[str, Any]:
-    from liveweight.bench.snapshot import SnapshotSettings, bench_snapshot
+    from liveweight.lab.bench.snapshot import SnapshotSettings, bench_snapshot
 
     return {"sizes": [bench_snapshot(SnapshotSettings(size_gb=gb * scale)) for gb in (0.5, 4.0)]}
 
 
 def _growth(scale: float) -> dict[str, Any]:
-    from liveweight.bench.growth import GrowthSettings, bench_growth
+    from liveweight.lab.bench.rounds.growth import GrowthSettings, bench_growth
 
     full = GrowthSettings()
     sizes = tuple(size * scale for size in full.sizes_gb)
@@ -113,7 +113,7 @@ def _growth(scale: float) -> dict[str, Any]:
 
 
 def _idle(scale: float) -> dict[str, Any]:
-    from liveweight.bench.idle import IdleSettings, bench_idle
+    from liveweight.lab.bench.engine.idle import IdleSettings, bench_idle
 
     full = IdleSettings()
     return bench_idle(
@@ -122,7 +122,7 @@ def _idle(scale: float) -> dict[str, Any]:
 
 
 def _torture(scale: float) -> dict[str, Any]:
-    from liveweight.bench.torture.run import TortureSettings, torture
+    from liveweight.lab.torture.torture import TortureSettings, torture
 
     kills = {"embedded": max(5, int(100 * scale)), "in-place": max(5, int(30 * scale))}
     return {

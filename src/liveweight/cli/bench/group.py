@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from liveweight.cli.failing import telling
+from liveweight.cli.failures import telling
 
 if TYPE_CHECKING:
-    from liveweight.bench.digest import DigestReport
+    from liveweight.lab.bench.digest import DigestReport
 
 
 def _writable(place: str | None) -> str | None:
@@ -52,7 +52,7 @@ def digest(
 
     For example: liveweight bench digest --size-mb 512 --json digest.json
     """
-    from liveweight.bench.digest import bench_digest
+    from liveweight.lab.bench.digest import bench_digest
 
     report = bench_digest(size_mb=size_mb, repeats=repeats)
     tell(report.to_dict(), json_to, lambda: _show(report))
@@ -97,7 +97,7 @@ def ipc(
 
     For example: liveweight bench ipc --size-gb 0.5 --ranks 2
     """
-    from liveweight.bench.ipc import IpcSettings, bench_ipc
+    from liveweight.lab.bench.rounds.ipc import IpcSettings, bench_ipc
 
     settings = IpcSettings(
         size_gb=size_gb, ranks=ranks, rounds=rounds, tensors=tensors, threads=threads, cast=cast
@@ -141,7 +141,7 @@ def engine(
 
     For example: liveweight bench engine --size tiny --prompts 8
     """
-    from liveweight.bench.engine import EngineSettings, bench_engine
+    from liveweight.lab.bench.engine.throughput import EngineSettings, bench_engine
 
     settings = EngineSettings(
         model=model, size=size, arch=arch, tp=tp, prompts=prompts, new_tokens=new_tokens, repeats=repeats
@@ -181,7 +181,7 @@ def live(
 
     For example: liveweight bench live --size small --commits 5 --every-s 2 --kv-policy reuse
     """
-    from liveweight.bench.live import LiveSettings, bench_live
+    from liveweight.lab.bench.engine.live import LiveSettings, bench_live
 
     settings = LiveSettings(
         model=model,
@@ -224,7 +224,7 @@ def snapshot(
 
     For example: liveweight bench snapshot --size-gb 4 --directory /tmp
     """
-    from liveweight.bench.snapshot import SnapshotSettings, bench_snapshot
+    from liveweight.lab.bench.snapshot import SnapshotSettings, bench_snapshot
 
     settings = SnapshotSettings(size_gb=size_gb, rounds=rounds, part_bytes=part_mb << 20, directory=directory)
     report = bench_snapshot(settings)
@@ -258,7 +258,7 @@ def nixl(
 
     For example: liveweight bench nixl --size-gb 1.4 --json nixl.json
     """
-    from liveweight.bench.nixl import NixlSettings, bench_nixl
+    from liveweight.lab.bench.nixl import NixlSettings, bench_nixl
 
     report = bench_nixl(NixlSettings(size_gb=size_gb, rounds=rounds))
     tell(report, json_to, lambda: _show_nixl(report))

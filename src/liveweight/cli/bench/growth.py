@@ -6,8 +6,8 @@ from typing import Annotated, Any
 
 import typer
 
-from liveweight.cli.bench import JsonTo, app, tell
-from liveweight.cli.failing import telling
+from liveweight.cli.bench.group import JsonTo, app, tell
+from liveweight.cli.failures import telling
 
 
 @app.command()
@@ -26,7 +26,7 @@ def growth(
 
     For example: liveweight bench growth --largest-gb 4 --json growth.json
     """
-    from liveweight.bench.growth import GrowthSettings, bench_growth
+    from liveweight.lab.bench.rounds.growth import GrowthSettings, bench_growth
 
     counts = tuple(count for count in (1, 2, 4, 8) if count <= most)
     report = bench_growth(

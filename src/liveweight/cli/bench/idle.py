@@ -6,8 +6,8 @@ from typing import Annotated, Any, Literal
 
 import typer
 
-from liveweight.cli.bench import JsonTo, app, tell
-from liveweight.cli.failing import telling
+from liveweight.cli.bench.group import JsonTo, app, tell
+from liveweight.cli.failures import telling
 
 
 @app.command()
@@ -23,7 +23,7 @@ def idle(
 
     For example: liveweight bench idle --size small --turns 300 --json idle.json
     """
-    from liveweight.bench.idle import IdleSettings, bench_idle
+    from liveweight.lab.bench.engine.idle import IdleSettings, bench_idle
 
     report = bench_idle(IdleSettings(size=size, tp=tp, turns=turns, steps=steps))
     tell(report, json_to, lambda: _show(report))

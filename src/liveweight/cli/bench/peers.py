@@ -6,8 +6,8 @@ from typing import Annotated, Any
 
 import typer
 
-from liveweight.cli.bench import JsonTo, app, tell
-from liveweight.cli.failing import telling
+from liveweight.cli.bench.group import JsonTo, app, tell
+from liveweight.cli.failures import telling
 
 
 @app.command()
@@ -22,7 +22,7 @@ def peers(
 
     For example: liveweight bench peers --size-gb 1.4 --ranks 2 --json peers.json
     """
-    from liveweight.bench.peers.run import PeersSettings, bench_peers
+    from liveweight.lab.bench.peers.peers import PeersSettings, bench_peers
 
     report = bench_peers(PeersSettings(size_gb=size_gb, ranks=ranks, rounds=rounds))
     tell(report, json_to, lambda: _show(report))

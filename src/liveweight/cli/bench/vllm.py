@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
-from liveweight.cli.bench import JsonTo, tell
+from liveweight.cli.bench.group import JsonTo, tell
 
 
 def vllm(
@@ -26,7 +26,7 @@ def vllm(
 
     For example: liveweight bench vllm --python .venv-vllm/0.32.0/bin/python
     """
-    from liveweight.bench.vllm import VllmSettings, bench_vllm
+    from liveweight.lab.bench.vllm.vllm import VllmSettings, bench_vllm
 
     python.stat()  # one that is not there is told before a model is made
     settings = VllmSettings(

@@ -18,7 +18,7 @@ from typing import Annotated, Literal
 
 import typer
 
-from liveweight.cli.exits import FAILED
+from liveweight.cli.exit_codes import FAILED
 from liveweight.errors import LiveWeightError
 
 INFINIBAND = Path("/sys/class/infiniband")

@@ -7,10 +7,10 @@ from typing import Annotated, Literal
 
 import typer
 
-from liveweight.cli.exits import DONE
-from liveweight.cli.keys import SecretFile
-from liveweight.cli.push import Label, Mode, Run, Source
-from liveweight.cli.serve import interruptible
+from liveweight.cli.commands.push import Label, Mode, Run, Source
+from liveweight.cli.commands.serve import interruptible
+from liveweight.cli.exit_codes import DONE
+from liveweight.cli.secrets import SecretFile
 
 Address = Annotated[
     str | None,
@@ -39,7 +39,7 @@ def offer(
     """
     from liveweight.api import Publisher
     from liveweight.wire.credentials import load_or_create_secret
-    from liveweight.wire.defaults import default_directory, default_secret_file
+    from liveweight.wire.default_paths import default_directory, default_secret_file
 
     secret = load_or_create_secret(default_secret_file() if secret_file is None else secret_file)
     where = f"ipc://{default_directory()}/source.sock" if address is None else address

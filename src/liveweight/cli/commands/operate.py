@@ -8,8 +8,8 @@ from typing import Annotated, Any, Literal, TypeAlias
 
 import typer
 
-from liveweight.cli.keys import ControlKey, ControlKeyFile, key_of
-from liveweight.control.client import EngineClient
+from liveweight.cli.secrets import ControlKey, ControlKeyFile, key_of
+from liveweight.server.client import EngineClient
 from liveweight.spec.deadline import Deadline
 
 Urls: TypeAlias = Annotated[

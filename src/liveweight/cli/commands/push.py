@@ -10,19 +10,19 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from liveweight.cli.control import Timeout, Urls, label_of
-from liveweight.cli.exits import FAILED
-from liveweight.cli.failing import line_of
-from liveweight.cli.keys import ControlKey, ControlKeyFile, SecretFile, key_of
-from liveweight.cli.modes import mode_option
+from liveweight.cli.commands.operate import Timeout, Urls, label_of
+from liveweight.cli.exit_codes import FAILED
+from liveweight.cli.failures import line_of
+from liveweight.cli.mode_option import mode_option
 from liveweight.cli.progress import Line, ToldReplica
-from liveweight.control.client import EngineClient, leader_of
+from liveweight.cli.secrets import ControlKey, ControlKeyFile, SecretFile, key_of
 from liveweight.errors import Refused
 from liveweight.observe.events import OfferKind
+from liveweight.server.client import EngineClient, leader_of
 from liveweight.spec.deadline import Deadline
 
 if TYPE_CHECKING:
-    from liveweight.trainer.report import Report
+    from liveweight.rounds.report import Report
 
 Source = Annotated[Path, typer.Argument(metavar="DIR", help="An HF checkpoint directory.")]
 Label = Annotated[str, typer.Option("--version", help="What the engines are to call it, such as step_100.")]
@@ -55,9 +55,9 @@ def push(
     For example: liveweight push ./new http://127.0.0.1:8000 --version step_100
     """
     from liveweight.api import Publisher
-    from liveweight.trainer.replica import WireReplica
+    from liveweight.rounds.replica import WireReplica
     from liveweight.wire.credentials import load_or_create_secret
-    from liveweight.wire.defaults import default_secret_file
+    from liveweight.wire.default_paths import default_secret_file
 
     key, deadline = key_of(control_key, control_key_file, "control key"), Deadline.after(timeout)
     before = {url: EngineClient(url, key).weights(deadline) for url in urls}

@@ -16,20 +16,20 @@ from typing import TYPE_CHECKING, Annotated, Literal, NoReturn, TypeAlias
 
 import typer
 
-from liveweight.cli.exits import DONE, RANK_LOST
-from liveweight.cli.failing import line_of
-from liveweight.cli.keys import ApiKey, ApiKeyFile, ControlKey, ControlKeyFile, SecretFile
-from liveweight.cli.modes import mode_option
-from liveweight.cli.settings import Front, settings_of
+from liveweight.cli.commands.serve_settings import Front, settings_of
+from liveweight.cli.exit_codes import DONE, RANK_LOST
+from liveweight.cli.failures import line_of
+from liveweight.cli.mode_option import mode_option
+from liveweight.cli.secrets import ApiKey, ApiKeyFile, ControlKey, ControlKeyFile, SecretFile
 from liveweight.errors import LiveWeightError, MissingExtra
 
 if TYPE_CHECKING:
     from fastapi import APIRouter
     from prometheus_client import CollectorRegistry
 
-    from liveweight.control.port import Engine
     from liveweight.engine.config import EngineConfig
     from liveweight.observe.bus import Bus
+    from liveweight.server.engine_port import Engine
 
     Start: TypeAlias = Callable[[EngineConfig, Bus], Engine]
 
@@ -204,7 +204,7 @@ def run(config: EngineConfig, front: Front, start: Start) -> None:
     try:
         from prometheus_client import CollectorRegistry
 
-        from liveweight.control.server import bind
+        from liveweight.server.server import bind
     except ModuleNotFoundError as error:
         raise _missing(error) from error
     from liveweight.observe.log import logging_bus
@@ -231,9 +231,9 @@ def run(config: EngineConfig, front: Front, start: Start) -> None:
 async def _serve(
     engine: Engine, front: Front, bound: socket.socket, registry: CollectorRegistry
 ) -> LiveWeightError | None:
-    from liveweight.control.app import build_app
-    from liveweight.control.guard import Access
-    from liveweight.control.server import Ending, Serving, serve, url_of
+    from liveweight.server.app import build_app
+    from liveweight.server.request_guard import Access
+    from liveweight.server.server import Ending, Serving, serve, url_of
 
     ending = Ending()
     for number in (signal.SIGTERM, signal.SIGINT):
@@ -241,7 +241,7 @@ async def _serve(
     access = Access(api_key=front.api_key, control_key=front.control_key, max_body_bytes=front.max_body_bytes)
     first: list[APIRouter] = []
     if front.fastdeploy is not None:
-        from liveweight.integrations import fastdeploy
+        from liveweight.integrations.fastdeploy import routes as fastdeploy
 
         first.append(fastdeploy.router_of(front.fastdeploy))
         access = dataclasses.replace(access, control_paths=fastdeploy.PATHS)
@@ -257,7 +257,7 @@ async def _serve(
 def _start(config: EngineConfig, bus: Bus) -> Engine:
     try:
         from liveweight.engine.engine import Engine
-        from liveweight.engine.restarting import RestartingEngine
+        from liveweight.engine.recovery.restarting_engine import RestartingEngine
     except ModuleNotFoundError as error:
         raise _missing(error) from error
     resumes = config.snapshots is not None and config.snapshots.resume

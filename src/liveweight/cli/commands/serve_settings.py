@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from liveweight.cli.keys import key_of
+from liveweight.cli.secrets import key_of
 from liveweight.errors import EngineConfigInvalid
-from liveweight.integrations.fastdeploy_settings import FastDeploySettings
-from liveweight.integrations.fastdeploy_settings import settings_of as fastdeploy_settings
+from liveweight.integrations.fastdeploy.settings import FastDeploySettings
+from liveweight.integrations.fastdeploy.settings import settings_of as fastdeploy_settings
 from liveweight.spec.decoding import converted
 
 if TYPE_CHECKING:
@@ -91,7 +91,7 @@ def _snapshots(given: Mapping[str, Any]) -> Snapshots | None:
 
 def _updates(given: Mapping[str, Any]) -> Updates | None:
     from liveweight.engine.config import Updates
-    from liveweight.wire.defaults import default_directory, default_secret_file
+    from liveweight.wire.default_paths import default_directory, default_secret_file
 
     address, secret, source = given["weights_address"], given["secret_file"], given["weights_from"]
     transfer_mode = given["transfer_mode"]

@@ -12,17 +12,17 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeAlias
 
 import typer
 
-from liveweight.cli.failing import telling
+from liveweight.cli.failures import telling
 from liveweight.cli.progress import SEPARATOR
 from liveweight.errors import SnapshotNotFound
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from liveweight.transports.snapshot.format import Commit
-    from liveweight.transports.snapshot.opened import Snapshot
-    from liveweight.transports.snapshot.saving import Saved
-    from liveweight.transports.snapshot.store import Listed, Store
+    from liveweight.transports.snapshot.disk.format import Commit
+    from liveweight.transports.snapshot.disk.open_snapshot import Snapshot
+    from liveweight.transports.snapshot.disk.store import Listed, Store
+    from liveweight.transports.snapshot.save import Saved
 
 app = typer.Typer(no_args_is_help=True)
 
@@ -64,12 +64,12 @@ def save(
 
     For example: liveweight snapshot save ./model ./snapshots --version step_100 --tp 2
     """
-    from liveweight.engine.images import checkpoint_images
+    from liveweight.engine.recovery.checkpoint_images import checkpoint_images
     from liveweight.spec.manifest import Version
-    from liveweight.transports.snapshot.saving import Saved
-    from liveweight.transports.snapshot.saving import save as write
-    from liveweight.transports.snapshot.store import Store
-    from liveweight.transports.snapshot.writer import WriteSettings
+    from liveweight.transports.snapshot.disk.store import Store
+    from liveweight.transports.snapshot.disk.writer import WriteSettings
+    from liveweight.transports.snapshot.save import Saved
+    from liveweight.transports.snapshot.save import save as write
 
     images, began_s = checkpoint_images(directory, tp), time.monotonic()
     settings = WriteSettings(part_bytes=part_mb << 20)
@@ -144,7 +144,7 @@ def verify_(place: Place, as_json: AsJson = False) -> None:
 
     For example: liveweight snapshot verify ./snapshots
     """
-    from liveweight.transports.snapshot.check import verify
+    from liveweight.transports.snapshot.verify import verify
 
     began_s = time.monotonic()
     with _opened(place) as snapshot:
@@ -217,7 +217,7 @@ def prune(
 
 def _store(directory: Path) -> Store:
     """A store that is there: only writing makes one."""
-    from liveweight.transports.snapshot.store import Store
+    from liveweight.transports.snapshot.disk.store import Store
 
     if not directory.is_dir():
         raise SnapshotNotFound("no store of snapshots", [str(directory)])
@@ -226,9 +226,9 @@ def _store(directory: Path) -> Store:
 
 def _opened(place: Path) -> Snapshot:
     """The snapshot of a directory, or the newest of a store."""
-    from liveweight.transports.snapshot.names import COMMIT, sequence_of
-    from liveweight.transports.snapshot.opened import Snapshot
-    from liveweight.transports.snapshot.store import Store
+    from liveweight.transports.snapshot.disk.names import COMMIT, sequence_of
+    from liveweight.transports.snapshot.disk.open_snapshot import Snapshot
+    from liveweight.transports.snapshot.disk.store import Store
 
     if (place / COMMIT).exists() or sequence_of(place.name) is not None:
         return Snapshot(place)

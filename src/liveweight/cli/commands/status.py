@@ -12,13 +12,13 @@ from typing import Annotated, Any, TypeAlias
 
 import typer
 
-from liveweight.cli.control import Timeout, Urls
-from liveweight.cli.exits import FAILED
-from liveweight.cli.failing import line_of
-from liveweight.cli.keys import ControlKey, ControlKeyFile, key_of
-from liveweight.control.client import EngineClient
-from liveweight.control.fleet import with_behind
+from liveweight.cli.commands.operate import Timeout, Urls
+from liveweight.cli.exit_codes import FAILED
+from liveweight.cli.failures import line_of
+from liveweight.cli.secrets import ControlKey, ControlKeyFile, key_of
 from liveweight.errors import LiveWeightError
+from liveweight.server.admin.fleet_status import with_behind
+from liveweight.server.client import EngineClient
 from liveweight.spec.deadline import Deadline
 
 AsJson: TypeAlias = Annotated[

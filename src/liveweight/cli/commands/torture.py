@@ -10,18 +10,18 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from liveweight.cli.bench import JsonTo
-from liveweight.cli.demo import VllmPython, vllm_launching
-from liveweight.cli.demo_torn import interruptible
-from liveweight.cli.exits import FAILED, INTERRUPTED
+from liveweight.cli.bench.group import JsonTo
+from liveweight.cli.demo.demo import VllmPython, vllm_launching
+from liveweight.cli.demo.torn import interruptible
+from liveweight.cli.exit_codes import FAILED, INTERRUPTED
 from liveweight.errors import MissingExtra
 
 if TYPE_CHECKING:
-    from liveweight.bench.torture.run import TortureResult
-    from liveweight.bench.torture.target import Target
+    from liveweight.lab.torture.targets.target import Target
+    from liveweight.lab.torture.torture import TortureResult
 
 _NEEDED = ("torch", "tokenizers")
-PROGRAM = "liveweight.cli.nursery"
+PROGRAM = "liveweight.cli.fork_server"
 
 Goal = Annotated[
     Literal["embedded", "vllm", "in-place"],
@@ -52,7 +52,7 @@ def torture(
     For example: liveweight torture --kills 1000 --seed 1 --json torture.json
     """
     _check(target, vllm_python)
-    from liveweight.bench.torture.run import TortureSettings, torture
+    from liveweight.lab.torture.torture import TortureSettings, torture
 
     settings = TortureSettings(
         program=PROGRAM,

@@ -8,15 +8,15 @@ from typing import Annotated, Any, Literal
 
 import typer
 
-from liveweight.cli.control import Timeout, Url, label_of
-from liveweight.cli.exits import FAILED
-from liveweight.cli.failing import line_of
-from liveweight.cli.keys import ControlKey, ControlKeyFile, key_of
-from liveweight.cli.modes import mode_option
+from liveweight.cli.commands.operate import Timeout, Url, label_of
+from liveweight.cli.commands.push import Verify
+from liveweight.cli.exit_codes import FAILED
+from liveweight.cli.failures import line_of
+from liveweight.cli.mode_option import mode_option
 from liveweight.cli.progress import SEPARATOR
-from liveweight.cli.push import Verify
-from liveweight.control.client import EngineClient
+from liveweight.cli.secrets import ControlKey, ControlKeyFile, key_of
 from liveweight.errors import LiveWeightError, OutcomeUnknown
+from liveweight.server.client import EngineClient
 from liveweight.spec.deadline import Deadline
 
 Wanted = Annotated[

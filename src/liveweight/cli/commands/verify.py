@@ -9,14 +9,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from liveweight.cli.control import Timeout, Urls, label_of
-from liveweight.cli.exits import DIFFERENT, FAILED
-from liveweight.cli.failing import line_of
-from liveweight.cli.keys import ControlKey, ControlKeyFile, key_of
+from liveweight.cli.commands.operate import Timeout, Urls, label_of
+from liveweight.cli.commands.push import Source
+from liveweight.cli.exit_codes import DIFFERENT, FAILED
+from liveweight.cli.failures import line_of
 from liveweight.cli.progress import SEPARATOR
-from liveweight.cli.push import Source
-from liveweight.control.client import EngineClient
+from liveweight.cli.secrets import ControlKey, ControlKeyFile, key_of
 from liveweight.errors import NAMES_SHOWN, DigestMismatch, LiveWeightError, ManifestMismatch
+from liveweight.server.client import EngineClient
 
 if TYPE_CHECKING:
     from liveweight.spec.manifest import Manifest, TensorSpec
@@ -71,8 +71,8 @@ class _Local:
     def digests(self, held: Manifest) -> Manifest:
         """The checkpoint's tensors as an engine that holds these would be offered them."""
         from liveweight.devices.kernels import choose_kernels
-        from liveweight.trainer.inventory import inventory
-        from liveweight.trainer.sources import as_source
+        from liveweight.trainer.sources.in_memory import as_source
+        from liveweight.trainer.sources.source_digests import inventory
 
         form = held.names_digest()
         if form not in self._known:

@@ -11,17 +11,17 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from liveweight.cli.exits import INTERRUPTED
-from liveweight.cli.modes import mode_option
+from liveweight.cli.exit_codes import INTERRUPTED
+from liveweight.cli.mode_option import mode_option
 from liveweight.errors import MissingExtra
 
 if TYPE_CHECKING:
-    from liveweight.integrations.vllm.server import VllmLaunching
-    from liveweight.rl.demo import Outcome
-    from liveweight.rl.records import Listener
-    from liveweight.rl.rounds import MakePublisher
-    from liveweight.rl.settings import DemoSettings, Launching
-    from liveweight.rl.watch import WatchedReplica
+    from liveweight.integrations.vllm.server_process import VllmLaunching
+    from liveweight.lab.demo.demo import Outcome
+    from liveweight.lab.demo.records import Listener
+    from liveweight.lab.demo.settings import DemoSettings, Launching
+    from liveweight.lab.demo.trainer_rounds import MakePublisher
+    from liveweight.lab.demo.watched_replica import WatchedReplica
     from liveweight.trainer.publisher import Publisher
 
 ROUND_S, LEASE_S = 30.0, 3.0
@@ -93,7 +93,7 @@ def demo(
     """
     if context.invoked_subcommand is not None:
         return
-    from liveweight.rl.settings import DemoSettings
+    from liveweight.lab.demo.settings import DemoSettings
 
     _check(engine, vllm_python, chaos=chaos)
     settings = DemoSettings(
@@ -122,7 +122,7 @@ def _check(engine: str, python: Path | None, *, chaos: bool) -> None:
 
 def run(settings: DemoSettings, out: Path, *, as_json: bool, vllm_python: Path | None = None) -> None:
     """The demo from its first import to its report."""
-    from liveweight.cli.demo_view import viewing
+    from liveweight.cli.demo.view import viewing
 
     try:
         _import_all()
@@ -151,8 +151,8 @@ def _import_all() -> None:
 def play(settings: DemoSettings, say: Listener, vllm_python: Path | None = None) -> Outcome | None:
     """Run it, and tell `say` of it. None after Ctrl-C; nothing of the demo is left then."""
     from liveweight.cli.signals import stopped_by_signals
-    from liveweight.rl.demo import run_demo
-    from liveweight.rl.stopping import Stop, Stopped
+    from liveweight.lab.demo.demo import run_demo
+    from liveweight.lab.demo.stopping import Stop, Stopped
 
     launching = _launching(vllm_python if settings.engine == "vllm" else None)
     with Stop() as stop, stopped_by_signals(stop):
@@ -164,7 +164,7 @@ def play(settings: DemoSettings, say: Listener, vllm_python: Path | None = None)
 
 def _launching(vllm_python: Path | None) -> Launching | VllmLaunching:
     """Engines that end with this program, however it ends."""
-    from liveweight.rl.settings import Launching
+    from liveweight.lab.demo.settings import Launching
 
     if vllm_python is not None:
         return vllm_launching(vllm_python)
@@ -173,7 +173,7 @@ def _launching(vllm_python: Path | None) -> Launching | VllmLaunching:
 
 def vllm_launching(python: Path) -> VllmLaunching:
     """A vLLM that ends with this program, however it ends."""
-    from liveweight.integrations.vllm.server import VllmLaunching
+    from liveweight.integrations.vllm.server_process import VllmLaunching
 
     return VllmLaunching(python=python.absolute(), runs=(*_child(), "-m"), environment=dict(os.environ))
 
@@ -206,6 +206,6 @@ def _publishers(settings: DemoSettings) -> Callable[[Path], MakePublisher]:
 
 
 def _report(outcome: Outcome, settings: DemoSettings, out: Path) -> Path:
-    from liveweight.rl.report.page import write_report
+    from liveweight.lab.demo.report.page import write_report
 
     return write_report(out, outcome, settings)

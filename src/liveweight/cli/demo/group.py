@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import typer
 
-from liveweight.cli import demo, demo_torn
-from liveweight.cli.failing import telling
+from liveweight.cli.demo import demo, torn
+from liveweight.cli.failures import telling
 
 app = typer.Typer()
 app.callback(invoke_without_command=True)(telling(demo.demo))
-app.command("torn")(telling(demo_torn.torn))
+app.command("torn")(telling(torn.torn))

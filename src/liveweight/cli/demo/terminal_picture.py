@@ -16,11 +16,11 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-from liveweight.cli.demo_view import TITLES, summary_lines
-from liveweight.rl.records import STAGES, Phase, Reached, Record, Stage, Step, Summary, Warmed
+from liveweight.cli.demo.view import TITLES, summary_lines
+from liveweight.lab.demo.records import STAGES, Phase, Reached, Record, Stage, Step, Summary, Warmed
 
 if TYPE_CHECKING:
-    from liveweight.rl.settings import DemoSettings
+    from liveweight.lab.demo.settings import DemoSettings
 
 LEVELS = " ▁▂▃▄▅▆▇█"
 WIDTH = 60

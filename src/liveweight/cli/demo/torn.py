@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING, Annotated, Literal, NoReturn
 
 import typer
 
-from liveweight.cli.exits import FAILED, INTERRUPTED
+from liveweight.cli.exit_codes import FAILED, INTERRUPTED
 from liveweight.errors import MissingExtra
 
 if TYPE_CHECKING:
-    from liveweight.bench.torn_result import TornResult
+    from liveweight.lab.torn_demo.result import TornResult
 
 _NEEDED = ("fastapi", "jinja2", "tokenizers", "torch", "uvicorn")
 
@@ -52,8 +52,8 @@ def torn(
     """
     if any(find_spec(name) is None for name in _NEEDED):
         raise MissingExtra("the demo", "engine")
-    from liveweight.bench.torn import TornSettings, run_torn
-    from liveweight.cli.demo_torn_view import viewing
+    from liveweight.cli.demo.torn_view import viewing
+    from liveweight.lab.torn_demo.torn_demo import TornSettings, run_torn
 
     settings = TornSettings(
         size=size, clients=clients, tokens=tokens, buckets=buckets, paused=pause, kill=kill, seed=seed
@@ -74,7 +74,7 @@ def torn(
 def publisher_main(descriptor: int) -> None:
     """The right side's trainer, in a process of its own."""
     from liveweight.api import Publisher
-    from liveweight.bench.torn_trainer import main
+    from liveweight.lab.torn_demo.publishing_trainer import main
 
     main(descriptor, Publisher)
 

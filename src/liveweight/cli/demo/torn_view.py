@@ -14,10 +14,10 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-from liveweight.bench.torn_judge import Counts, Kind
+from liveweight.lab.torn_demo.judge import Counts, Kind
 
 if TYPE_CHECKING:
-    from liveweight.bench.torn import Side, TornSettings, View
+    from liveweight.lab.torn_demo.torn_demo import Side, TornSettings, View
 
 STYLES: dict[Kind, str] = {"old": "", "new": "green", "neither": "bold red"}
 ANSWERS_SHOWN, NOTES_SHOWN, REFRESHES_PER_S = 6, 5, 8

@@ -9,11 +9,11 @@ from contextlib import contextmanager
 from dataclasses import asdict
 from typing import TYPE_CHECKING
 
-from liveweight.rl.records import Phase, Record, Step, Summary, Warmed
+from liveweight.lab.demo.records import Phase, Record, Step, Summary, Warmed
 
 if TYPE_CHECKING:
-    from liveweight.rl.records import Listener
-    from liveweight.rl.settings import DemoSettings
+    from liveweight.lab.demo.records import Listener
+    from liveweight.lab.demo.settings import DemoSettings
 
 TITLES = {
     "start": "starting the engines",
@@ -30,7 +30,7 @@ def viewing(settings: DemoSettings, *, as_json: bool) -> Iterator[Listener]:
     if as_json:
         yield say_json
     elif sys.stdout.isatty():
-        from liveweight.cli.demo_picture import Picture
+        from liveweight.cli.demo.terminal_picture import Picture
 
         with Picture(settings) as picture:
             yield picture.hear

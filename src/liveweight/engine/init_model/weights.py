@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 import xxhash
 
+from liveweight.checkpoint import INDEX, SINGLE
 from liveweight.spec.manifest import TensorSpec
-from liveweight.trainer.checkpoint import INDEX, SINGLE
-from liveweight.trainer.tensors import torch_dtypes
+from liveweight.trainer.sources.tensors import torch_dtypes
 
 if TYPE_CHECKING:
     import torch

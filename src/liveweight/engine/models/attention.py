@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from liveweight.engine.forward import Batch
 from liveweight.engine.models.declare import Bounds, Site
+from liveweight.engine.models.forward import Batch
 from liveweight.engine.models.layers import Columns, Norm, Rows, rms_norm
 from liveweight.errors import EngineConfigInvalid
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from liveweight.engine.forward import Group
+from liveweight.engine.models.forward import Group
 from liveweight.engine.models.spec import ModelSpec
 from liveweight.errors import EngineConfigInvalid
 from liveweight.spec.dtype import DType

@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from liveweight.engine.forward import Batch
 from liveweight.engine.models.attention import Attention, Rotation
 from liveweight.engine.models.declare import Site
+from liveweight.engine.models.forward import Batch
 from liveweight.engine.models.layers import Norm
 from liveweight.engine.models.mlp import Mlp
 from liveweight.engine.models.moe import SparseMlp

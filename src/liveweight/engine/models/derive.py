@@ -1,7 +1,7 @@
 """Derived tensors: what a module keeps of its weights in another form, so that no step computes it again.
 
 They are no parameters: no checkpoint has them, no round writes them. They are stale after every change of weights until `derive` has run,
-which is a hook's matter (engine/hooks).
+which is a hook's matter (engine/rank/hooks).
 """
 
 from __future__ import annotations

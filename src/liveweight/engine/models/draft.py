@@ -8,10 +8,10 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from liveweight.engine.forward import Batch
 from liveweight.engine.models.attention import Rotation
 from liveweight.engine.models.declare import Site
 from liveweight.engine.models.decoder import DecoderLayer
+from liveweight.engine.models.forward import Batch
 from liveweight.engine.models.layers import Norm, Replicated, Vocabulary
 
 

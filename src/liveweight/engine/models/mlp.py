@@ -6,8 +6,8 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from liveweight.engine.forward import Batch
 from liveweight.engine.models.declare import Site
+from liveweight.engine.models.forward import Batch
 from liveweight.engine.models.layers import Columns, Rows
 
 

@@ -10,11 +10,11 @@ from collections.abc import Mapping
 import torch
 from torch import nn
 
-from liveweight.engine.forward import Batch, Group
 from liveweight.engine.models.attention import Rotary
 from liveweight.engine.models.declare import Declaration, Site, declarations
 from liveweight.engine.models.decoder import DecoderLayer
 from liveweight.engine.models.draft import Draft
+from liveweight.engine.models.forward import Batch, Group
 from liveweight.engine.models.layers import Norm, Vocabulary
 from liveweight.engine.models.spec import DRAFT, ModelSpec
 from liveweight.errors import EngineConfigInvalid

@@ -6,8 +6,8 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from liveweight.engine.forward import Batch
 from liveweight.engine.models.declare import Declared, Site, stacked
+from liveweight.engine.models.forward import Batch
 from liveweight.engine.models.layers import Replicated
 from liveweight.engine.models.mlp import gated
 from liveweight.engine.models.product import product

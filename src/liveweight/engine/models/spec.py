@@ -10,10 +10,10 @@ from typing import TypeVar
 
 import msgspec
 
+from liveweight.checkpoint import tensor_names
 from liveweight.engine.models.hf_config import Config, Generation, Rope
 from liveweight.errors import CheckpointInvalid, ManifestInvalid
 from liveweight.spec.decoding import from_json
-from liveweight.trainer.checkpoint import tensor_names
 
 CONFIG = "config.json"
 GENERATION = "generation_config.json"

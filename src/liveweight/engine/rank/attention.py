@@ -123,11 +123,11 @@ class Chosen:
 
 def choose(dtype: torch.dtype, device: torch.device) -> Chosen:
     """The C kernels; torch's operators where those were not built, or do not know the device or dtype."""
-    from liveweight.engine.attention_torch import TorchAttention
+    from liveweight.engine.rank.attention_torch import TorchAttention
 
     fallback = TorchAttention()
     try:
-        from liveweight.engine.attention_native import DTYPES, NativeAttention
+        from liveweight.engine.rank.attention_native import DTYPES, NativeAttention
     except ImportError as error:
         return Chosen(kernels=fallback, name=fallback.name, reason=str(error))
     if device.type != "cpu" or dtype not in DTYPES:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 
 from liveweight.engine import _attention
-from liveweight.engine.attention import Array, AttentionPlan, LayerPages, Pages, Tensor
+from liveweight.engine.rank.attention import Array, AttentionPlan, LayerPages, Pages, Tensor
 
 DTYPES = (torch.float32, torch.bfloat16)
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from liveweight.engine.attention import Array, AttentionPlan, LayerPages, Pages, Tensor
+from liveweight.engine.rank.attention import Array, AttentionPlan, LayerPages, Pages, Tensor
 
 
 class TorchAttention:

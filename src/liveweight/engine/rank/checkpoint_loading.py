@@ -13,16 +13,16 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from liveweight.engine.hooks import hooks_of
+from liveweight.checkpoint import Entry, checkpoint_entries, opened
+from liveweight.engine.rank.hooks import hooks_of
 from liveweight.errors import NAMES_SHOWN, CheckpointInvalid, LayoutInvalid, ManifestInvalid
 from liveweight.spec.dtype import DType
 from liveweight.spec.layout import Piece
 from liveweight.spec.manifest import TensorSpec
-from liveweight.trainer.checkpoint import Entry, checkpoint_entries, opened
 
 if TYPE_CHECKING:
     from liveweight.engine.models.model import Model
-    from liveweight.worker.committer import Hook
+    from liveweight.worker.commit import Hook
 
 READABLE = (DType.FLOAT64, DType.FLOAT32, DType.FLOAT16, DType.BFLOAT16)
 

@@ -16,7 +16,7 @@ from liveweight.errors import EngineConfigInvalid, LiveWeightError, Unavailable
 
 if TYPE_CHECKING:
     from liveweight.engine.models.model import Model
-    from liveweight.worker.committer import Hook
+    from liveweight.worker.commit import Hook
 
 ModelHook: TypeAlias = "Callable[[Model], object]"
 """Called with the rank's model, on its main thread, while no step runs. May raise: then all ranks go back to the weights before."""

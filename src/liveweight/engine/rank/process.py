@@ -18,15 +18,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from liveweight.devices.device import open_device
-from liveweight.engine.attention import PagedAttention
-from liveweight.engine.group import meet
-from liveweight.engine.hooks import hooks_of
-from liveweight.engine.pipe import Pipe
-from liveweight.engine.rank_sleep import RankSleep
-from liveweight.engine.runner import Runner
-from liveweight.engine.slots import Slots
-from liveweight.engine.start import Start, loaded
-from liveweight.engine.stream import (
+from liveweight.engine.rank.attention import PagedAttention
+from liveweight.engine.rank.hooks import hooks_of
+from liveweight.engine.rank.rank_group import meet
+from liveweight.engine.rank.sleep import RankSleep
+from liveweight.engine.rank.slots import Slots
+from liveweight.engine.rank.start_version import Start, loaded
+from liveweight.engine.rank.step_runner import Runner
+from liveweight.engine.serving.step_channel import Pipe
+from liveweight.engine.serving.step_stream import (
     Begin,
     Entry,
     Exchange,
@@ -39,16 +39,16 @@ from liveweight.engine.stream import (
     TakeBack,
     weights_text,
 )
-from liveweight.engine.updates import RankUpdates
+from liveweight.engine.updates.live_updates import RankUpdates
 from liveweight.errors import ChannelClosed, LiveWeightError, MessageInvalid, Torn
 from liveweight.observe.bus import Bus
 from liveweight.wire.credentials import Secret, load_or_create_secret
-from liveweight.wire.values import fault_of
-from liveweight.worker.joining import Content
+from liveweight.wire.messages.values import fault_of
+from liveweight.worker.join import Content
 
 if TYPE_CHECKING:
     from liveweight.engine.models.model import Model
-    from liveweight.worker.committer import Hook
+    from liveweight.worker.commit import Hook
 
 
 def main(descriptor: int, *, parent: int | None, bus: Bus | None = None) -> None:
@@ -115,7 +115,7 @@ def _sleep(
     hooks: Sequence[Hook],
     updates: RankUpdates | None,
 ) -> RankSleep:
-    from liveweight.worker.torch_target import module_target
+    from liveweight.worker.targets.torch_target import module_target
 
     config, device = setup.config, open_device(setup.config.device)
     given = config.updates
@@ -161,9 +161,9 @@ def _model(setup: Setup) -> tuple[Model, tuple[Hook, ...]]:
     """The rank's share of the model, loaded, and what is to follow every change of it; it meets the other ranks first."""
     import torch
 
-    from liveweight.engine.loading import load
     from liveweight.engine.models.model import build
     from liveweight.engine.models.spec import ModelSpec
+    from liveweight.engine.rank.checkpoint_loading import load
 
     config = setup.config
     group = meet(

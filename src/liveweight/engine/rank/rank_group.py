@@ -10,8 +10,8 @@ from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from liveweight.engine.forward import Group, Solo
-from liveweight.engine.shared_group import SegmentUnshared, SharedGroup, Store
+from liveweight.engine.models.forward import Group, Solo
+from liveweight.engine.rank.shared_memory_group import SegmentUnshared, SharedGroup, Store
 from liveweight.errors import ChannelClosed, Unavailable
 
 if TYPE_CHECKING:

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from liveweight.engine.stream import Draw
+from liveweight.engine.serving.step_stream import Draw
 
 if TYPE_CHECKING:
     import torch

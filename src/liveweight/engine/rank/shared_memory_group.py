@@ -15,7 +15,7 @@ from liveweight.errors import ChannelClosed
 if TYPE_CHECKING:
     import torch
 
-    from liveweight.engine.forward import Group
+    from liveweight.engine.models.forward import Group
 
 HEADER_BYTES = 4096
 SLOT_BYTES = 8 << 20

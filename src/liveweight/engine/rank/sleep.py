@@ -12,24 +12,24 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from liveweight.devices.crew import Crew
+from liveweight.devices.copy_threads import Crew
 from liveweight.devices.device import Device
 from liveweight.devices.memory import Memory
-from liveweight.engine.stream import GiveBack, Nap, Rested, SaveImage, TakeBack
+from liveweight.engine.serving.step_stream import GiveBack, Nap, Rested, SaveImage, TakeBack
 from liveweight.errors import DigestMismatch, LiveWeightError, Unavailable, WrongState
 from liveweight.spec.deadline import Deadline
 from liveweight.spec.digest import Lanes
 from liveweight.spec.region import count
 from liveweight.transports.registry import TRANSPORTS
-from liveweight.transports.snapshot.writer import Image, RankWriter, WriteSettings
+from liveweight.transports.snapshot.disk.writer import Image, RankWriter, WriteSettings
 from liveweight.wire.credentials import Secret
-from liveweight.wire.values import fault_of
-from liveweight.worker.committer import Hook
+from liveweight.wire.messages.values import fault_of
+from liveweight.worker.commit import Hook
 from liveweight.worker.shadow_digest import ShadowDigest
 from liveweight.worker.staging import stage
 
 if TYPE_CHECKING:
-    from liveweight.worker.torch_target import TensorTarget
+    from liveweight.worker.targets.torch_target import TensorTarget
 
 Fence = Callable[[Deadline], AbstractContextManager[None]]
 """Entered while what is live changes: nobody stages then, and whoever reads what is live notices."""

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from liveweight.engine.stream import Draw, Fill, Next
+from liveweight.engine.serving.step_stream import Draw, Fill, Next
 
 NO_DRAFT = -1
 

@@ -14,16 +14,24 @@ from pathlib import Path
 
 from liveweight.devices.device import Device
 from liveweight.engine.config import Snapshots
-from liveweight.engine.saving_messages import Leave, Noted, NotWritten, Present, SavingMessage, Write, Written
+from liveweight.engine.recovery.snapshot_messages import (
+    Leave,
+    Noted,
+    NotWritten,
+    Present,
+    SavingMessage,
+    Write,
+    Written,
+)
 from liveweight.errors import ChannelClosed, DeadlineExceeded, LiveWeightError, Unavailable, WeightsExchanged
 from liveweight.spec.deadline import Deadline
-from liveweight.transports.snapshot.writer import Cancelled, Image, RankWriter, WriteSettings
+from liveweight.transports.snapshot.disk.writer import Cancelled, Image, RankWriter, WriteSettings
 from liveweight.wire.channel import Channel
 from liveweight.wire.codec import Codec
 from liveweight.wire.credentials import Secret
-from liveweight.wire.values import fault_of
+from liveweight.wire.messages.values import fault_of
 from liveweight.worker.staging import Pace
-from liveweight.worker.target import Target
+from liveweight.worker.targets.target import Target
 
 IDLE_S = 60.0
 SEND_S = 5.0

@@ -12,16 +12,16 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from liveweight.devices.crew import Crew
+from liveweight.devices.copy_threads import Crew
 from liveweight.devices.device import open_device
-from liveweight.engine.stream import Begin, Loaded
+from liveweight.engine.serving.step_stream import Begin, Loaded
 from liveweight.errors import DigestMismatch
-from liveweight.plan.tally import Tally, lanes_from_bytes, lanes_to_bytes
-from liveweight.spec.age import START_RUN
+from liveweight.plan.digest_sums import Tally, lanes_from_bytes, lanes_to_bytes
 from liveweight.spec.deadline import Deadline
 from liveweight.spec.digest import Lanes, to_hex
 from liveweight.spec.manifest import Manifest, TensorSpec, Version
-from liveweight.worker.joining import Content
+from liveweight.spec.version_age import START_RUN
+from liveweight.worker.join import Content
 from liveweight.worker.shadow_digest import ShadowDigest
 
 if TYPE_CHECKING:
@@ -41,7 +41,7 @@ class Start:
 
 def loaded(model: Model, *, device: str, threads: int, timeout_s: float) -> Loaded:
     """What this rank has loaded, as it lies in memory. In the rank's main thread, before it serves."""
-    from liveweight.worker.torch_target import module_target
+    from liveweight.worker.targets.torch_target import module_target
 
     target = module_target(model, model.pieces())
     digest = ShadowDigest(target.layout, open_device(device).choose().kernels)

@@ -11,11 +11,11 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
-from liveweight.engine.attention import AttentionPlan, PagedAttention
-from liveweight.engine.forward import Batch
-from liveweight.engine.sampler import Choice, sample
-from liveweight.engine.slots import Laid, Row, Slots
-from liveweight.engine.stream import Drawn, Step, StepDone
+from liveweight.engine.models.forward import Batch
+from liveweight.engine.rank.attention import AttentionPlan, PagedAttention
+from liveweight.engine.rank.sampler import Choice, sample
+from liveweight.engine.rank.slots import Laid, Row, Slots
+from liveweight.engine.serving.step_stream import Drawn, Step, StepDone
 
 if TYPE_CHECKING:
     import torch

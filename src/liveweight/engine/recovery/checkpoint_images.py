@@ -12,15 +12,15 @@ from pathlib import Path
 
 import torch
 
+from liveweight.checkpoint import CheckpointSource
 from liveweight.devices.memory import Memory
-from liveweight.engine.forward import Solo
+from liveweight.engine.models.forward import Solo
 from liveweight.engine.models.model import build
 from liveweight.engine.models.spec import ModelSpec
 from liveweight.spec.layout import Layout, Placement, contiguous_strides
 from liveweight.spec.manifest import TensorSpec
 from liveweight.spec.region import Region, whole
-from liveweight.trainer.checkpoint import CheckpointSource
-from liveweight.transports.snapshot.writer import Image
+from liveweight.transports.snapshot.disk.writer import Image
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

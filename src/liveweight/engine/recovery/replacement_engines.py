@@ -12,13 +12,13 @@ import msgspec
 
 from liveweight.engine.config import EngineConfig
 from liveweight.engine.engine import Engine
-from liveweight.engine.ranks import Launch, Process
-from liveweight.engine.restoring import Restored, Restoring
+from liveweight.engine.recovery.restoring import Restored, Restoring
+from liveweight.engine.serving.rank_processes import Launch, Process
 from liveweight.engine.status import RecoveryStatus
 from liveweight.errors import EngineStopping, RankLost
 from liveweight.observe.bus import Bus
-from liveweight.spec.age import older
 from liveweight.spec.manifest import Version
+from liveweight.spec.version_age import older
 from liveweight.wire.waker import Waker
 
 PAUSE_S = 30.0

@@ -15,20 +15,20 @@ from collections.abc import Collection, Sequence
 from dataclasses import replace
 from typing import Self
 
-from liveweight.engine.account import Counts
 from liveweight.engine.config import EngineConfig
-from liveweight.engine.desk import Standing
 from liveweight.engine.engine import Engine
-from liveweight.engine.pump import OnFailure
-from liveweight.engine.ranks import Launch, launch
-from liveweight.engine.requested import Updated, Wish
-from liveweight.engine.requests import Sampling, Sink
-from liveweight.engine.restarts import Budget
-from liveweight.engine.restoring import Restored
-from liveweight.engine.sleeping import Napped, Tag
+from liveweight.engine.recovery.replacement_engines import Successors, behind_of, missed
+from liveweight.engine.recovery.restart_budget import Budget
+from liveweight.engine.recovery.restoring import Restored
+from liveweight.engine.serving.counters import Counts
+from liveweight.engine.serving.engine_loop import OnFailure
+from liveweight.engine.serving.rank_processes import Launch, launch
+from liveweight.engine.serving.requests import Sampling, Sink
+from liveweight.engine.serving.sleeping import Napped, Tag
 from liveweight.engine.status import PauseMode, Pausing, RecoveryStatus, State, Status
-from liveweight.engine.successors import Successors, behind_of, missed
-from liveweight.engine.verifying import Answer, Question
+from liveweight.engine.updates.leader_client import Standing
+from liveweight.engine.updates.requested_update import Updated, Wish
+from liveweight.engine.updates.verifying import Answer, Question
 from liveweight.errors import LiveWeightError, WeightsPending
 from liveweight.observe.bus import Bus
 from liveweight.observe.events import Recovered, RecoveryBegan

@@ -17,10 +17,11 @@ from pathlib import Path
 import msgspec
 import numpy as np
 
+from liveweight.checkpoint import tensor_names
 from liveweight.engine.engine import Engine
-from liveweight.engine.requested import LEASE_S, Wish
-from liveweight.engine.start import RUN
+from liveweight.engine.rank.start_version import RUN
 from liveweight.engine.status import Origin
+from liveweight.engine.updates.requested_update import LEASE_S, Wish
 from liveweight.errors import (
     LiveWeightError,
     ManifestInvalid,
@@ -29,23 +30,22 @@ from liveweight.errors import (
     SnapshotDamaged,
     SnapshotNotFound,
 )
-from liveweight.plan.tally import lanes_to_bytes
-from liveweight.spec.age import older
+from liveweight.plan.digest_sums import lanes_to_bytes
+from liveweight.rounds.coordinator import MARGIN_S, Drive
+from liveweight.rounds.read_lease import SourceHold
+from liveweight.rounds.replica import WireReplica
+from liveweight.rounds.replica_progress import Part
 from liveweight.spec.deadline import Deadline
 from liveweight.spec.digest import from_hex
 from liveweight.spec.manifest import Manifest, Version
-from liveweight.trainer.checkpoint import tensor_names
-from liveweight.trainer.drive import MARGIN_S, Drive
-from liveweight.trainer.hold import SourceHold
-from liveweight.trainer.part import Part
-from liveweight.trainer.replica import WireReplica
-from liveweight.transports.snapshot.check import verify
-from liveweight.transports.snapshot.offers import offer_of
-from liveweight.transports.snapshot.opened import Snapshot
-from liveweight.transports.snapshot.store import Store
+from liveweight.spec.version_age import older
+from liveweight.transports.snapshot.disk.open_snapshot import Snapshot
+from liveweight.transports.snapshot.disk.store import Store
+from liveweight.transports.snapshot.offer_record import offer_of
+from liveweight.transports.snapshot.verify import verify
 from liveweight.wire import messages as m
 from liveweight.wire.credentials import load_or_create_secret
-from liveweight.wire.host import this_host
+from liveweight.wire.host_identity import this_host
 from liveweight.wire.waker import Waker
 
 RECOVERY = "recovery"

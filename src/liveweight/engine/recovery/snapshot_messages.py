@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import TypeAlias
 
-from liveweight.wire.body import Body
-from liveweight.wire.values import Fault
+from liveweight.wire.messages.body import Body
+from liveweight.wire.messages.values import Fault
 
 
 class Present(Body, frozen=True):

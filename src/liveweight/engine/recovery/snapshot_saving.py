@@ -16,9 +16,17 @@ from pathlib import Path
 import msgspec
 
 from liveweight.engine.config import EngineConfig, Snapshots
-from liveweight.engine.saving_messages import Leave, Noted, NotWritten, Present, SavingMessage, Write, Written
+from liveweight.engine.recovery.snapshot_messages import (
+    Leave,
+    Noted,
+    NotWritten,
+    Present,
+    SavingMessage,
+    Write,
+    Written,
+)
+from liveweight.engine.serving.step_stream import weights_text
 from liveweight.engine.status import SavingStatus
-from liveweight.engine.stream import weights_text
 from liveweight.errors import (
     ChannelClosed,
     DeadlineExceeded,
@@ -31,12 +39,12 @@ from liveweight.errors import (
 )
 from liveweight.observe import events as ev
 from liveweight.observe.bus import Bus
+from liveweight.rounds.replica import ReplicaRefused, WireReplica
 from liveweight.spec.deadline import Deadline
 from liveweight.spec.manifest import Manifest, Version
-from liveweight.trainer.replica import ReplicaRefused, WireReplica
-from liveweight.transports.snapshot.begun import Begun
-from liveweight.transports.snapshot.opened import Snapshot
-from liveweight.transports.snapshot.store import Store
+from liveweight.transports.snapshot.disk.draft import Begun
+from liveweight.transports.snapshot.disk.open_snapshot import Snapshot
+from liveweight.transports.snapshot.disk.store import Store
 from liveweight.wire.codec import Codec
 from liveweight.wire.credentials import Secret
 from liveweight.wire.listener import Incoming, Listener

@@ -13,14 +13,14 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import TypeAlias
 
-from liveweight.engine.ranks import Done, Ranks
-from liveweight.engine.scheduler import Said, Scheduler
+from liveweight.engine.serving.rank_processes import Done, Ranks
+from liveweight.engine.serving.scheduler import Said, Scheduler
+from liveweight.engine.serving.step_stream import Exchange, Exchanged, Nap, Rested, StepDone, content_of
 from liveweight.engine.status import State
-from liveweight.engine.stream import Exchange, Exchanged, Nap, Rested, StepDone, content_of
-from liveweight.engine.updates import Inbox
+from liveweight.engine.updates.live_updates import Inbox
 from liveweight.errors import LiveWeightError, RankLost, Torn
-from liveweight.wire.values import KvPolicy
-from liveweight.worker.boundary import Decision
+from liveweight.rounds.boundary import Decision
+from liveweight.wire.messages.values import KvPolicy
 
 OnFailure: TypeAlias = Callable[[LiveWeightError], None]
 Errand: TypeAlias = tuple[Nap, "Future[tuple[Rested, ...]]"]

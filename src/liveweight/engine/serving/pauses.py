@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from liveweight.engine.pump import Pump
+from liveweight.engine.serving.engine_loop import Pump
 from liveweight.engine.status import PauseMode
 from liveweight.errors import WrongState
 from liveweight.spec.deadline import Deadline

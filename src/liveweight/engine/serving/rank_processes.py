@@ -16,10 +16,11 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Protocol, TypeAlias, TypeVar
 
+from liveweight.checkpoint import tensor_names
 from liveweight.engine.config import EngineConfig
-from liveweight.engine.pipe import Pipe
-from liveweight.engine.start import named
-from liveweight.engine.stream import (
+from liveweight.engine.rank.start_version import named
+from liveweight.engine.serving.step_channel import Pipe
+from liveweight.engine.serving.step_stream import (
     Answer,
     Begin,
     Exchange,
@@ -35,7 +36,6 @@ from liveweight.engine.stream import (
 )
 from liveweight.errors import LiveWeightError, RankLost
 from liveweight.spec.deadline import Deadline
-from liveweight.trainer.checkpoint import tensor_names
 from liveweight.wire.waker import Waker
 
 END_S = 5.0
@@ -70,9 +70,7 @@ Launch: TypeAlias = Callable[[int, socket.socket], Process]
 
 def launch(rank: int, end: socket.socket) -> Process:
     """Start a rank as a program of its own."""
-    code = (
-        f"from liveweight.engine.rank import main; main({end.fileno()}, parent={os.getpid()})  # rank {rank}"
-    )
+    code = f"from liveweight.engine.rank.process import main; main({end.fileno()}, parent={os.getpid()})  # rank {rank}"
     return subprocess.Popen([sys.executable, "-c", code], pass_fds=[end.fileno()], stdin=subprocess.DEVNULL)
 
 

@@ -12,14 +12,14 @@ from collections.abc import Iterator
 from collections.abc import Sequence as Rows
 from typing import Literal
 
-from liveweight.engine.account import Counts, Limits
-from liveweight.engine.blocks import BlockPool, root_key
-from liveweight.engine.requests import Delta, Sink
-from liveweight.engine.sequence import Sequence
+from liveweight.engine.serving.counters import Counts, Limits
+from liveweight.engine.serving.kv_blocks import BlockPool, root_key
+from liveweight.engine.serving.requests import Delta, Sink
+from liveweight.engine.serving.sequence import Sequence
+from liveweight.engine.serving.step_stream import Drawn, Fill, Next, Step, content_of
 from liveweight.engine.status import Pausing
-from liveweight.engine.stream import Drawn, Fill, Next, Step, content_of
 from liveweight.errors import LiveWeightError, MessageInvalid, QueueFull, RequestInvalid
-from liveweight.wire.values import KvPolicy
+from liveweight.wire.messages.values import KvPolicy
 
 Said = list[tuple[Sink, Delta]]
 """Pieces of answers, with whom they are for."""

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from typing import Protocol
 
-from liveweight.engine.blocks import next_key
-from liveweight.engine.requests import Delta, Finish, Sampling, Sink, Token
-from liveweight.engine.stream import Draw, Drawn
+from liveweight.engine.serving.kv_blocks import next_key
+from liveweight.engine.serving.requests import Delta, Finish, Sampling, Sink, Token
+from liveweight.engine.serving.step_stream import Draw, Drawn
 
 
 class Ear(Protocol):

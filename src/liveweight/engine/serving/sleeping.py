@@ -18,17 +18,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, TypeAlias, get_args
 
-from liveweight.engine.desk import Desk
-from liveweight.engine.pauses import Pauses
-from liveweight.engine.pump import Pump
-from liveweight.engine.stream import GiveBack, Nap, SaveImage, TakeBack
+from liveweight.engine.serving.engine_loop import Pump
+from liveweight.engine.serving.pauses import Pauses
+from liveweight.engine.serving.step_stream import GiveBack, Nap, SaveImage, TakeBack
+from liveweight.engine.updates.leader_client import Desk
 from liveweight.errors import LiveWeightError, WrongState
 from liveweight.spec.deadline import Deadline
 from liveweight.spec.manifest import Version
-from liveweight.transports.snapshot.files import out_of_space
-from liveweight.transports.snapshot.offers import offer_of
-from liveweight.transports.snapshot.opened import Snapshot
-from liveweight.transports.snapshot.store import Store
+from liveweight.transports.snapshot.disk.atomic_files import out_of_space
+from liveweight.transports.snapshot.disk.open_snapshot import Snapshot
+from liveweight.transports.snapshot.disk.store import Store
+from liveweight.transports.snapshot.offer_record import offer_of
 
 Tag: TypeAlias = Literal["weight", "kv_cache"]
 TAGS: tuple[Tag, ...] = get_args(Tag)

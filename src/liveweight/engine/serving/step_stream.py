@@ -14,7 +14,7 @@ import msgspec
 from liveweight.engine.config import EngineConfig
 from liveweight.spec.layout import Layout
 from liveweight.spec.manifest import Manifest, Version
-from liveweight.wire.values import Fault, Offer
+from liveweight.wire.messages.values import Fault, Offer
 
 
 class _Message(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, tag=True):

@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from liveweight.engine.status import RecoveryStatus, SavingStatus
 from liveweight.observe import events as ev
 from liveweight.observe.bus import Bus
+from liveweight.rounds.replica import ReplicaRefused, WireReplica
 from liveweight.spec.deadline import Deadline
 from liveweight.spec.manifest import Version
-from liveweight.trainer.replica import ReplicaRefused, WireReplica
 from liveweight.wire import messages as m
 from liveweight.wire.credentials import Secret
 

@@ -15,25 +15,25 @@ from typing import TYPE_CHECKING
 
 from liveweight.devices.device import Device, open_device
 from liveweight.engine.config import Snapshots, Updates
-from liveweight.engine.rank_saving import Held, Live, RankSaving
-from liveweight.engine.start import Start
-from liveweight.engine.stream import Exchange, Exchanged, weights_text
+from liveweight.engine.rank.snapshot_writing import Held, Live, RankSaving
+from liveweight.engine.rank.start_version import Start
+from liveweight.engine.serving.step_stream import Exchange, Exchanged, weights_text
 from liveweight.errors import ChannelClosed, WrongState
 from liveweight.observe.bus import Bus
+from liveweight.rounds.boundary import Decision
+from liveweight.rounds.leader_server import Leader
 from liveweight.spec.deadline import Deadline
 from liveweight.transports.registry import TRANSPORTS
 from liveweight.wire.credentials import Secret, load_or_create_secret
-from liveweight.wire.values import RoundId
-from liveweight.worker.agent import StagingSettings
-from liveweight.worker.boundary import Decision
-from liveweight.worker.committer import Hook
-from liveweight.worker.leader import Leader
-from liveweight.worker.member import Member
+from liveweight.wire.messages.values import RoundId
+from liveweight.worker.commit import Hook
 from liveweight.worker.overwriting import InPlace
+from liveweight.worker.rank import Member
+from liveweight.worker.staging_thread import StagingSettings
 
 if TYPE_CHECKING:
     from liveweight.engine.models.model import Model
-    from liveweight.worker.torch_target import TensorTarget
+    from liveweight.worker.targets.torch_target import TensorTarget
 
 
 class Inbox:
@@ -103,7 +103,7 @@ class RankUpdates:
         bus: Bus,
         on_failure: Callable[[], None],
     ) -> None:
-        from liveweight.worker.torch_target import module_target
+        from liveweight.worker.targets.torch_target import module_target
 
         here, threads = open_device(device), updates.staging_threads
         target = module_target(model, model.pieces(), threads=threads, device=here, shadow=updates.shadow)

@@ -15,9 +15,9 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Literal
 
-from liveweight.engine.desk import OPERATOR
-from liveweight.engine.pauses import Pauses
+from liveweight.engine.serving.pauses import Pauses
 from liveweight.engine.status import PauseMode
+from liveweight.engine.updates.leader_client import OPERATOR
 from liveweight.errors import (
     ChannelClosed,
     EngineStopping,
@@ -26,17 +26,17 @@ from liveweight.errors import (
     RoundOpen,
     VersionNotOffered,
 )
+from liveweight.rounds.coordinator import MARGIN_S, Drive
+from liveweight.rounds.read_lease import SourceHold
+from liveweight.rounds.replica import WireReplica
+from liveweight.rounds.replica_progress import Part
 from liveweight.spec.deadline import Deadline
 from liveweight.spec.manifest import Version
-from liveweight.trainer.drive import MARGIN_S, Drive
-from liveweight.trainer.hold import SourceHold
-from liveweight.trainer.part import Part
-from liveweight.trainer.replica import WireReplica
 from liveweight.wire import messages as m
 from liveweight.wire.credentials import Secret
-from liveweight.wire.host import this_host
-from liveweight.wire.source_messages import Held
-from liveweight.wire.values import KvPolicy, RankTimes
+from liveweight.wire.host_identity import this_host
+from liveweight.wire.messages.source import Held
+from liveweight.wire.messages.values import KvPolicy, RankTimes
 from liveweight.wire.waker import Waker
 
 LEASE_S = 10.0

@@ -9,15 +9,15 @@ from contextlib import ExitStack
 from pathlib import Path
 
 from liveweight.engine.config import EngineConfig
-from liveweight.engine.desk import Desk
-from liveweight.engine.pauses import Pauses
-from liveweight.engine.requested import Requested
-from liveweight.engine.saving import Saving
-from liveweight.engine.updates import Inbox, lead
-from liveweight.engine.verifying import Verifying
+from liveweight.engine.recovery.snapshot_saving import Saving
+from liveweight.engine.serving.pauses import Pauses
+from liveweight.engine.updates.leader_client import Desk
+from liveweight.engine.updates.live_updates import Inbox, lead
+from liveweight.engine.updates.requested_update import Requested
+from liveweight.engine.updates.verifying import Verifying
 from liveweight.observe.bus import Bus
+from liveweight.rounds.leader_server import Leader
 from liveweight.wire.credentials import Secret, load_or_create_secret
-from liveweight.worker.leader import Leader
 
 
 class Offices:

@@ -10,15 +10,15 @@ from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
 from liveweight.errors import ManifestInvalid, WrongState
-from liveweight.plan.tally import lanes_from_bytes
+from liveweight.plan.digest_sums import lanes_from_bytes
+from liveweight.rounds.read_lease import SourceHold
+from liveweight.rounds.replica import ReplicaRefused, WireReplica
 from liveweight.spec.deadline import Deadline
 from liveweight.spec.digest import to_hex
 from liveweight.spec.manifest import Manifest, Version
-from liveweight.trainer.hold import SourceHold
-from liveweight.trainer.replica import ReplicaRefused, WireReplica
 from liveweight.wire.credentials import Secret
 from liveweight.wire.messages import Verdict, Verify
-from liveweight.wire.source_messages import Held
+from liveweight.wire.messages.source import Held
 from liveweight.wire.waker import Waker
 
 Against: TypeAlias = Literal["installed", "manifest", "source"]

@@ -16,16 +16,16 @@ from fastapi import APIRouter, Request
 from fastapi.routing import APIRoute
 from starlette.responses import JSONResponse, Response
 
-from liveweight.control.calls import call_of
-from liveweight.control.control_route import TIMEOUT_S
-from liveweight.control.errors import kind_of
-from liveweight.control.guard import CONTROL_PATHS
-from liveweight.control.service import Service, service_of
-from liveweight.control.update_routes import rank_answer
-from liveweight.engine.requested import Updated, Wish
-from liveweight.engine.sleeping import TAGS, Tag
+from liveweight.engine.serving.sleeping import TAGS, Tag
+from liveweight.engine.updates.requested_update import Updated, Wish
 from liveweight.errors import LiveWeightError
-from liveweight.integrations.fastdeploy_settings import FastDeploySettings
+from liveweight.integrations.fastdeploy.settings import FastDeploySettings
+from liveweight.server.admin.call_ids import call_of
+from liveweight.server.admin.route import TIMEOUT_S
+from liveweight.server.admin.update_routes import rank_answer
+from liveweight.server.errors import kind_of
+from liveweight.server.request_guard import CONTROL_PATHS
+from liveweight.server.route_context import Service, service_of
 from liveweight.transports.registry import TRANSPORTS
 
 PATHS = CONTROL_PATHS | {"/clear_load_weight", "/update_model_weight", "/v1/weight_status"}

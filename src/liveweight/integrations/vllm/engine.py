@@ -11,11 +11,11 @@ from typing import Any, get_args
 import xxhash
 
 from liveweight.errors import Refused
-from liveweight.integrations.vllm.replica import VllmReplica
-from liveweight.integrations.vllm.terms import Verify
-from liveweight.integrations.vllm.ways import controls_of
+from liveweight.integrations.vllm.client.connect import controls_of
+from liveweight.integrations.vllm.client.replica import VllmReplica
+from liveweight.integrations.vllm.handshake_terms import Verify
 from liveweight.wire.credentials import Secret
-from liveweight.wire.defaults import default_directory
+from liveweight.wire.default_paths import default_directory
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -14,5 +14,5 @@ def register() -> None:
         return  # a vLLM without such backends, which cannot ask for one
     if BACKEND not in WeightTransferEngineFactory._registry:
         WeightTransferEngineFactory.register_engine(
-            BACKEND, "liveweight.integrations.vllm.backend", "LiveweightBackend"
+            BACKEND, "liveweight.integrations.vllm.workers.backend", "LiveweightBackend"
         )

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from liveweight.errors import LiveWeightError, Unavailable
-from liveweight.integrations.vllm.http_controls import HttpControls
+from liveweight.integrations.vllm.client.http_controls import HttpControls
 from liveweight.spec.deadline import Deadline
 
 START_S = 600.0

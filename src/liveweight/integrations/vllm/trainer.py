@@ -23,11 +23,11 @@ from vllm.distributed.weight_transfer.factory import WeightTransferTrainerFactor
 from liveweight.errors import Refused
 from liveweight.integrations.vllm.engine import vllm
 from liveweight.integrations.vllm.plugin import BACKEND
-from liveweight.trainer.gathering import GatheringSource
-from liveweight.trainer.local import publishing_to
-from liveweight.trainer.report import Report
+from liveweight.rounds.report import Report
+from liveweight.trainer.local_publisher import publishing_to
+from liveweight.trainer.sources.gathering_source import GatheringSource
 from liveweight.wire.credentials import load_or_create_secret, socket_directory
-from liveweight.wire.defaults import default_directory, default_secret_file
+from liveweight.wire.default_paths import default_directory, default_secret_file
 
 
 @dataclass

@@ -53,7 +53,7 @@ class Child:
     def __init__(self, main: Callable[[Line, dict[str, Any]], None], config: dict[str, Any]) -> None:
         ours, theirs = socket.socketpair()
         where = f"from {main.__module__} import {main.__name__} as main"
-        code = f"{where}; from liveweight.bench.child import run; run(main, {theirs.fileno()})"
+        code = f"{where}; from liveweight.lab.bench.child_process import run; run(main, {theirs.fileno()})"
         with theirs:
             self._process = subprocess.Popen(
                 [sys.executable, "-c", code], pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL

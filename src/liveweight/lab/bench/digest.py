@@ -17,11 +17,11 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from liveweight.bench.digest_inputs import COLUMNS, Inputs, make_inputs
 from liveweight.devices.kernels import Kernels, choose
 from liveweight.devices.memory import Memory
 from liveweight.devices.numpy_kernels import NumpyKernels
 from liveweight.errors import DigestMismatch, MissingExtra
+from liveweight.lab.bench.digest_inputs import COLUMNS, Inputs, make_inputs
 from liveweight.spec.digest import Lanes
 
 Contender = Callable[[], Lanes | None]

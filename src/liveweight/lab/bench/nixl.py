@@ -16,20 +16,20 @@ from typing import Any
 
 import msgspec
 
-from liveweight.bench.child import Child
-from liveweight.bench.decoder import decoder, module_of, parameters
-from liveweight.bench.nixl_rank import WAIT_S
-from liveweight.bench.nixl_rank import main as rank_main
 from liveweight.devices.kernels import choose
 from liveweight.errors import DigestMismatch
-from liveweight.plan.tally import Tally, lanes_from_bytes
+from liveweight.lab.bench.child_process import Child
+from liveweight.lab.bench.model_shapes import decoder, module_of, parameters
+from liveweight.lab.bench.nixl_rank import WAIT_S
+from liveweight.lab.bench.nixl_rank import main as rank_main
+from liveweight.plan.digest_sums import Tally, lanes_from_bytes
 from liveweight.spec.deadline import Deadline
 from liveweight.spec.manifest import TensorSpec
-from liveweight.trainer.live import SharedModule, share_module
+from liveweight.trainer.offers.live import SharedModule, share_module
 from liveweight.transports.ipc.arena import SharedArena
 from liveweight.transports.nixl.source import NixlOutlet
 from liveweight.wire.credentials import load_or_create_secret
-from liveweight.worker.torch_layout import gather, layout_of
+from liveweight.worker.targets.torch_layout import gather, layout_of
 
 CONTENDERS = ("bare", "plain", "verified", "halves")
 

@@ -9,27 +9,27 @@ from typing import Any
 
 import numpy as np
 
-from liveweight.bench.child import Line
-from liveweight.bench.decoder import parameters
-from liveweight.devices.crew import Crew
+from liveweight.devices.copy_threads import Crew
 from liveweight.devices.kernels import choose_kernels
 from liveweight.devices.memory import Memory
-from liveweight.plan.tally import lanes_to_bytes
+from liveweight.lab.bench.child_process import Line
+from liveweight.lab.bench.model_shapes import parameters
+from liveweight.plan.digest_sums import lanes_to_bytes
 from liveweight.spec.deadline import Deadline
 from liveweight.spec.decoding import converted
 from liveweight.spec.manifest import TensorSpec
-from liveweight.transports.attaching import ask_source
+from liveweight.transports.attach import ask_source
+from liveweight.transports.nixl.arena_location import place_from
 from liveweight.transports.nixl.library import Agent
-from liveweight.transports.nixl.places import place_from
 from liveweight.transports.nixl.reader import NixlReader
 from liveweight.wire.codec import Codec
 from liveweight.wire.credentials import Secret, load_or_create_secret
 from liveweight.wire.limits import Limits
 from liveweight.wire.messages import Message
-from liveweight.wire.values import Offer
+from liveweight.wire.messages.values import Offer
 from liveweight.worker.shadow_digest import ShadowDigest
 from liveweight.worker.staging import Stopped, stage
-from liveweight.worker.torch_target import TensorTarget
+from liveweight.worker.targets.torch_target import TensorTarget
 
 WAIT_S = 600.0
 

@@ -6,11 +6,11 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
-from liveweight.trainer.live import SharedModule
-from liveweight.trainer.local import Publishing, publishing_to
-from liveweight.trainer.replica import WireReplica
-from liveweight.trainer.sources import ModuleSource
-from liveweight.transports.stock import RingSettings
+from liveweight.rounds.replica import WireReplica
+from liveweight.trainer.local_publisher import Publishing, publishing_to
+from liveweight.trainer.offers.live import SharedModule
+from liveweight.trainer.sources.in_memory import ModuleSource
+from liveweight.transports.packing_source import RingSettings
 from liveweight.wire.credentials import load_or_create_secret
 
 

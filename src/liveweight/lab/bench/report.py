@@ -9,7 +9,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from liveweight.bench.plots import plot_growth, plot_peers
+from liveweight.lab.bench.plots import plot_growth, plot_peers
 
 PACKAGES = ("liveweight", "torch", "pyzmq", "safetensors", "nixl", "ray")
 

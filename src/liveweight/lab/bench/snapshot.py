@@ -20,19 +20,19 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from liveweight.bench.child import reset_peak, resident_bytes
-from liveweight.bench.decoder import decoder
 from liveweight.devices.cpu import allocate
 from liveweight.devices.memory import Memory
 from liveweight.errors import DigestMismatch
+from liveweight.lab.bench.child_process import reset_peak, resident_bytes
+from liveweight.lab.bench.model_shapes import decoder
 from liveweight.spec.layout import Layout, packed
 from liveweight.spec.manifest import Version
-from liveweight.trainer.views import view
-from liveweight.transports.snapshot.parts import PART_BYTES
+from liveweight.trainer.sources.tensor_views import view
+from liveweight.transports.snapshot.disk.parts import PART_BYTES
+from liveweight.transports.snapshot.disk.store import Store
+from liveweight.transports.snapshot.disk.writer import Image, WriteSettings
 from liveweight.transports.snapshot.restore import restore
-from liveweight.transports.snapshot.saving import Saved, save
-from liveweight.transports.snapshot.store import Store
-from liveweight.transports.snapshot.writer import Image, WriteSettings
+from liveweight.transports.snapshot.save import Saved, save
 
 if TYPE_CHECKING:
     import torch

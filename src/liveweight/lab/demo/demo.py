@@ -15,20 +15,30 @@ from pathlib import Path
 
 from liveweight.engine.init_model.checkpoint import init_model
 from liveweight.errors import LiveWeightError, RoundAborted
-from liveweight.integrations.vllm.server import VllmLaunching
-from liveweight.rl.chaos import plan
-from liveweight.rl.loop import Look, Loop, Publish
-from liveweight.rl.policy import Policy
-from liveweight.rl.publishing import Published, Publishing
-from liveweight.rl.records import Listener, Phase, PhaseName, Round, Run, Step, Summary, Warmed, summarise
-from liveweight.rl.rollouts import Asking, Rollouts
-from liveweight.rl.rounds import Listening, MakePublisher, Progress, Rounds, Unheard
-from liveweight.rl.servers import Fleet, Server
-from liveweight.rl.settings import DemoSettings, Launching
-from liveweight.rl.staleness import Bound
-from liveweight.rl.stopping import Stop
-from liveweight.rl.vllm_servers import VllmServer
-from liveweight.rl.watch import WatchedReplica
+from liveweight.integrations.vllm.server_process import VllmLaunching
+from liveweight.lab.demo.engine_servers import Fleet, Server
+from liveweight.lab.demo.faults import plan
+from liveweight.lab.demo.learning.policy import Policy
+from liveweight.lab.demo.learning.rollouts import Asking, Rollouts
+from liveweight.lab.demo.learning.staleness import Bound
+from liveweight.lab.demo.publishing import Published, Publishing
+from liveweight.lab.demo.records import (
+    Listener,
+    Phase,
+    PhaseName,
+    Round,
+    Run,
+    Step,
+    Summary,
+    Warmed,
+    summarise,
+)
+from liveweight.lab.demo.settings import DemoSettings, Launching
+from liveweight.lab.demo.stopping import Stop
+from liveweight.lab.demo.trainer_rounds import Listening, MakePublisher, Progress, Rounds, Unheard
+from liveweight.lab.demo.training_loop import Look, Loop, Publish
+from liveweight.lab.demo.vllm_servers import VllmServer
+from liveweight.lab.demo.watched_replica import WatchedReplica
 from liveweight.wire.credentials import load_or_create_secret
 
 KEPT = 3

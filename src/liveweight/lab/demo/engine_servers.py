@@ -16,11 +16,11 @@ from types import TracebackType
 from typing import Self
 
 from liveweight.errors import ChannelClosed, DeadlineExceeded
-from liveweight.rl.settings import Launching
-from liveweight.rl.stopping import Stop
-from liveweight.rl.watch import Driven
+from liveweight.lab.demo.settings import Launching
+from liveweight.lab.demo.stopping import Stop
+from liveweight.lab.demo.watched_replica import Driven
+from liveweight.rounds.replica import WireReplica
 from liveweight.spec.deadline import Deadline
-from liveweight.trainer.replica import WireReplica
 from liveweight.wire.credentials import Secret
 
 END_S = 10.0

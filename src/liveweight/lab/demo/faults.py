@@ -9,10 +9,10 @@ import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from liveweight.rl.records import FaultKind, Round, Stage
-from liveweight.rl.rounds import Rounds
-from liveweight.rl.servers import Server
-from liveweight.rl.stopping import Stop
+from liveweight.lab.demo.engine_servers import Server
+from liveweight.lab.demo.records import FaultKind, Round, Stage
+from liveweight.lab.demo.stopping import Stop
+from liveweight.lab.demo.trainer_rounds import Rounds
 from liveweight.spec.deadline import Deadline
 
 KINDS: tuple[FaultKind, ...] = ("cut", "deadline", "rank", "replica")

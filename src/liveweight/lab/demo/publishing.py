@@ -11,11 +11,11 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from liveweight.rl.chaos import Blow, strike
-from liveweight.rl.records import Fault, FaultKind, Round
-from liveweight.rl.rounds import Rounds
-from liveweight.rl.servers import Server
-from liveweight.rl.stopping import Stop
+from liveweight.lab.demo.engine_servers import Server
+from liveweight.lab.demo.faults import Blow, strike
+from liveweight.lab.demo.records import Fault, FaultKind, Round
+from liveweight.lab.demo.stopping import Stop
+from liveweight.lab.demo.trainer_rounds import Rounds
 from liveweight.spec.deadline import Deadline
 
 RECOVER_S = 600.0

@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 from typing import Literal, TypeAlias
 
 from liveweight.engine.init_model.sizes import SIZES, VLLM_TINY, Size
-from liveweight.rl.task import SortDigits
-from liveweight.wire.values import KvPolicy
+from liveweight.lab.demo.learning.task import SortDigits
+from liveweight.wire.messages.values import KvPolicy
 
 EngineKind: TypeAlias = Literal["embedded", "vllm"]
 

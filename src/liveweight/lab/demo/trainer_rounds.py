@@ -13,11 +13,11 @@ from types import TracebackType
 from typing import Protocol, Self, TypeAlias
 
 from liveweight.errors import OutcomeUnknown, RoundFailed
-from liveweight.rl.records import Reached, Round, Stage
-from liveweight.rl.stopping import Stop
-from liveweight.rl.watch import WatchedReplica
+from liveweight.lab.demo.records import Reached, Round, Stage
+from liveweight.lab.demo.stopping import Stop
+from liveweight.lab.demo.watched_replica import WatchedReplica
+from liveweight.rounds.report import Report
 from liveweight.trainer.publisher import Publisher
-from liveweight.trainer.report import Report
 
 MakePublisher: TypeAlias = Callable[[object, Sequence[WatchedReplica]], Publisher]
 """(the trainer's module, the fleet) -> `lw.Publisher`."""

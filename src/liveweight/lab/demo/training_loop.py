@@ -12,12 +12,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
-from liveweight.rl.onpolicy import gap, to_check
-from liveweight.rl.policy import Policy
-from liveweight.rl.publishing import Published
-from liveweight.rl.records import Listener, Round, Run, Step
-from liveweight.rl.rollouts import Rollouts, Taken
-from liveweight.rl.stopping import Stop
+from liveweight.lab.demo.learning.on_policy_check import gap, to_check
+from liveweight.lab.demo.learning.policy import Policy
+from liveweight.lab.demo.learning.rollouts import Rollouts, Taken
+from liveweight.lab.demo.publishing import Published
+from liveweight.lab.demo.records import Listener, Round, Run, Step
+from liveweight.lab.demo.stopping import Stop
 
 Publish: TypeAlias = Callable[[int, bool], Published]
 """(step, whether it is the last) -> what ended meanwhile. Publishes the present weights as that step's, or, for control, does not."""

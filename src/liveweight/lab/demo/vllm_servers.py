@@ -8,7 +8,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from liveweight.integrations.vllm.engine import vllm
-from liveweight.integrations.vllm.server import (
+from liveweight.integrations.vllm.server_process import (
     START_S,
     Serving,
     VllmLaunching,
@@ -17,10 +17,10 @@ from liveweight.integrations.vllm.server import (
     free_port,
     launch,
 )
-from liveweight.rl.servers import Server
-from liveweight.rl.settings import Launching
-from liveweight.rl.stopping import Stop
-from liveweight.rl.watch import Driven
+from liveweight.lab.demo.engine_servers import Server
+from liveweight.lab.demo.settings import Launching
+from liveweight.lab.demo.stopping import Stop
+from liveweight.lab.demo.watched_replica import Driven
 from liveweight.spec.deadline import Deadline
 from liveweight.wire.credentials import Secret
 

@@ -11,11 +11,11 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from liveweight.errors import ChannelClosed
-from liveweight.rl.records import RankPart, ReplicaPart, Stage
+from liveweight.lab.demo.records import RankPart, ReplicaPart, Stage
+from liveweight.rounds.replica import Replica
 from liveweight.spec.deadline import Deadline
-from liveweight.trainer.replica import Replica
 from liveweight.wire import messages as m
-from liveweight.wire.values import RankTimes, RoundId
+from liveweight.wire.messages.values import RankTimes, RoundId
 
 Heard = Callable[[int, int, Stage, float], None]
 """(version, replica, how far, milliseconds since the round was opened)"""

@@ -16,10 +16,10 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from liveweight.bench.torn_process import Go, Served, Told, run
 from liveweight.engine.config import EngineConfig
-from liveweight.engine.pipe import Pipe
+from liveweight.engine.serving.step_channel import Pipe
 from liveweight.errors import ChannelClosed, LiveWeightError
+from liveweight.lab.torn_demo.processes import Go, Served, Told, run
 
 if TYPE_CHECKING:
     from liveweight.engine.engine import Engine
@@ -39,8 +39,8 @@ def main(descriptor: int) -> None:
 
 def _serve(pipe: Pipe[SideConfig | Go], config: SideConfig) -> None:
     """Serve on a port of its own until the pipe closes, which is as a SIGTERM: also while it starts, everything is released."""
-    from liveweight.control.server import bind
     from liveweight.engine.engine import Engine
+    from liveweight.server.server import bind
 
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     threading.Thread(target=_end_with, args=(pipe,), name="pipe", daemon=True).start()
@@ -62,9 +62,9 @@ async def _until_told(
 ) -> LiveWeightError | None:
     from prometheus_client import CollectorRegistry
 
-    from liveweight.control.app import build_app
-    from liveweight.control.guard import Access
-    from liveweight.control.server import Ending, Serving, serve, url_of
+    from liveweight.server.app import build_app
+    from liveweight.server.request_guard import Access
+    from liveweight.server.server import Ending, Serving, serve, url_of
 
     def ready() -> None:
         with suppress(ChannelClosed):

@@ -18,16 +18,16 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from liveweight.bench.torn_process import Go, Told, engine_of, run
-from liveweight.control.client import EngineClient
 from liveweight.devices.cpu import mapped
 from liveweight.devices.device import CPU, Device
 from liveweight.devices.memory import Memory
-from liveweight.engine.forward import Solo
-from liveweight.engine.pipe import Pipe
+from liveweight.engine.models.forward import Solo
+from liveweight.engine.serving.step_channel import Pipe
 from liveweight.errors import Unavailable
+from liveweight.lab.torn_demo.processes import Go, Told, engine_of, run
+from liveweight.server.client import EngineClient
 from liveweight.spec.deadline import Deadline
-from liveweight.trainer.live import share_module
+from liveweight.trainer.offers.live import share_module
 from liveweight.transports.ipc.arena import SharedArena
 
 if TYPE_CHECKING:
@@ -134,9 +134,9 @@ def share_of(directory: Path, rank: int, size: int) -> Memory:
     """A rank's share of a checkpoint, by the engine's own layers and loader, laid out as the rank's weights are."""
     import torch
 
-    from liveweight.engine.loading import load
     from liveweight.engine.models.model import build
     from liveweight.engine.models.spec import ModelSpec
+    from liveweight.engine.rank.checkpoint_loading import load
 
     spec = ModelSpec.read(directory)
     model = build(spec, _Seat(rank, size), dtype=getattr(torch, spec.dtype), device="cpu", draft=True)

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, Self, TypeAlias
 
-from liveweight.engine.forward import Batch, Solo
+from liveweight.engine.models.forward import Batch, Solo
 
 if TYPE_CHECKING:
     import torch
@@ -124,10 +124,10 @@ def loaded(directory: Path) -> Model:
     """A checkpoint, whole and in float32."""
     import torch
 
-    from liveweight.engine.hooks import hooks_of
-    from liveweight.engine.loading import load
     from liveweight.engine.models.model import build
     from liveweight.engine.models.spec import ModelSpec
+    from liveweight.engine.rank.checkpoint_loading import load
+    from liveweight.engine.rank.hooks import hooks_of
 
     model = build(ModelSpec.read(directory), Solo(), dtype=torch.float32, device="cpu", draft=False)
     load(model, directory, hooks_of(model))

@@ -19,10 +19,10 @@ from typing import Literal, Self, TypeAlias, TypeVar
 
 import msgspec
 
-from liveweight.engine.pipe import Pipe
+from liveweight.engine.serving.step_channel import Pipe
 from liveweight.errors import ChannelClosed, LiveWeightError, MessageInvalid
 from liveweight.spec.deadline import Deadline
-from liveweight.wire.values import Fault, fault_of
+from liveweight.wire.messages.values import Fault, fault_of
 
 END_S = 5.0
 

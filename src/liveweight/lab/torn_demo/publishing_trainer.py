@@ -13,15 +13,15 @@ from typing import TypeAlias
 
 import msgspec
 
-from liveweight.bench.torn_process import Go, Told, engine_of, run
-from liveweight.control.client import wire_address
-from liveweight.engine.pipe import Pipe
+from liveweight.engine.serving.step_channel import Pipe
+from liveweight.lab.torn_demo.processes import Go, Told, engine_of, run
+from liveweight.rounds.replica import WireReplica
+from liveweight.server.client import wire_address
 from liveweight.spec.deadline import Deadline
 from liveweight.trainer.publisher import Publisher
-from liveweight.trainer.replica import WireReplica
 from liveweight.wire.credentials import Secret, load_or_create_secret
-from liveweight.wire.publisher_messages import Phase, Progress
-from liveweight.wire.values import RoundId
+from liveweight.wire.messages.publisher import Phase, Progress
+from liveweight.wire.messages.values import RoundId
 
 ANSWER_S = 60.0
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from liveweight.bench.torn_judge import Counts
+from liveweight.lab.torn_demo.judge import Counts
 
 LABEL = "step_2"
 """What the new version is called."""

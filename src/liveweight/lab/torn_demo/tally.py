@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 
-from liveweight.bench.replaying import Replaying
-from liveweight.bench.torn_judge import Counts, Judge, Kind
-from liveweight.bench.torn_stream import Answer
+from liveweight.lab.replay_thread import Replaying
+from liveweight.lab.torn_demo.clients import Answer
+from liveweight.lab.torn_demo.judge import Counts, Judge, Kind
 
 OnJudged = Callable[[str, Answer, Sequence[Kind]], None]
 """(side, answer, the kinds of its tokens)."""

@@ -14,21 +14,21 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, Protocol, TypeAlias
 
-from liveweight.bench import torn_in_place, torn_side
-from liveweight.bench.torn_in_place import InPlaceConfig
-from liveweight.bench.torn_judge import Judge, Kind
-from liveweight.bench.torn_process import Child, Served, Told
-from liveweight.bench.torn_result import LABEL, PARTS, SideResult, TornResult
-from liveweight.bench.torn_side import SideConfig
-from liveweight.bench.torn_stream import Answer, Stream
-from liveweight.bench.torn_tally import Tally
-from liveweight.bench.torn_trainer import PublishConfig
-from liveweight.control.client import EngineClient
 from liveweight.engine.config import EngineConfig, Updates
 from liveweight.engine.init_model.checkpoint import init_model
 from liveweight.engine.init_model.sizes import SIZES
 from liveweight.engine.text.tokenizer import Tokenizer
 from liveweight.errors import MessageInvalid
+from liveweight.lab.torn_demo import engine_process, in_place_update
+from liveweight.lab.torn_demo.clients import Answer, Stream
+from liveweight.lab.torn_demo.engine_process import SideConfig
+from liveweight.lab.torn_demo.in_place_update import InPlaceConfig
+from liveweight.lab.torn_demo.judge import Judge, Kind
+from liveweight.lab.torn_demo.processes import Child, Served, Told
+from liveweight.lab.torn_demo.publishing_trainer import PublishConfig
+from liveweight.lab.torn_demo.result import LABEL, PARTS, SideResult, TornResult
+from liveweight.lab.torn_demo.tally import Tally
+from liveweight.server.client import EngineClient
 from liveweight.spec.deadline import Deadline
 
 TP = 2
@@ -223,9 +223,11 @@ class _Demo:
             tp=TP,
             prefix_cache=False,
             updates=updates,
-            hooks=(torn_in_place.HOOK,) if side == "left" else (),
+            hooks=(in_place_update.HOOK,) if side == "left" else (),
         )
-        child = Child(f"the {side} engine", torn_side.main, SideConfig(engine=config), grace_s=ENGINE_END_S)
+        child = Child(
+            f"the {side} engine", engine_process.main, SideConfig(engine=config), grace_s=ENGINE_END_S
+        )
         return self._stack.enter_context(child)
 
     def _trainer(self, side: Side, *, dies: bool) -> Child:
@@ -239,7 +241,7 @@ class _Demo:
                 paused=self._settings.paused,
                 stop_after=buckets // 2 if dies else None,
             )
-            return self._stack.enter_context(Child(name, torn_in_place.trainer_main, write))
+            return self._stack.enter_context(Child(name, in_place_update.trainer_main, write))
         publish = PublishConfig(
             checkpoint=str(self._new),
             directory=str(self._directory / "trainer"),

@@ -8,9 +8,9 @@ from collections.abc import Callable, Iterator, Sequence
 from types import TracebackType
 from typing import Protocol, Self
 
-from liveweight.bench.torture.replay import Answer
-from liveweight.engine.requests import Delta, Sampling, Sink
+from liveweight.engine.serving.requests import Delta, Sampling, Sink
 from liveweight.errors import LiveWeightError
+from liveweight.lab.torture.replay import Answer
 from liveweight.spec.deadline import Deadline
 
 AGAIN_S = 0.01

@@ -11,13 +11,13 @@ from collections.abc import Mapping
 from contextlib import suppress
 from typing import Protocol
 
-from liveweight.bench.torture.blows import cut, flip
-from liveweight.bench.torture.events import Events
-from liveweight.bench.torture.hand import Hand
-from liveweight.bench.torture.strikes import Strike
-from liveweight.bench.torture.target import SLACK_S, Tally
-from liveweight.bench.torture.trainer import Ended, Publish
 from liveweight.errors import DeadlineExceeded, LiveWeightError
+from liveweight.lab.torture.fault_plan import Strike
+from liveweight.lab.torture.faults import cut, flip
+from liveweight.lab.torture.round_moments import Events
+from liveweight.lab.torture.targets.target import SLACK_S, Tally
+from liveweight.lab.torture.trainer_main import Ended, Publish
+from liveweight.lab.torture.trainer_process import Hand
 from liveweight.spec.deadline import Deadline
 from liveweight.trainer.settings import PublisherSettings, last_steps_s
 

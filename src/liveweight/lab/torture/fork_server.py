@@ -27,7 +27,10 @@ _ROLE_BYTES = 256
 
 
 class Forked:
-    """A process that is somebody else's child: its end is seen, its exit code is not. See engine/ranks.Process. For any thread."""
+    """A process that is somebody else's child: its end is seen, its exit code is not.
+
+    Implements engine/serving/rank_processes.Process. For any thread.
+    """
 
     def __init__(self, pid: int) -> None:
         self.pid = pid

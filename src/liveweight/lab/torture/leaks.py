@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from liveweight.bench.torture.nursery import Forked
+from liveweight.lab.torture.fork_server import Forked
 from liveweight.spec.deadline import Deadline
 
 DESCRIPTORS = 6

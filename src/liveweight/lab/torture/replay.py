@@ -12,8 +12,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from liveweight.bench.replaying import Replaying
-from liveweight.bench.torn_judge import drawable, loaded, logits
+from liveweight.lab.replay_thread import Replaying
+from liveweight.lab.torn_demo.judge import drawable, loaded, logits
 
 BACKLOG = 64
 

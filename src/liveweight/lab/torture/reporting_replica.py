@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from liveweight.bench.torture.strikes import After
+from liveweight.lab.torture.fault_plan import After
+from liveweight.rounds.replica import Replica
 from liveweight.spec.deadline import Deadline
-from liveweight.trainer.replica import Replica
 from liveweight.wire import messages as m
-from liveweight.wire.values import RoundId
+from liveweight.wire.messages.values import RoundId
 
 
 class Telling:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import threading
 
-from liveweight.bench.torture.strikes import MOMENTS
-from liveweight.bench.torture.target import Tally
+from liveweight.lab.torture.fault_plan import MOMENTS
+from liveweight.lab.torture.targets.target import Tally
 from liveweight.observe.events import AnyEvent, Committed, Recovered, RoundEnded, RoundEvent, RoundOpened
 from liveweight.wire.waker import Waker
 

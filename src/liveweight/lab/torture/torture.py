@@ -10,19 +10,19 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
-from liveweight.bench.torture.embedded import Embedded
-from liveweight.bench.torture.in_place import InPlace
-from liveweight.bench.torture.leaks import Leaks
-from liveweight.bench.torture.load import Load
-from liveweight.bench.torture.nursery import Nursery
-from liveweight.bench.torture.replay import Replay, Versions
-from liveweight.bench.torture.strikes import strikes
-from liveweight.bench.torture.target import RECOVER_S, Target
-from liveweight.bench.torture.vllm import Vllm
 from liveweight.engine.init_model.checkpoint import init_model
 from liveweight.engine.init_model.sizes import SIZES, VLLM_TINY
 from liveweight.errors import DeadlineExceeded, Unavailable
-from liveweight.integrations.vllm.server import VllmLaunching
+from liveweight.integrations.vllm.server_process import VllmLaunching
+from liveweight.lab.torture.client_load import Load
+from liveweight.lab.torture.fault_plan import strikes
+from liveweight.lab.torture.fork_server import Nursery
+from liveweight.lab.torture.leaks import Leaks
+from liveweight.lab.torture.replay import Replay, Versions
+from liveweight.lab.torture.targets.embedded import Embedded
+from liveweight.lab.torture.targets.in_place import InPlace
+from liveweight.lab.torture.targets.target import RECOVER_S, Target
+from liveweight.lab.torture.targets.vllm import Vllm
 from liveweight.spec.deadline import Deadline
 
 Name: TypeAlias = Literal["embedded", "in-place", "vllm"]

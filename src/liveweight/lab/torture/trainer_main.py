@@ -16,19 +16,19 @@ from typing import TYPE_CHECKING, TypeAlias
 
 import msgspec
 
-from liveweight.bench.live_trainer import module_of_checkpoint
-from liveweight.bench.torn_in_place import live_memory, share_of, write
-from liveweight.bench.torn_process import Failed, run_with
-from liveweight.bench.torture.strikes import After
-from liveweight.bench.torture.telling import Telling
-from liveweight.engine.pipe import Pipe
+from liveweight.checkpoint import CheckpointSource
+from liveweight.engine.serving.step_channel import Pipe
 from liveweight.errors import LiveWeightError, RoundFailed, RoundOpen
 from liveweight.integrations.vllm.engine import vllm
+from liveweight.lab.bench.engine.live_trainer import module_of_checkpoint
+from liveweight.lab.torn_demo.in_place_update import live_memory, share_of, write
+from liveweight.lab.torn_demo.processes import Failed, run_with
+from liveweight.lab.torture.fault_plan import After
+from liveweight.lab.torture.reporting_replica import Telling
 from liveweight.observe.bus import Bus
 from liveweight.observe.events import OfferKind
 from liveweight.spec.deadline import Deadline
-from liveweight.trainer.checkpoint import CheckpointSource
-from liveweight.trainer.live import share_module
+from liveweight.trainer.offers.live import share_module
 from liveweight.trainer.publisher import Publisher
 from liveweight.transports.ipc.arena import SharedArena
 from liveweight.wire.credentials import load_or_create_secret

@@ -8,11 +8,11 @@ import socket
 from collections import deque
 from collections.abc import Callable, Sequence
 
-from liveweight.bench.torn_process import Failed
-from liveweight.bench.torture.nursery import Nursery
-from liveweight.bench.torture.trainer import Ended, Publish, Publishing, Reached, Standing, Word, Writing
-from liveweight.engine.pipe import Pipe
+from liveweight.engine.serving.step_channel import Pipe
 from liveweight.errors import ChannelClosed
+from liveweight.lab.torn_demo.processes import Failed
+from liveweight.lab.torture.fork_server import Nursery
+from liveweight.lab.torture.trainer_main import Ended, Publish, Publishing, Reached, Standing, Word, Writing
 from liveweight.spec.deadline import Deadline
 from liveweight.wire.waker import Waker
 

@@ -22,15 +22,15 @@ from liveweight.errors import (
     WireError,
 )
 from liveweight.observe.events import Audited
-from liveweight.plan.tally import Tally, lanes_from_bytes
+from liveweight.plan.digest_sums import Tally, lanes_from_bytes
+from liveweight.rounds.leader.audit_references import Mask, Reference, of_manifest
+from liveweight.rounds.leader.audit_verdicts import Installed, choose, verdict
+from liveweight.rounds.leader.membership import Member, Membership
+from liveweight.rounds.leader.round_record import Action, Reply, Say, Tell
 from liveweight.spec.digest import Lanes
 from liveweight.spec.manifest import Version
 from liveweight.wire import messages as m
-from liveweight.wire.values import Fault, fault_of
-from liveweight.worker.membership import Member, Membership
-from liveweight.worker.references import Mask, Reference, of_manifest
-from liveweight.worker.rounds import Action, Reply, Say, Tell
-from liveweight.worker.verdicts import Installed, choose, verdict
+from liveweight.wire.messages.values import Fault, fault_of
 
 TRIES = 2
 NEVER = float("inf")

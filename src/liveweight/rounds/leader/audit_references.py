@@ -13,10 +13,10 @@ import numpy as np
 import numpy.typing as npt
 
 from liveweight.errors import ManifestInvalid, ManifestMismatch
-from liveweight.plan.tally import KEPT, Tally, lanes_from_bytes
+from liveweight.plan.digest_sums import KEPT, Tally, lanes_from_bytes
+from liveweight.rounds.leader.membership import Fit
 from liveweight.spec.digest import SEEDS, ContentDigest, Lanes, from_hex
 from liveweight.spec.manifest import Manifest
-from liveweight.worker.membership import Fit
 
 Numbers: TypeAlias = npt.NDArray[np.int64]
 Mask: TypeAlias = npt.NDArray[np.bool_]

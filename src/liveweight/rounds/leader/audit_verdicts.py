@@ -13,12 +13,12 @@ import msgspec
 import numpy as np
 
 from liveweight.errors import ManifestMismatch
-from liveweight.plan.tally import Tally
+from liveweight.plan.digest_sums import Tally
+from liveweight.rounds.leader.audit_references import Mask, Reference
 from liveweight.spec.digest import ContentDigest, Lanes, to_hex
 from liveweight.spec.manifest import Manifest, Version
 from liveweight.wire.messages import Verdict
-from liveweight.wire.values import Mismatch
-from liveweight.worker.references import Mask, Reference
+from liveweight.wire.messages.values import Mismatch
 
 MISMATCHES_TOLD = 100
 EMPTY: Mapping[str, Sequence[int]] = MappingProxyType({})

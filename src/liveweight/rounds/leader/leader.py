@@ -11,19 +11,19 @@ import msgspec
 
 from liveweight.errors import ChannelClosed, DeadlineExceeded, LiveWeightError, Torn, WrongState
 from liveweight.observe import events
-from liveweight.plan.tally import Tally
+from liveweight.plan.digest_sums import Tally
+from liveweight.rounds import states
+from liveweight.rounds.leader.audit import Audits
+from liveweight.rounds.leader.membership import Membership
+from liveweight.rounds.leader.notices import Aside
+from liveweight.rounds.leader.replica_record import Books
+from liveweight.rounds.leader.round_end import Endings
+from liveweight.rounds.leader.round_record import NEVER, Action, Reply, Round, Say, Tell, Waiter
+from liveweight.rounds.leader.staging_reports import Gathering
+from liveweight.rounds.leader.votes_and_commits import Deciding
 from liveweight.spec.manifest import Version
 from liveweight.wire import messages as m
-from liveweight.wire.values import RoundId, fault_of
-from liveweight.worker import states
-from liveweight.worker.aside import Aside
-from liveweight.worker.audit import Audits
-from liveweight.worker.books import Books
-from liveweight.worker.deciding import Deciding
-from liveweight.worker.endings import Endings
-from liveweight.worker.gathering import Gathering
-from liveweight.worker.membership import Membership
-from liveweight.worker.rounds import NEVER, Action, Reply, Round, Say, Tell, Waiter
+from liveweight.wire.messages.values import RoundId, fault_of
 
 STEPS: dict[type, str] = {
     m.Join: "join",

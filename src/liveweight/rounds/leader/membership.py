@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from liveweight.errors import LayoutInvalid, ManifestInvalid, ReplicaIncomplete, VersionConflict, WrongState
-from liveweight.plan.tally import Tally, lanes_from_bytes
+from liveweight.plan.digest_sums import Tally, lanes_from_bytes
 from liveweight.spec.digest import ContentDigest, Lanes
 from liveweight.spec.layout import Layout
 from liveweight.spec.manifest import Manifest, OptionalGroup, Version, compare, left_out

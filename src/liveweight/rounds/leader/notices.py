@@ -7,12 +7,12 @@ from __future__ import annotations
 
 from liveweight.errors import RoundAborted, RoundOpen, WrongState
 from liveweight.observe import events
+from liveweight.rounds import states
+from liveweight.rounds.leader.replica_record import Books
+from liveweight.rounds.leader.round_end import Endings
+from liveweight.rounds.leader.round_record import Action, Reply, Say
 from liveweight.wire import messages as m
-from liveweight.wire.values import fault_of
-from liveweight.worker import states
-from liveweight.worker.books import Books
-from liveweight.worker.endings import Endings
-from liveweight.worker.rounds import Action, Reply, Say
+from liveweight.wire.messages.values import fault_of
 
 
 class Aside:

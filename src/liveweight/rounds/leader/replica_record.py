@@ -10,13 +10,13 @@ from dataclasses import dataclass, field
 
 from liveweight.errors import RoundOpen, WrongState
 from liveweight.observe.events import RoundFacts
+from liveweight.rounds import states
+from liveweight.rounds.leader.audit import Audits
+from liveweight.rounds.leader.membership import Ledger, Membership
+from liveweight.rounds.leader.round_record import NEVER, Round
 from liveweight.spec.manifest import Version
 from liveweight.wire.messages import Phase
-from liveweight.wire.values import Fault, RoundId
-from liveweight.worker import states
-from liveweight.worker.audit import Audits
-from liveweight.worker.membership import Ledger, Membership
-from liveweight.worker.rounds import NEVER, Round
+from liveweight.wire.messages.values import Fault, RoundId
 
 REMEMBERED = 64
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from liveweight.errors import Torn
 from liveweight.observe import events
+from liveweight.rounds import states
+from liveweight.rounds.leader.audit_references import of_round
+from liveweight.rounds.leader.replica_record import Books
+from liveweight.rounds.leader.round_record import Action, Reply, Round, Say, Tell, Withdraw
 from liveweight.spec.manifest import Version
 from liveweight.wire import messages as m
-from liveweight.wire.values import Fault, fault_of
-from liveweight.worker import states
-from liveweight.worker.books import Books
-from liveweight.worker.references import of_round
-from liveweight.worker.rounds import Action, Reply, Round, Say, Tell, Withdraw
+from liveweight.wire.messages.values import Fault, fault_of
 
 
 class Endings:

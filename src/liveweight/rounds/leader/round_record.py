@@ -6,12 +6,12 @@ from dataclasses import dataclass, field
 from typing import TypeAlias
 
 from liveweight.observe.events import AnyEvent
-from liveweight.plan.tally import lanes_from_bytes
+from liveweight.plan.digest_sums import lanes_from_bytes
+from liveweight.rounds.leader.membership import Fit
 from liveweight.spec.digest import Lanes
 from liveweight.spec.layout import Layout
 from liveweight.wire.messages import ORDER, Message, Open, Phase, Progress
-from liveweight.wire.values import Fault, KvPolicy, Overwritten, RankTimes, RoundId
-from liveweight.worker.membership import Fit
+from liveweight.wire.messages.values import Fault, KvPolicy, Overwritten, RankTimes, RoundId
 
 
 @dataclass(frozen=True, slots=True)

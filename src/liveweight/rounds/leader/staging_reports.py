@@ -6,13 +6,13 @@ import msgspec
 
 from liveweight.errors import DigestMismatch, WrongState
 from liveweight.observe import events
-from liveweight.plan.tally import lanes_from_bytes
+from liveweight.plan.digest_sums import lanes_from_bytes
+from liveweight.rounds import states
+from liveweight.rounds.leader.replica_record import Books
+from liveweight.rounds.leader.round_end import Endings
+from liveweight.rounds.leader.round_record import Action, Reply, Round, Say
 from liveweight.wire import messages as m
-from liveweight.wire.values import fault_of
-from liveweight.worker import states
-from liveweight.worker.books import Books
-from liveweight.worker.endings import Endings
-from liveweight.worker.rounds import Action, Reply, Round, Say
+from liveweight.wire.messages.values import fault_of
 
 
 class Gathering:

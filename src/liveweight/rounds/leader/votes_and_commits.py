@@ -8,13 +8,24 @@ from __future__ import annotations
 
 from liveweight.errors import LiveWeightError, MessageInvalid, RoundAborted, WrongState
 from liveweight.observe import events
+from liveweight.rounds import states
+from liveweight.rounds.leader.replica_record import Books
+from liveweight.rounds.leader.round_end import Endings
+from liveweight.rounds.leader.round_record import (
+    NEVER,
+    Ack,
+    Action,
+    Decide,
+    Reply,
+    Round,
+    Say,
+    Tell,
+    Waiter,
+    Withdraw,
+)
+from liveweight.rounds.leader.staging_reports import differing
 from liveweight.wire import messages as m
-from liveweight.wire.values import Fault, RoundId, fault_of
-from liveweight.worker import states
-from liveweight.worker.books import Books
-from liveweight.worker.endings import Endings
-from liveweight.worker.gathering import differing
-from liveweight.worker.rounds import NEVER, Ack, Action, Decide, Reply, Round, Say, Tell, Waiter, Withdraw
+from liveweight.wire.messages.values import Fault, RoundId, fault_of
 
 
 class Deciding:

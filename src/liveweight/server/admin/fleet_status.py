@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from liveweight.spec.age import newest
 from liveweight.spec.manifest import Version
+from liveweight.spec.version_age import newest
 
 
 def with_behind(said: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:

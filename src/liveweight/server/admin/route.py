@@ -11,9 +11,9 @@ from fastapi.routing import APIRoute
 from pydantic import Field
 from starlette.responses import Response
 
-from liveweight.control.answers import Error, VersionAnswer
-from liveweight.control.errors import BadControl
-from liveweight.control.invalid import refusal
+from liveweight.server.errors import BadControl
+from liveweight.server.response_types import Error, VersionAnswer
+from liveweight.server.validation_errors import refusal
 from liveweight.spec.manifest import Version
 
 TIMEOUT_S = 60.0

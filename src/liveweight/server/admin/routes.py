@@ -10,16 +10,10 @@ from typing import Annotated, Literal
 from fastapi import APIRouter, Request
 from pydantic import Field
 
-from liveweight.control.answers import (
-    AbortedAnswer,
-    PausedAnswer,
-    RecoveryAnswer,
-    RoundAnswer,
-    SnapshotsAnswer,
-    VersionAnswer,
-    WeightsAnswer,
-)
-from liveweight.control.control_route import (
+from liveweight.engine.models.spec import DRAFT
+from liveweight.engine.status import PauseMode, RecoveryStatus, SavingStatus
+from liveweight.engine.updates.leader_client import RoundSummary, Standing
+from liveweight.server.admin.route import (
     CONFLICT,
     INVALID,
     LATE,
@@ -29,13 +23,19 @@ from liveweight.control.control_route import (
     told,
     version_answer,
 )
-from liveweight.control.fields import Text
-from liveweight.control.port import Engine
-from liveweight.control.schema import Strict
-from liveweight.control.service import Service, service_of
-from liveweight.engine.desk import RoundSummary, Standing
-from liveweight.engine.models.spec import DRAFT
-from liveweight.engine.status import PauseMode, RecoveryStatus, SavingStatus
+from liveweight.server.engine_port import Engine
+from liveweight.server.field_types import Text
+from liveweight.server.openai.request_types import Strict
+from liveweight.server.response_types import (
+    AbortedAnswer,
+    PausedAnswer,
+    RecoveryAnswer,
+    RoundAnswer,
+    SnapshotsAnswer,
+    VersionAnswer,
+    WeightsAnswer,
+)
+from liveweight.server.route_context import Service, service_of
 from liveweight.spec.manifest import Version
 
 MAX_IDS = 10_000

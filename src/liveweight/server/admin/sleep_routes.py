@@ -5,7 +5,8 @@ from __future__ import annotations
 from fastapi import APIRouter, Request
 from typing_extensions import TypedDict  # pydantic needs this one before Python 3.12
 
-from liveweight.control.control_route import (
+from liveweight.engine.serving.sleeping import TAGS, Napped, Tag
+from liveweight.server.admin.route import (
     CONFLICT,
     INVALID,
     LATE,
@@ -14,9 +15,8 @@ from liveweight.control.control_route import (
     Timeout,
     told,
 )
-from liveweight.control.schema import Strict
-from liveweight.control.service import service_of
-from liveweight.engine.sleeping import TAGS, Napped, Tag
+from liveweight.server.openai.request_types import Strict
+from liveweight.server.route_context import service_of
 
 
 class NapRequest(Strict):

@@ -12,9 +12,11 @@ from fastapi import APIRouter, Request
 from pydantic import AfterValidator, Field, WithJsonSchema
 from typing_extensions import TypedDict  # pydantic needs this one before Python 3.12
 
-from liveweight.control.answers import Error, VersionAnswer
-from liveweight.control.calls import call_of
-from liveweight.control.control_route import (
+from liveweight.engine.models.spec import DRAFT
+from liveweight.engine.status import PauseMode
+from liveweight.engine.updates.requested_update import Updated, Wish
+from liveweight.server.admin.call_ids import call_of
+from liveweight.server.admin.route import (
     CONFLICT,
     INVALID,
     LATE,
@@ -25,14 +27,12 @@ from liveweight.control.control_route import (
     told,
     version_answer,
 )
-from liveweight.control.fields import Text, wrong
-from liveweight.control.schema import Strict
-from liveweight.control.service import service_of
-from liveweight.engine.models.spec import DRAFT
-from liveweight.engine.requested import Updated, Wish
-from liveweight.engine.status import PauseMode
+from liveweight.server.field_types import Text, wrong
+from liveweight.server.openai.request_types import Strict
+from liveweight.server.response_types import Error, VersionAnswer
+from liveweight.server.route_context import service_of
 from liveweight.transports.registry import TRANSPORTS
-from liveweight.wire.values import KvPolicy, RankTimes
+from liveweight.wire.messages.values import KvPolicy, RankTimes
 
 MODES = sorted(TRANSPORTS)
 MAX_LABEL = 1000

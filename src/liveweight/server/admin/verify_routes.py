@@ -11,8 +11,9 @@ from fastapi import APIRouter, Request
 from pydantic import AfterValidator, Field, WithJsonSchema, model_validator
 from typing_extensions import TypedDict  # pydantic needs this one before Python 3.12
 
-from liveweight.control.answers import VersionAnswer
-from liveweight.control.control_route import (
+from liveweight.engine.updates.verifying import Against, Answer, Question
+from liveweight.errors import ManifestInvalid, ManifestMismatch
+from liveweight.server.admin.route import (
     CONFLICT,
     INVALID,
     LATE,
@@ -22,13 +23,12 @@ from liveweight.control.control_route import (
     told,
     version_answer,
 )
-from liveweight.control.errors import BadControl
-from liveweight.control.fields import Text, wrong
-from liveweight.control.schema import Strict
-from liveweight.control.service import service_of
-from liveweight.control.update_routes import Label
-from liveweight.engine.verifying import Against, Answer, Question
-from liveweight.errors import ManifestInvalid, ManifestMismatch
+from liveweight.server.admin.update_routes import Label
+from liveweight.server.errors import BadControl
+from liveweight.server.field_types import Text, wrong
+from liveweight.server.openai.request_types import Strict
+from liveweight.server.response_types import VersionAnswer
+from liveweight.server.route_context import service_of
 from liveweight.spec.dtype import DType
 from liveweight.spec.manifest import Manifest, TensorSpec, Version
 

@@ -9,11 +9,11 @@ import base64
 from collections.abc import Sequence
 from typing import Any, Protocol
 
-from liveweight.control.asks import Ask
-from liveweight.control.attribution import Attribution
-from liveweight.control.logprobs import ChatLogprobs, CompletionLogprobs
-from liveweight.control.port import Engine
-from liveweight.engine.requests import Delta
+from liveweight.engine.serving.requests import Delta
+from liveweight.server.engine_port import Engine
+from liveweight.server.openai.generation_requests import Ask
+from liveweight.server.openai.logprobs import ChatLogprobs, CompletionLogprobs
+from liveweight.server.openai.token_versions import Attribution
 
 
 class Choice(Protocol):

@@ -10,10 +10,10 @@ import secrets
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from liveweight.control.errors import BadRequest, UnknownModel
-from liveweight.control.port import Engine
-from liveweight.control.schema import ChatRequest, CompletionRequest, GenerateRequest
-from liveweight.engine.requests import Sampling
+from liveweight.engine.serving.requests import Sampling
+from liveweight.server.engine_port import Engine
+from liveweight.server.errors import BadRequest, UnknownModel
+from liveweight.server.openai.request_types import ChatRequest, CompletionRequest, GenerateRequest
 
 COMPLETION_TOKENS = 16
 _LONG_TEXT = 2_000  # characters from which on tokenising leaves the event loop: about a millisecond

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from liveweight.engine.requests import Token
+from liveweight.engine.serving.requests import Token
 from liveweight.engine.text import TextStream, Tokenizer
 
 LOWEST = -9999.0

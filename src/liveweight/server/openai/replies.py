@@ -18,14 +18,14 @@ import msgspec
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from liveweight.control.asks import Ask
-from liveweight.control.choices import ChatChoice, Choice, CompletionChoice
-from liveweight.control.connection import while_connected
-from liveweight.control.directory import Directory
-from liveweight.control.errors import INTERNAL, error_body, kind_of
-from liveweight.control.exchange import Exchange, Post
-from liveweight.control.port import Engine
-from liveweight.engine.requests import Delta
+from liveweight.engine.serving.requests import Delta
+from liveweight.server.engine_bridge import Exchange, Post
+from liveweight.server.engine_port import Engine
+from liveweight.server.errors import INTERNAL, error_body, kind_of
+from liveweight.server.open_requests import Directory
+from liveweight.server.openai.choices import ChatChoice, Choice, CompletionChoice
+from liveweight.server.openai.client_connection import while_connected
+from liveweight.server.openai.generation_requests import Ask
 
 _LOGGER = logging.getLogger("liveweight")
 

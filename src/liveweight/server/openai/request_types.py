@@ -7,9 +7,9 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 from pydantic import BaseModel, ConfigDict, Field, GetJsonSchemaHandler, model_validator
 from pydantic_core import CoreSchema
 
-from liveweight.control import neutral
-from liveweight.control.fields import Content, Prompts, Stops, Text, Variables, wrong
-from liveweight.engine.requests import MAX_LOGPROBS
+from liveweight.engine.serving.requests import MAX_LOGPROBS
+from liveweight.server.field_types import Content, Prompts, Stops, Text, Variables, wrong
+from liveweight.server.openai import ignored_fields
 
 MAX_CHOICES = 64
 _STRICT = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False, protected_namespaces=())
@@ -19,19 +19,19 @@ class Strict(BaseModel):
     """A JSON object of which every field is known. `NEUTRAL` fields may be there, and say nothing."""
 
     model_config = _STRICT
-    NEUTRAL: ClassVar[neutral.Neutral] = {}
+    NEUTRAL: ClassVar[ignored_fields.Neutral] = {}
 
     @model_validator(mode="before")
     @classmethod
     def _without_neutral(cls, data: Any) -> Any:
-        return neutral.without_neutral(data, cls.NEUTRAL)
+        return ignored_fields.without_neutral(data, cls.NEUTRAL)
 
     @classmethod
     def __get_pydantic_json_schema__(
         cls, core_schema: CoreSchema, handler: GetJsonSchemaHandler
     ) -> dict[str, Any]:
         schema = handler.resolve_ref_schema(handler(core_schema))
-        neutral.add_to_schema(schema, cls.NEUTRAL)
+        ignored_fields.add_to_schema(schema, cls.NEUTRAL)
         return schema
 
 
@@ -80,7 +80,7 @@ class GenerateRequest(Strict):
 class CompletionRequest(GenerateRequest):
     """`POST /v1/completions`."""
 
-    NEUTRAL: ClassVar[neutral.Neutral] = neutral.COMPLETION
+    NEUTRAL: ClassVar[ignored_fields.Neutral] = ignored_fields.COMPLETION
 
     prompt: Prompts
     logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
@@ -89,7 +89,7 @@ class CompletionRequest(GenerateRequest):
 class Message(Strict):
     """One message of a conversation."""
 
-    NEUTRAL: ClassVar[neutral.Neutral] = neutral.MESSAGE
+    NEUTRAL: ClassVar[ignored_fields.Neutral] = ignored_fields.MESSAGE
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: Content | None = None
@@ -113,7 +113,7 @@ class Message(Strict):
 class ChatRequest(GenerateRequest):
     """`POST /v1/chat/completions`."""
 
-    NEUTRAL: ClassVar[neutral.Neutral] = neutral.CHAT
+    NEUTRAL: ClassVar[ignored_fields.Neutral] = ignored_fields.CHAT
 
     messages: Annotated[list[Message], Field(min_length=1, max_length=10_000)]
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = None

@@ -7,18 +7,18 @@ from typing import Any
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
-from liveweight.control.answers import (
+from liveweight.server.errors import UnknownModel
+from liveweight.server.openai.generation_requests import Ask, chat_asks, completion_asks
+from liveweight.server.openai.replies import CHAT, COMPLETION, Form, Order, Reply
+from liveweight.server.openai.request_types import ChatRequest, CompletionRequest, GenerateRequest
+from liveweight.server.response_types import (
     ChatAnswer,
     CompletionAnswer,
     Error,
     ModelAnswer,
     ModelsAnswer,
 )
-from liveweight.control.asks import Ask, chat_asks, completion_asks
-from liveweight.control.errors import UnknownModel
-from liveweight.control.replies import CHAT, COMPLETION, Form, Order, Reply
-from liveweight.control.schema import ChatRequest, CompletionRequest, GenerateRequest
-from liveweight.control.service import Service, service_of
+from liveweight.server.route_context import Service, service_of
 
 TAG = "openai"
 ERRORS: dict[int | str, dict[str, Any]] = {

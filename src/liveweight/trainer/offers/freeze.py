@@ -16,22 +16,22 @@ from typing import TYPE_CHECKING, TypeAlias
 import msgspec
 import numpy as np
 
+from liveweight.devices.copy_ranges import ranges, run_shared, summed
 from liveweight.devices.kernels import BoundDigest, BoundFreeze, Kernels
 from liveweight.devices.memory import Memory
 from liveweight.errors import LayoutInvalid, Unavailable
 from liveweight.plan.freezes import CASTS, row_bytes
-from liveweight.plan.loops import Table
 from liveweight.spec.digest import SEEDS, Lanes
 from liveweight.spec.dtype import DType
 from liveweight.spec.layout import packed_regions
 from liveweight.spec.manifest import Manifest, TensorSpec
 from liveweight.spec.region import Region, whole
-from liveweight.trainer.freeze_tables import Templates, digest_rows, freeze_rows
-from liveweight.trainer.host_tensor import HostTensor
-from liveweight.trainer.shares import ranges, run_shared, summed
-from liveweight.trainer.source import Source, check_tensor, one_pass, whole_pass
-from liveweight.trainer.tensors import AnyTensor
-from liveweight.trainer.views import bytes_of, extent_bytes, strides_bytes, view
+from liveweight.spec.table import Table
+from liveweight.trainer.offers.freeze_tables import Templates, digest_rows, freeze_rows
+from liveweight.trainer.sources.host_tensor import HostTensor
+from liveweight.trainer.sources.source import Source, check_tensor, one_pass, whole_pass
+from liveweight.trainer.sources.tensor_views import bytes_of, extent_bytes, strides_bytes, view
+from liveweight.trainer.sources.tensors import AnyTensor
 
 if TYPE_CHECKING:
     import torch

@@ -11,13 +11,13 @@ from collections.abc import Sequence
 import numpy as np
 from msgspec.structs import replace
 
+from liveweight.devices.copy_ranges import ROW_BYTES
 from liveweight.plan import digests, freezes
-from liveweight.plan.loops import Table
 from liveweight.spec.dtype import DType
 from liveweight.spec.layout import Layout, Placement, packed_regions
 from liveweight.spec.manifest import TensorSpec
 from liveweight.spec.region import Region, count
-from liveweight.trainer.shares import ROW_BYTES
+from liveweight.spec.table import Table
 
 _AT = {
     name: column for column, name in enumerate(freezes.COLUMNS)

@@ -11,24 +11,24 @@ from collections.abc import Callable, Iterator, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
+from liveweight.devices.copy_ranges import ROW_BYTES, ranges, run_shared, summed
 from liveweight.devices.device import CPU, Device
 from liveweight.devices.kernels import BoundDigest, Kernels
 from liveweight.errors import LiveWeightError, Refused, Unavailable
 from liveweight.plan.digests import plan_digests, row_bytes, split
-from liveweight.plan.loops import Table
 from liveweight.spec.digest import Lanes
 from liveweight.spec.layout import Layout, packed
 from liveweight.spec.manifest import Manifest
-from liveweight.trainer.census import Census, take_census
-from liveweight.trainer.experts import split_manifest, splits_for
-from liveweight.trainer.freeze import offered_manifest
-from liveweight.trainer.freeze_tables import cut_columns
-from liveweight.trainer.registry import Registry
-from liveweight.trainer.shares import ROW_BYTES, ranges, run_shared, summed
-from liveweight.trainer.source import Source, whole_pass
-from liveweight.trainer.sources import ModuleSource, as_source
-from liveweight.trainer.tensors import AnyTensor
-from liveweight.trainer.views import extent_bytes, view
+from liveweight.spec.table import Table
+from liveweight.trainer.offers.freeze import offered_manifest
+from liveweight.trainer.offers.freeze_tables import cut_columns
+from liveweight.trainer.sources.in_memory import ModuleSource, as_source
+from liveweight.trainer.sources.module_walker import Registry
+from liveweight.trainer.sources.source import Source, whole_pass
+from liveweight.trainer.sources.stacked_experts import split_manifest, splits_for
+from liveweight.trainer.sources.tensor_views import extent_bytes, view
+from liveweight.trainer.sources.tensors import AnyTensor
+from liveweight.trainer.sources.tied_tensors import Census, take_census
 from liveweight.transports.port import Arena
 
 if TYPE_CHECKING:

@@ -9,10 +9,10 @@ from liveweight.errors import RoundFailed
 from liveweight.observe.events import OfferKind
 from liveweight.spec.digest import ContentDigest
 from liveweight.spec.manifest import Manifest
-from liveweight.wire.values import Offer
+from liveweight.wire.messages.values import Offer
 
 if TYPE_CHECKING:
-    from liveweight.trainer.offers import Made
+    from liveweight.trainer.offers.single_source import Made
 
 
 class Offering(Protocol):

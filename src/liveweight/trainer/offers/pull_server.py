@@ -20,14 +20,14 @@ from liveweight.observe import events
 from liveweight.observe.bus import Bus
 from liveweight.spec.deadline import Deadline
 from liveweight.spec.manifest import Manifest, Version
-from liveweight.wire.body import Refusal
 from liveweight.wire.codec import Codec
 from liveweight.wire.credentials import Secret
 from liveweight.wire.limits import Limits
 from liveweight.wire.listener import Incoming, Listener
 from liveweight.wire.messages import Message
-from liveweight.wire.source_messages import Held, Hold, NotHeld, Release, Released, Wanted
-from liveweight.wire.values import Offer, fault_of
+from liveweight.wire.messages.body import Refusal
+from liveweight.wire.messages.source import Held, Hold, NotHeld, Release, Released, Wanted
+from liveweight.wire.messages.values import Offer, fault_of
 
 IDLE_S = 3600.0
 PROBE_S = 0.2

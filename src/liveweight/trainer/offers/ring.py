@@ -19,14 +19,14 @@ from liveweight.spec.digest import Lanes
 from liveweight.spec.layout import Layout, Placement
 from liveweight.spec.manifest import Manifest, TensorSpec
 from liveweight.spec.region import Region, counts, whole
-from liveweight.trainer.freeze import Seat, seat_of, seated
-from liveweight.trainer.host_tensor import HostTensor
-from liveweight.trainer.source import Source, check_tensor, whole_pass
-from liveweight.trainer.tensors import AnyTensor, torch_dtypes
-from liveweight.trainer.views import bytes_of, extent_bytes, strides_bytes
+from liveweight.trainer.offers.freeze import Seat, seat_of, seated
+from liveweight.trainer.sources.host_tensor import HostTensor
+from liveweight.trainer.sources.source import Source, check_tensor, whole_pass
+from liveweight.trainer.sources.tensor_views import bytes_of, extent_bytes, strides_bytes
+from liveweight.trainer.sources.tensors import AnyTensor, torch_dtypes
+from liveweight.transports.packing_source import Put, RingSettings, RingTally, Stock
 from liveweight.transports.port import Arena, Outlet
-from liveweight.transports.stock import Put, RingSettings, RingTally, Stock
-from liveweight.wire.values import Offer
+from liveweight.wire.messages.values import Offer
 
 
 class PackedRing(Protocol):

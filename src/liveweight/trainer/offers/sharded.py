@@ -13,13 +13,13 @@ from liveweight.errors import DigestMismatch, RoundFailed, WrongState
 from liveweight.observe import events
 from liveweight.observe.bus import Bus
 from liveweight.observe.events import OfferKind
-from liveweight.plan.tally import Tally, lanes_from_bytes
+from liveweight.plan.digest_sums import Tally, lanes_from_bytes
 from liveweight.spec.digest import ContentDigest, to_hex
 from liveweight.spec.layout import Layout, packed
 from liveweight.spec.manifest import Manifest
-from liveweight.trainer.offers import Made
+from liveweight.trainer.offers.single_source import Made
 from liveweight.wire.messages import Froze, Station
-from liveweight.wire.values import Offer, Shard
+from liveweight.wire.messages.values import Offer, Shard
 
 
 class GatheredOffers:

@@ -17,20 +17,20 @@ from liveweight.errors import LiveWeightError, RoundFailed
 from liveweight.observe import events
 from liveweight.observe.bus import Bus
 from liveweight.observe.events import OfferKind
-from liveweight.plan.tally import lanes_to_bytes
+from liveweight.plan.digest_sums import lanes_to_bytes
+from liveweight.rounds.report import FailedMode
 from liveweight.spec.digest import ContentDigest, Lanes, to_hex
 from liveweight.spec.layout import Layout
 from liveweight.spec.manifest import Manifest
-from liveweight.trainer.experts import SplitSource, split_layout, splits_for
-from liveweight.trainer.freeze import Freezer, offered_manifest
-from liveweight.trainer.live import SharedModule, live_digest, moved_since, why_not_live
-from liveweight.trainer.report import FailedMode
-from liveweight.trainer.ring import RingOffers, RingOutlet
-from liveweight.trainer.source import Source
-from liveweight.trainer.ways import Way, Ways
+from liveweight.trainer.offers.freeze import Freezer, offered_manifest
+from liveweight.trainer.offers.live import SharedModule, live_digest, moved_since, why_not_live
+from liveweight.trainer.offers.ring import RingOffers, RingOutlet
+from liveweight.trainer.offers.transfer_fallback import Way, Ways
+from liveweight.trainer.sources.source import Source
+from liveweight.trainer.sources.stacked_experts import SplitSource, split_layout, splits_for
+from liveweight.transports.packing_source import RingSettings
 from liveweight.transports.port import Arena, Outlet
-from liveweight.transports.stock import RingSettings
-from liveweight.wire.values import Offer
+from liveweight.wire.messages.values import Offer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -27,7 +27,7 @@ from liveweight.errors import (
 )
 from liveweight.observe.bus import Bus
 from liveweight.observe.events import ModeFailed, OfferKind
-from liveweight.trainer.report import FailedMode
+from liveweight.rounds.report import FailedMode
 from liveweight.transports.port import Outlet
 from liveweight.transports.registry import Mode, check_offer, mode
 from liveweight.wire.credentials import Secret

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 from liveweight.errors import ManifestInvalid
 from liveweight.spec.region import Region, Span, canonical
-from liveweight.trainer.tensors import is_distributed
+from liveweight.trainer.sources.tensors import is_distributed
 
 if TYPE_CHECKING:
     import torch

@@ -17,13 +17,13 @@ import msgspec
 from liveweight.errors import ManifestInvalid
 from liveweight.spec.manifest import Manifest, TensorSpec
 from liveweight.spec.region import Region, Span, canonical, counts, meet, show, whole
-from liveweight.trainer.experts import Splits, SplitSource, split_manifest, splits_for
-from liveweight.trainer.freeze import Part, offered_manifest
-from liveweight.trainer.names import clean_all
-from liveweight.trainer.placements import Index, cuts_of, held, local_of
-from liveweight.trainer.registry import Registry
-from liveweight.trainer.source import Source
-from liveweight.trainer.tensors import Seat, is_distributed, seat, spec_of
+from liveweight.spec.tensor_names import clean_all
+from liveweight.trainer.offers.freeze import Part, offered_manifest
+from liveweight.trainer.sources.dtensor_placements import Index, cuts_of, held, local_of
+from liveweight.trainer.sources.module_walker import Registry
+from liveweight.trainer.sources.source import Source
+from liveweight.trainer.sources.stacked_experts import Splits, SplitSource, split_manifest, splits_for
+from liveweight.trainer.sources.tensors import Seat, is_distributed, seat, spec_of
 
 if TYPE_CHECKING:
     import torch

@@ -10,8 +10,8 @@ import sys
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 
-from liveweight.trainer.sources import IteratorSource
-from liveweight.trainer.tensors import AnyTensor
+from liveweight.trainer.sources.in_memory import IteratorSource
+from liveweight.trainer.sources.tensors import AnyTensor
 
 
 class GatheringSource(IteratorSource):

@@ -13,14 +13,14 @@ from typing import TYPE_CHECKING, TypeAlias
 
 import msgspec
 
+from liveweight.checkpoint import CheckpointSource
 from liveweight.errors import ManifestInvalid, Refused
 from liveweight.spec.dtype import DType
 from liveweight.spec.manifest import Manifest, TensorSpec
-from liveweight.trainer.census import Census, take_census
-from liveweight.trainer.checkpoint import CheckpointSource
-from liveweight.trainer.registry import Registry
-from liveweight.trainer.source import Source
-from liveweight.trainer.tensors import AnyTensor, spec_dtype
+from liveweight.trainer.sources.module_walker import Registry
+from liveweight.trainer.sources.source import Source
+from liveweight.trainer.sources.tensors import AnyTensor, spec_dtype
+from liveweight.trainer.sources.tied_tensors import Census, take_census
 
 if TYPE_CHECKING:
     import torch

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, TypeAlias, cast
 
 from liveweight.errors import ManifestInvalid
-from liveweight.trainer.names import ADAPTERS, check_no_adapter
+from liveweight.spec.tensor_names import ADAPTERS, check_no_adapter
 
 if TYPE_CHECKING:
     import torch

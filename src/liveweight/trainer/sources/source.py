@@ -12,7 +12,7 @@ from typing import NoReturn, Protocol, runtime_checkable
 
 from liveweight.errors import LiveWeightError, ManifestInvalid, Unavailable
 from liveweight.spec.manifest import Manifest, TensorSpec
-from liveweight.trainer.tensors import AnyTensor, spec_of
+from liveweight.trainer.sources.tensors import AnyTensor, spec_of
 
 
 @runtime_checkable

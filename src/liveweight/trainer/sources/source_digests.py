@@ -16,10 +16,10 @@ from liveweight.plan.digests import plan_digests
 from liveweight.spec.digest import to_hex
 from liveweight.spec.layout import packed
 from liveweight.spec.manifest import Manifest, TensorSpec
-from liveweight.trainer.freeze import offered_manifest
-from liveweight.trainer.host_tensor import HostTensor
-from liveweight.trainer.source import Source, check_tensor, one_pass
-from liveweight.trainer.tensors import AnyTensor, torch_dtypes
+from liveweight.trainer.offers.freeze import offered_manifest
+from liveweight.trainer.sources.host_tensor import HostTensor
+from liveweight.trainer.sources.source import Source, check_tensor, one_pass
+from liveweight.trainer.sources.tensors import AnyTensor, torch_dtypes
 
 if TYPE_CHECKING:
     pass

@@ -14,9 +14,9 @@ from typing import TypeAlias
 from liveweight.spec.layout import Layout, Placement, contiguous_strides
 from liveweight.spec.manifest import Manifest, TensorSpec
 from liveweight.spec.region import whole
-from liveweight.trainer.host_tensor import HostTensor
-from liveweight.trainer.source import Source
-from liveweight.trainer.tensors import AnyTensor
+from liveweight.trainer.sources.host_tensor import HostTensor
+from liveweight.trainer.sources.source import Source
+from liveweight.trainer.sources.tensors import AnyTensor
 
 STACKED: Mapping[str, tuple[str, ...]] = {
     "gate_up_proj": ("gate_proj", "up_proj"),

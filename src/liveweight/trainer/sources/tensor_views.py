@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from liveweight.devices.memory import Memory
 from liveweight.spec.layout import Placement
 from liveweight.spec.manifest import TensorSpec
-from liveweight.trainer.tensors import AnyTensor, torch_dtypes
+from liveweight.trainer.sources.tensors import AnyTensor, torch_dtypes
 
 if TYPE_CHECKING:
     import torch

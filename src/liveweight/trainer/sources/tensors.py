@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, TypeAlias
 from liveweight.errors import ManifestInvalid
 from liveweight.spec.dtype import DType
 from liveweight.spec.manifest import TensorSpec
-from liveweight.trainer.host_tensor import HostTensor
+from liveweight.trainer.sources.host_tensor import HostTensor
 
 if TYPE_CHECKING:
     import torch

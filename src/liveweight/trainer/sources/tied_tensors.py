@@ -13,8 +13,8 @@ import msgspec
 
 from liveweight.errors import ManifestInvalid
 from liveweight.spec.manifest import Manifest, TensorSpec
-from liveweight.trainer.names import clean_all
-from liveweight.trainer.tensors import AnyTensor, Seat, seat, spec_of
+from liveweight.spec.tensor_names import clean_all
+from liveweight.trainer.sources.tensors import AnyTensor, Seat, seat, spec_of
 
 T = TypeVar("T", bound=AnyTensor)
 

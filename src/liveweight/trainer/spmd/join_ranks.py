@@ -18,30 +18,30 @@ from liveweight.devices.device import Device
 from liveweight.devices.kernels import Kernels
 from liveweight.errors import LiveWeightError, MessageInvalid, Refused, Unavailable
 from liveweight.observe.bus import Bus
+from liveweight.rounds.replica import Replica
 from liveweight.spec.deadline import Deadline
 from liveweight.spec.manifest import Manifest
 from liveweight.trainer.fleet_publisher import FleetPublisher
-from liveweight.trainer.gathered import GatheredOffers
-from liveweight.trainer.group import Group
-from liveweight.trainer.lead import Lead
-from liveweight.trainer.live import SharedModule
-from liveweight.trainer.meeting import describe_to, far_address, meet_replicas
-from liveweight.trainer.member import Member
-from liveweight.trainer.replica import Replica
-from liveweight.trainer.roster import RankRefused, Roster
+from liveweight.trainer.handshake import describe_to, far_address, meet_replicas
+from liveweight.trainer.offers.live import SharedModule
+from liveweight.trainer.offers.sharded import GatheredOffers
 from liveweight.trainer.settings import PublisherSettings
-from liveweight.trainer.shard_arena import NOTHING, ShardArena
-from liveweight.trainer.shards import Cut, Shards, cut_whole
-from liveweight.trainer.source import Source
-from liveweight.trainer.sources import ModuleSource, StateDictSource, as_source
+from liveweight.trainer.sources.dtensor_shards import Cut, Shards, cut_whole
+from liveweight.trainer.sources.in_memory import ModuleSource, StateDictSource, as_source
+from liveweight.trainer.sources.source import Source
+from liveweight.trainer.spmd.other_rank import Member
+from liveweight.trainer.spmd.process_group import Group
+from liveweight.trainer.spmd.rank_server import RankRefused, Roster
+from liveweight.trainer.spmd.rank_zero import Lead
+from liveweight.trainer.spmd.shard_arena import NOTHING, ShardArena
 from liveweight.transports.registry import Mode
 from liveweight.transports.sharded import Surveyor
 from liveweight.wire.channel import Channel
 from liveweight.wire.codec import Codec
 from liveweight.wire.credentials import Secret
 from liveweight.wire.messages import Enlist, Enlisted, Message, Refusal, Station, Stationed
+from liveweight.wire.messages.values import Fault, fault_of
 from liveweight.wire.sockets import host_towards
-from liveweight.wire.values import Fault, fault_of
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup

@@ -17,19 +17,19 @@ from liveweight.errors import (
     RoundFailed,
     WrongState,
 )
+from liveweight.rounds.fleet import Fleet
+from liveweight.rounds.report import Report
+from liveweight.rounds.undo_and_verify import Verification
 from liveweight.spec.deadline import Deadline
 from liveweight.spec.manifest import Version
-from liveweight.trainer.errands import Verification
-from liveweight.trainer.fleet import Fleet
-from liveweight.trainer.gathering import owed
-from liveweight.trainer.lead import TRAINER
-from liveweight.trainer.outcomes import heard
-from liveweight.trainer.report import Report
 from liveweight.trainer.settings import PublisherSettings, last_steps_s
-from liveweight.trainer.shard_arena import FrozenShard, ShardArena
+from liveweight.trainer.sources.gathering_source import owed
+from liveweight.trainer.spmd.outcomes import heard
+from liveweight.trainer.spmd.rank_zero import TRAINER
+from liveweight.trainer.spmd.shard_arena import FrozenShard, ShardArena
 from liveweight.wire.channel import Channel
 from liveweight.wire.messages import Froze, Learn, Message, Outcome, Pending, Refusal
-from liveweight.wire.values import Fault, fault_of
+from liveweight.wire.messages.values import Fault, fault_of
 
 GRACE_S = 5.0
 """How much longer than the round this rank waits for rank 0 to say how it ended."""

@@ -5,11 +5,11 @@ from __future__ import annotations
 import msgspec
 
 from liveweight.errors import LiveWeightError, MessageInvalid, RoundFailed, Unavailable
+from liveweight.rounds.report import Report
 from liveweight.spec.decoding import from_msgpack
 from liveweight.spec.manifest import Version
-from liveweight.trainer.report import Report
 from liveweight.wire.messages import Outcome
-from liveweight.wire.values import fault_of
+from liveweight.wire.messages.values import fault_of
 
 
 def told(number: int, version: Version, end: Report | BaseException) -> Outcome:

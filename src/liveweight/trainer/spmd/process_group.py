@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from liveweight.errors import ChannelClosed, Unavailable
 from liveweight.spec.deadline import Deadline
-from liveweight.wire.host import this_host
+from liveweight.wire.host_identity import this_host
 
 if TYPE_CHECKING:
     import torch

@@ -26,7 +26,7 @@ from liveweight.wire.codec import Codec
 from liveweight.wire.credentials import Secret
 from liveweight.wire.listener import Incoming, Listener
 from liveweight.wire.messages import Enlist, Froze, Learn, Message, Outcome, Pending, Probe, Refusal, Station
-from liveweight.wire.values import Fault, fault_of
+from liveweight.wire.messages.values import Fault, fault_of
 
 IDLE_S = 3600.0
 PROBE_S = 0.2

@@ -14,21 +14,21 @@ from concurrent.futures import TimeoutError as FutureTimeout
 from dataclasses import dataclass
 
 from liveweight.errors import DeadlineExceeded, LiveWeightError, OutcomeUnknown, RoundFailed, WrongState
+from liveweight.rounds.fleet import Fleet
+from liveweight.rounds.report import Report
+from liveweight.rounds.undo_and_verify import Verification
 from liveweight.spec.deadline import Deadline
 from liveweight.spec.manifest import Version
-from liveweight.trainer.errands import Verification
-from liveweight.trainer.fleet import Fleet
 from liveweight.trainer.fleet_publisher import FleetPublisher
-from liveweight.trainer.gathered import GatheredOffers
-from liveweight.trainer.gathering import owed
-from liveweight.trainer.outcomes import told
-from liveweight.trainer.report import Report
-from liveweight.trainer.roster import RankRefused, Roster
+from liveweight.trainer.offers.sharded import GatheredOffers
 from liveweight.trainer.settings import PublisherSettings, last_steps_s
-from liveweight.trainer.shard_arena import ShardArena
+from liveweight.trainer.sources.gathering_source import owed
+from liveweight.trainer.spmd.outcomes import told
+from liveweight.trainer.spmd.rank_server import RankRefused, Roster
+from liveweight.trainer.spmd.shard_arena import ShardArena
 from liveweight.transports.sharded import Surveyor
 from liveweight.wire.messages import Froze
-from liveweight.wire.values import Fault, fault_of
+from liveweight.wire.messages.values import Fault, fault_of
 
 TRAINER = "the trainer"
 """Where a round failed that has reached no engine yet."""

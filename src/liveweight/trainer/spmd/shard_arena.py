@@ -10,10 +10,10 @@ from dataclasses import dataclass
 from liveweight.devices.kernels import Kernels
 from liveweight.observe import events
 from liveweight.observe.bus import Bus
-from liveweight.plan.tally import lanes_to_bytes
+from liveweight.plan.digest_sums import lanes_to_bytes
 from liveweight.spec.layout import Layout
-from liveweight.trainer.freeze import Freezer
-from liveweight.trainer.shards import Cut
+from liveweight.trainer.offers.freeze import Freezer
+from liveweight.trainer.sources.dtensor_shards import Cut
 from liveweight.transports.port import Arena, Outlet
 
 NOTHING = Layout(tensors=(), memories_bytes=(0,), placements=())

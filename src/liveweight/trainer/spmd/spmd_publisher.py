@@ -5,15 +5,15 @@ Owns the choice between them, made when it is built. Alone it is the publisher; 
 
 from __future__ import annotations
 
+from liveweight.rounds.fleet import Fleet
+from liveweight.rounds.report import Report
+from liveweight.rounds.undo_and_verify import Verification
 from liveweight.spec.manifest import Version
-from liveweight.trainer.errands import Verification
-from liveweight.trainer.fleet import Fleet
 from liveweight.trainer.fleet_publisher import FleetPublisher
-from liveweight.trainer.gathering import owed
-from liveweight.trainer.lead import Lead
-from liveweight.trainer.member import Member
-from liveweight.trainer.report import Report
-from liveweight.trainer.ways import Ways
+from liveweight.trainer.offers.transfer_fallback import Ways
+from liveweight.trainer.sources.gathering_source import owed
+from liveweight.trainer.spmd.other_rank import Member
+from liveweight.trainer.spmd.rank_zero import Lead
 
 
 class SpmdPublisher(FleetPublisher):

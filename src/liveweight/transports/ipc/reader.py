@@ -19,22 +19,22 @@ from liveweight.devices.memory import Memory
 from liveweight.errors import MessageInvalid
 from liveweight.observe.events import OfferKind
 from liveweight.plan.copies import CopyPlans, split
-from liveweight.plan.loops import Table
 from liveweight.spec.deadline import Deadline
 from liveweight.spec.layout import Layout
-from liveweight.transports.attaching import ask_source
+from liveweight.spec.table import Table
+from liveweight.transports.attach import ask_source
+from liveweight.transports.attachment_cache import shorten
 from liveweight.transports.ipc.arena import CLOSED, MappedArena, combined
 from liveweight.transports.ipc.device_arena import TOKEN_BYTES, BorrowedArena, RankArena, ask_for
-from liveweight.transports.ipc.ring_attaching import RingReader
-from liveweight.transports.kept import shorten
+from liveweight.transports.ipc.ring_attachments import RingReader
 from liveweight.transports.port import GoOn, Reading, check_generation, patient
 from liveweight.wire.codec import Codec
 from liveweight.wire.credentials import Secret
 from liveweight.wire.descriptors import close_all, fetch
 from liveweight.wire.limits import Limits
 from liveweight.wire.messages import Message
+from liveweight.wire.messages.values import Offer
 from liveweight.wire.sockets import nobody_listens
-from liveweight.wire.values import Offer
 
 ROW_BYTES = 4 << 20
 """What one row of a reading copies at most: the grain of sharing out, pacing and interrupting."""

@@ -22,19 +22,19 @@ from liveweight.plan.parcels import ParcelPlan, plan_parcels
 from liveweight.plan.unpacking import plan_unpacking
 from liveweight.spec.deadline import Deadline
 from liveweight.spec.layout import Layout
-from liveweight.transports.attaching import ask_source
+from liveweight.transports.attach import ask_source
+from liveweight.transports.attachment_cache import shorten
 from liveweight.transports.ipc.arena import CLOSED, MappedArena, combined
 from liveweight.transports.ipc.ring_arena import segments_of
 from liveweight.transports.ipc.ring_reader import BoundUnpacking, RingBinding, RingLink, RingReading
-from liveweight.transports.kept import shorten
 from liveweight.wire.channel import Channel
 from liveweight.wire.codec import Codec
 from liveweight.wire.credentials import Secret
 from liveweight.wire.descriptors import close_all, fetch
 from liveweight.wire.limits import Limits
 from liveweight.wire.messages import Attached, Message
+from liveweight.wire.messages.values import Offer, RingTerms
 from liveweight.wire.sockets import nobody_listens
-from liveweight.wire.values import Offer, RingTerms
 
 _KEPT = 4
 _ROW_BYTES = 4 << 20

@@ -11,17 +11,17 @@ import numpy as np
 
 from liveweight.devices.kernels import BoundDigest, BoundFreeze
 from liveweight.devices.memory import Memory
-from liveweight.plan.cover import Mask
 from liveweight.plan.digests import plan_digests
 from liveweight.plan.freezes import COLUMNS, plan_freeze
-from liveweight.plan.loops import Table
+from liveweight.plan.parcel_covers import Mask
 from liveweight.plan.parcels import cut_out, plan_parcels
 from liveweight.plan.unpacking import InBuckets
 from liveweight.spec.digest import SEEDS, Lanes
 from liveweight.spec.layout import Layout, Placement, packed
 from liveweight.spec.region import count
+from liveweight.spec.table import Table
 from liveweight.transports.ipc.ring_arena import sum_of
-from liveweight.transports.stock import Stock
+from liveweight.transports.packing_source import Stock
 
 _TARGET_MEMORY, _SLOT = COLUMNS.index("target_memory"), COLUMNS.index("slot")
 

@@ -18,18 +18,18 @@ import numpy as np
 from liveweight.devices.kernels import BoundCopy, BoundDigest, BoundFreeze
 from liveweight.devices.memory import Memory
 from liveweight.errors import ChannelClosed, ChecksumMismatch, DeadlineExceeded, MessageInvalid, OfferChanged
-from liveweight.plan.loops import Table
 from liveweight.plan.unpacking import Unpacking
 from liveweight.spec.deadline import Deadline
 from liveweight.spec.digest import Lanes
 from liveweight.spec.layout import Layout
+from liveweight.spec.table import Table
 from liveweight.transports.ipc.arena import MappedArena, combined
 from liveweight.transports.ipc.ring_arena import sum_of
 from liveweight.transports.port import GoOn, check_generation, patient
 from liveweight.wire.channel import Channel
 from liveweight.wire.messages import Message, Refusal
-from liveweight.wire.ring_messages import Again, Filled, Free, Leave, Subscribe, Subscribed
-from liveweight.wire.values import Offer
+from liveweight.wire.messages.ring import Again, Filled, Free, Leave, Subscribe, Subscribed
+from liveweight.wire.messages.values import Offer
 
 LOOK_S = 0.05
 """How long a thread waits for a bucket before it looks whether to go on, and whether the offer stands."""

@@ -16,22 +16,22 @@ from liveweight.errors import (
     MessageInvalid,
     Unavailable,
 )
-from liveweight.plan.cover import Mask, covers
+from liveweight.plan.parcel_covers import Mask, covers
 from liveweight.spec.deadline import Deadline
 from liveweight.spec.digest import Lanes
 from liveweight.spec.layout import Layout
 from liveweight.transports.ipc.arena import SharedArena
 from liveweight.transports.ipc.ring_arena import segments_of
-from liveweight.transports.ipc.ring_book import Destination, RingBook, Work
 from liveweight.transports.ipc.ring_packing import Packing, digests_of
-from liveweight.transports.stock import Damaged, RingSettings, RingTally, Stock
+from liveweight.transports.ipc.ring_segments import Destination, RingBook, Work
+from liveweight.transports.packing_source import Damaged, RingSettings, RingTally, Stock
 from liveweight.wire.codec import Codec
 from liveweight.wire.credentials import Secret
 from liveweight.wire.limits import Limits
 from liveweight.wire.listener import Incoming, Listener
 from liveweight.wire.messages import Message, Refusal
-from liveweight.wire.ring_messages import Again, Filled, Free, Leave, Subscribe, Subscribed
-from liveweight.wire.values import RingTerms, fault_of
+from liveweight.wire.messages.ring import Again, Filled, Free, Leave, Subscribe, Subscribed
+from liveweight.wire.messages.values import RingTerms, fault_of
 
 _IDLE_S = 3600.0
 _STREAMS_KEPT = 64

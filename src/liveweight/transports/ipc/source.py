@@ -25,20 +25,20 @@ from liveweight.errors import (
 )
 from liveweight.observe.events import OfferKind
 from liveweight.spec.layout import Layout
-from liveweight.transports.attaching import AttachServer
+from liveweight.transports.attach import AttachServer
 from liveweight.transports.ipc.arena import SharedArena, combined
 from liveweight.transports.ipc.device_arena import TOKEN_BYTES, DeviceArena, SourceArena, asked_for, home_of
 from liveweight.transports.ipc.ring_arena import RingArena
 from liveweight.transports.ipc.ring_source import Ring
+from liveweight.transports.packing_source import RingSettings, Stock
 from liveweight.transports.port import Arena
 from liveweight.transports.registry import mode
-from liveweight.transports.stock import RingSettings, Stock
 from liveweight.wire.codec import Codec
 from liveweight.wire.credentials import Secret
 from liveweight.wire.descriptor_server import DescriptorServer
 from liveweight.wire.limits import Limits
 from liveweight.wire.messages import Attach, Attached, Message, Refusal
-from liveweight.wire.values import Offer, fault_of
+from liveweight.wire.messages.values import Offer, fault_of
 
 MODE = "ipc"
 

@@ -18,16 +18,16 @@ from liveweight.plan.copies import CopyPlans
 from liveweight.plan.reads import ReadPlan, plan_reads
 from liveweight.spec.deadline import Deadline
 from liveweight.spec.layout import Layout
-from liveweight.transports.attaching import ask_source
-from liveweight.transports.kept import shorten
-from liveweight.transports.nixl.places import place_from
+from liveweight.transports.attach import ask_source
+from liveweight.transports.attachment_cache import shorten
+from liveweight.transports.nixl.arena_location import place_from
 from liveweight.transports.nixl.reading import NixlReading
 from liveweight.transports.nixl.session import Attachment, Binding, Session
 from liveweight.wire.codec import Codec
 from liveweight.wire.credentials import Secret
 from liveweight.wire.limits import Limits
 from liveweight.wire.messages import Message
-from liveweight.wire.values import Offer
+from liveweight.wire.messages.values import Offer
 
 PROBE_S = 2.0
 """How long a source that was read before may take to answer; then it is attached to anew."""

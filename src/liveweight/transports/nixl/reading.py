@@ -11,11 +11,11 @@ from collections.abc import Sequence
 import numpy as np
 
 from liveweight.devices.memory import Memory
-from liveweight.plan.loops import Table
 from liveweight.spec.deadline import Deadline
+from liveweight.spec.table import Table
 from liveweight.transports.nixl.session import SLOTS, Attachment, Binding, Session, pause
 from liveweight.transports.port import GoOn, check_generation, patient
-from liveweight.wire.values import Offer
+from liveweight.wire.messages.values import Offer
 
 CHECK_S = 10.0
 """How long a source may take to say its generation."""

@@ -16,7 +16,14 @@ import msgspec
 
 from liveweight.errors import ChannelClosed, DeadlineExceeded
 from liveweight.transports.ipc.arena import SharedArena
-from liveweight.transports.nixl.keeper import MESSAGE_BYTES, Drop, Keep, Kept, NotKept, answer_of
+from liveweight.transports.nixl.registration_process import (
+    MESSAGE_BYTES,
+    Drop,
+    Keep,
+    Kept,
+    NotKept,
+    answer_of,
+)
 
 ANSWER_S = 60.0
 """How long the keeper may take: to start NIXL, and to register an arena of any size."""
@@ -80,9 +87,7 @@ class Keeper:
         ours.settimeout(ANSWER_S)
         with theirs:
             name = f"liveweight-{secrets.token_hex(8)}"
-            code = (
-                f"from liveweight.transports.nixl.keeper import main; main({theirs.fileno()}, name={name!r})"
-            )
+            code = f"from liveweight.transports.nixl.registration_process import main; main({theirs.fileno()}, name={name!r})"
             self._process = subprocess.Popen(
                 [sys.executable, "-c", code],
                 pass_fds=[theirs.fileno()],

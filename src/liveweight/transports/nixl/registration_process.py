@@ -23,7 +23,7 @@ import numpy as np
 from liveweight.errors import ChannelClosed, LiveWeightError, MessageInvalid, Unavailable
 from liveweight.spec.decoding import msgpack_decoder
 from liveweight.transports.nixl.library import Agent
-from liveweight.wire.values import Fault, fault_of
+from liveweight.wire.messages.values import Fault, fault_of
 
 MESSAGE_BYTES = 1 << 20
 _MAP_FIXED = 0x10

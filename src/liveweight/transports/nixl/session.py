@@ -24,8 +24,8 @@ from liveweight.plan.reads import LANDING, PIECE_BYTES, ReadPlan
 from liveweight.spec.deadline import Deadline
 from liveweight.spec.layout import ALIGNMENT_BYTES, Layout
 from liveweight.transports.ipc.arena import CLOSED, HEADER_BYTES, combined, generation_in
+from liveweight.transports.nixl.arena_location import Place
 from liveweight.transports.nixl.library import Agent, List, Places, Request
-from liveweight.transports.nixl.places import Place
 
 SLOTS = 8
 """Pieces that may be in flight at once; each has a landing of its own."""

@@ -16,16 +16,16 @@ from liveweight.devices.device import CPU, Device
 from liveweight.errors import LayoutInvalid, LiveWeightError, Refused, VersionNotOffered
 from liveweight.observe.events import OfferKind
 from liveweight.spec.layout import Layout
-from liveweight.transports.attaching import AttachServer
+from liveweight.transports.attach import AttachServer
 from liveweight.transports.ipc.arena import SharedArena, combined
-from liveweight.transports.nixl.keeping import Keeper, Lent
-from liveweight.transports.nixl.places import Place
+from liveweight.transports.nixl.arena_location import Place
+from liveweight.transports.nixl.registration_client import Keeper, Lent
 from liveweight.transports.port import Arena
 from liveweight.transports.registry import check_installed, mode
 from liveweight.wire.credentials import Secret
 from liveweight.wire.limits import Limits
 from liveweight.wire.messages import Attach, Attached, Message, Refusal
-from liveweight.wire.values import Offer, fault_of
+from liveweight.wire.messages.values import Offer, fault_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -20,14 +20,14 @@ from liveweight.devices.kernels import BoundCopy, Kernels
 from liveweight.devices.memory import Memory
 from liveweight.errors import SnapshotDamaged, Unavailable
 from liveweight.plan.copies import CopyPlans
-from liveweight.plan.loops import Table
 from liveweight.spec.decoding import from_json
 from liveweight.spec.layout import Layout
+from liveweight.spec.table import Table
 from liveweight.transports.port import GoOn, patient
-from liveweight.transports.snapshot.files import read_all
-from liveweight.transports.snapshot.format import METADATA_SNAPSHOT, block_sum
-from liveweight.transports.snapshot.opened import Contents, FileBlock, FileFacts
-from liveweight.transports.snapshot.window import block_memory
+from liveweight.transports.snapshot.disk.atomic_files import read_all
+from liveweight.transports.snapshot.disk.block_buffer import block_memory
+from liveweight.transports.snapshot.disk.format import METADATA_SNAPSHOT, block_sum
+from liveweight.transports.snapshot.disk.open_snapshot import Contents, FileBlock, FileFacts
 
 _HEADER_BYTES_MAX = 100_000_000  # as safetensors has it
 _TRIES = 2

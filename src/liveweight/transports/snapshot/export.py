@@ -22,11 +22,17 @@ from liveweight.spec.digest import to_hex
 from liveweight.spec.layout import Layout, packed
 from liveweight.spec.manifest import TensorSpec
 from liveweight.spec.region import whole
-from liveweight.transports.snapshot.files import TEMPORARY, out_of_space, sync_directory, write_all, written
-from liveweight.transports.snapshot.opened import Contents, Snapshot
-from liveweight.transports.snapshot.parts import Piece, header
-from liveweight.transports.snapshot.reading import SnapshotReading
-from liveweight.transports.snapshot.writer import Progress
+from liveweight.transports.snapshot.block_reads import SnapshotReading
+from liveweight.transports.snapshot.disk.atomic_files import (
+    TEMPORARY,
+    out_of_space,
+    sync_directory,
+    write_all,
+    written,
+)
+from liveweight.transports.snapshot.disk.open_snapshot import Contents, Snapshot
+from liveweight.transports.snapshot.disk.parts import Piece, header
+from liveweight.transports.snapshot.disk.writer import Progress
 
 SHARD_BYTES = 1 << 30
 _WEIGHTS = (".safetensors", ".safetensors.index.json", ".bin", ".bin.index.json", ".pt", ".pth", ".gguf")

@@ -21,10 +21,10 @@ from liveweight.errors import MessageInvalid, VersionNotOffered, WrongSecret
 from liveweight.observe.events import OfferKind
 from liveweight.spec.decoding import from_json
 from liveweight.transports.ipc.arena import CLOSED, combined
-from liveweight.transports.snapshot.names import COMMIT
-from liveweight.transports.snapshot.opened import Snapshot
+from liveweight.transports.snapshot.disk.names import COMMIT
+from liveweight.transports.snapshot.disk.open_snapshot import Snapshot
 from liveweight.wire.credentials import Secret
-from liveweight.wire.values import Offer
+from liveweight.wire.messages.values import Offer
 
 MODE = "ipc_snapshot"
 SCHEME = "file://"

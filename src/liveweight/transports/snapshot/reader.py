@@ -17,7 +17,9 @@ from liveweight.errors import ChannelClosed, OfferChanged, SnapshotDamaged, Snap
 from liveweight.plan.copies import CopyPlans
 from liveweight.spec.deadline import Deadline
 from liveweight.spec.layout import Layout
-from liveweight.transports.snapshot.offers import (
+from liveweight.transports.snapshot.block_reads import SnapshotReading
+from liveweight.transports.snapshot.disk.open_snapshot import Snapshot
+from liveweight.transports.snapshot.offer_record import (
     Record,
     directory_of,
     generation_of,
@@ -25,10 +27,8 @@ from liveweight.transports.snapshot.offers import (
     is_snapshot,
     read_record,
 )
-from liveweight.transports.snapshot.opened import Snapshot
-from liveweight.transports.snapshot.reading import SnapshotReading
 from liveweight.wire.credentials import Secret
-from liveweight.wire.values import Offer
+from liveweight.wire.messages.values import Offer
 
 _SOURCES_KEPT = 16
 

@@ -13,18 +13,18 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
-from liveweight.devices.crew import Turns, run_once
+from liveweight.devices.copy_threads import Turns, run_once
 from liveweight.devices.device import CPU, Device
 from liveweight.devices.kernels import Kernels, choose
 from liveweight.devices.memory import Memory
 from liveweight.plan.copies import row_bytes
 from liveweight.spec.layout import Layout
 from liveweight.spec.manifest import Version
-from liveweight.transports.snapshot.foreign import SHARED_DIRECTORY, Level, contents_of, find
-from liveweight.transports.snapshot.names import COMMIT
-from liveweight.transports.snapshot.opened import Contents, Snapshot
-from liveweight.transports.snapshot.reading import SnapshotReading
-from liveweight.transports.snapshot.writer import Cancelled, Progress, Stop
+from liveweight.transports.snapshot.block_reads import SnapshotReading
+from liveweight.transports.snapshot.disk.fastdeploy_files import SHARED_DIRECTORY, Level, contents_of, find
+from liveweight.transports.snapshot.disk.names import COMMIT
+from liveweight.transports.snapshot.disk.open_snapshot import Contents, Snapshot
+from liveweight.transports.snapshot.disk.writer import Cancelled, Progress, Stop
 
 _ROWS = 8
 """So many rows a thread reads before it looks whether to stop."""

@@ -15,9 +15,9 @@ from typing import Generic, Self, TypeAlias, TypeVar
 
 from liveweight.spec.deadline import Deadline
 from liveweight.spec.manifest import Manifest, Version
-from liveweight.transports.snapshot.format import Commit
-from liveweight.transports.snapshot.store import Store
-from liveweight.transports.snapshot.writer import (
+from liveweight.transports.snapshot.disk.format import Commit
+from liveweight.transports.snapshot.disk.store import Store
+from liveweight.transports.snapshot.disk.writer import (
     Cancelled,
     Image,
     Progress,

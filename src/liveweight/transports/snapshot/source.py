@@ -26,12 +26,12 @@ from liveweight.spec.manifest import Version
 from liveweight.transports.ipc.arena import CLOSED, combined
 from liveweight.transports.port import Arena
 from liveweight.transports.registry import mode
-from liveweight.transports.snapshot.files import open_locked, out_of_space, write_whole
-from liveweight.transports.snapshot.offers import LOCK, MODE, SCHEME, Record, encode_record, record_name
-from liveweight.transports.snapshot.store import Store
-from liveweight.transports.snapshot.writer import Image, RankWriter, WriteSettings
+from liveweight.transports.snapshot.disk.atomic_files import open_locked, out_of_space, write_whole
+from liveweight.transports.snapshot.disk.store import Store
+from liveweight.transports.snapshot.disk.writer import Image, RankWriter, WriteSettings
+from liveweight.transports.snapshot.offer_record import LOCK, MODE, SCHEME, Record, encode_record, record_name
 from liveweight.wire.credentials import Secret
-from liveweight.wire.values import Offer
+from liveweight.wire.messages.values import Offer
 
 _PREFIX = "snapshots-"
 _GENERATION_BITS = 48

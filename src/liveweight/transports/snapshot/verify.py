@@ -15,14 +15,14 @@ from liveweight.devices.device import CPU
 from liveweight.devices.kernels import BoundDigest, choose
 from liveweight.errors import SnapshotDamaged
 from liveweight.plan.digests import plan_digests
-from liveweight.plan.loops import Table
 from liveweight.spec.digest import SEEDS, to_hex
-from liveweight.transports.snapshot.files import read_all
-from liveweight.transports.snapshot.format import RankManifest, Stored, block_sum
-from liveweight.transports.snapshot.opened import Contents, FileBlock, Snapshot
-from liveweight.transports.snapshot.reading import OpenFiles
-from liveweight.transports.snapshot.window import block_memory
-from liveweight.transports.snapshot.writer import Progress
+from liveweight.spec.table import Table
+from liveweight.transports.snapshot.block_reads import OpenFiles
+from liveweight.transports.snapshot.disk.atomic_files import read_all
+from liveweight.transports.snapshot.disk.block_buffer import block_memory
+from liveweight.transports.snapshot.disk.format import RankManifest, Stored, block_sum
+from liveweight.transports.snapshot.disk.open_snapshot import Contents, FileBlock, Snapshot
+from liveweight.transports.snapshot.disk.writer import Progress
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from typing import TypeAlias
 
-from liveweight.wire.body import Refusal
-from liveweight.wire.publisher_messages import (
+from liveweight.wire.messages.body import Refusal
+from liveweight.wire.messages.publisher import (
     ORDER,
     Abort,
     Aborted,
@@ -37,7 +37,7 @@ from liveweight.wire.publisher_messages import (
     Voted,
     Wake,
 )
-from liveweight.wire.rank_messages import (
+from liveweight.wire.messages.rank import (
     Digest,
     Digested,
     Drop,
@@ -51,8 +51,8 @@ from liveweight.wire.rank_messages import (
     Swapped,
     Verified,
 )
-from liveweight.wire.ring_messages import Again, Filled, Free, Leave, Subscribe, Subscribed
-from liveweight.wire.source_messages import (
+from liveweight.wire.messages.ring import Again, Filled, Free, Leave, Subscribe, Subscribed
+from liveweight.wire.messages.source import (
     Attach,
     Attached,
     Held,
@@ -64,7 +64,7 @@ from liveweight.wire.source_messages import (
     Surveyed,
     Wanted,
 )
-from liveweight.wire.trainer_messages import (
+from liveweight.wire.messages.trainer import (
     Enlist,
     Enlisted,
     Froze,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from liveweight.spec.manifest import Version
-from liveweight.wire.values import Fault
+from liveweight.wire.messages.values import Fault
 
 
 class Body(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag=True):

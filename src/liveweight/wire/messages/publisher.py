@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Literal, TypeAlias
 
 from liveweight.spec.manifest import Manifest, OptionalGroup, Version
-from liveweight.wire.body import Body
-from liveweight.wire.values import Fault, KvPolicy, Mismatch, Offer, RankTimes, RoundId
+from liveweight.wire.messages.body import Body
+from liveweight.wire.messages.values import Fault, KvPolicy, Mismatch, Offer, RankTimes, RoundId
 
 Phase: TypeAlias = Literal["open", "staged", "verified", "ready", "committing", "done", "failed"]
 """How far a round has come, in order; `done` and `failed` are ends."""

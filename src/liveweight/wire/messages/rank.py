@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from liveweight.spec.layout import Layout
 from liveweight.spec.manifest import Manifest, OptionalGroup, Version
-from liveweight.wire.body import Body
-from liveweight.wire.values import Fault, Offer, Overwritten, RoundId
+from liveweight.wire.messages.body import Body
+from liveweight.wire.messages.values import Fault, Offer, Overwritten, RoundId
 
 
 class Join(Body, frozen=True):

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from liveweight.spec.layout import Layout
-from liveweight.wire.body import Body
-from liveweight.wire.values import RingTerms
+from liveweight.wire.messages.body import Body
+from liveweight.wire.messages.values import RingTerms
 
 __all__ = ["Again", "Filled", "Free", "Leave", "RingTerms", "Subscribe", "Subscribed"]
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from liveweight.observe.events import OfferKind
 from liveweight.spec.layout import Layout
 from liveweight.spec.manifest import Manifest, Version
-from liveweight.wire.body import Body
-from liveweight.wire.values import Offer, RingTerms
+from liveweight.wire.messages.body import Body
+from liveweight.wire.messages.values import Offer, RingTerms
 
 
 class Attach(Body, frozen=True):

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from liveweight.spec.layout import Layout
 from liveweight.spec.manifest import Manifest, Version
-from liveweight.wire.body import Body
-from liveweight.wire.values import Fault
+from liveweight.wire.messages.body import Body
+from liveweight.wire.messages.values import Fault
 
 
 class Enlist(Body, frozen=True):

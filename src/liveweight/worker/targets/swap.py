@@ -12,13 +12,13 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from liveweight.devices.crew import Crew
+from liveweight.devices.copy_threads import Crew
 from liveweight.devices.device import CPU, Device
 from liveweight.devices.kernels import Kernels
 from liveweight.devices.memory import Memory
 from liveweight.errors import Torn
 from liveweight.plan.copies import COLUMNS
-from liveweight.plan.loops import Table
+from liveweight.spec.table import Table
 from liveweight.worker.staging import cut
 
 if TYPE_CHECKING:

@@ -15,10 +15,10 @@ from liveweight.devices.kernels import Kernels
 from liveweight.devices.memory import Memory
 from liveweight.errors import LayoutInvalid, WrongState
 from liveweight.spec.layout import Layout, Piece
-from liveweight.worker.exchange import CHUNK_BYTES, LINK_CHUNK_BYTES, ContentExchange, point
 from liveweight.worker.overwriting import InPlace
-from liveweight.worker.target import Target
-from liveweight.worker.torch_layout import Parameter, Parameters, device_of, gather, layout_of
+from liveweight.worker.targets.swap import CHUNK_BYTES, LINK_CHUNK_BYTES, ContentExchange, point
+from liveweight.worker.targets.target import Target
+from liveweight.worker.targets.torch_layout import Parameter, Parameters, device_of, gather, layout_of
 
 if TYPE_CHECKING:
     import torch
@@ -46,7 +46,7 @@ class _Side:
 
 
 class TensorTarget:
-    """Tensors as a rank's weights; implements worker/target's port. The tensor objects stay the same, also across exchanges.
+    """Tensors as a rank's weights; implements worker/targets/target's port. The tensor objects stay the same, also across exchanges.
 
     Tensors may be strided in any order, but have no gaps; tied ones (same memory, shape and strides) are one, and stay tied.
     All lie on one device: theirs, unless it is given, and then they must agree. `threads` and `kernels` are used by `copy` only.

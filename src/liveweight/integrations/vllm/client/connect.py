@@ -7,14 +7,14 @@ import inspect
 from typing import Any
 
 from liveweight.errors import Refused
-from liveweight.integrations.vllm.controls import (
+from liveweight.integrations.vllm.client.controls import (
     AsyncControls,
     ClientControls,
     Controls,
     LlmControls,
 )
-from liveweight.integrations.vllm.http_controls import HttpControls
-from liveweight.integrations.vllm.ray_controls import RayControls
+from liveweight.integrations.vllm.client.http_controls import HttpControls
+from liveweight.integrations.vllm.client.ray_controls import RayControls
 
 FOUR = ("init_weight_transfer_engine", "start_weight_update", "update_weights", "finish_weight_update")
 

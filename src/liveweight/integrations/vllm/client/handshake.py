@@ -15,12 +15,12 @@ from concurrent.futures import TimeoutError as FutureTimeout
 from typing import Any
 
 from liveweight.errors import RoundAborted, Unavailable
-from liveweight.integrations.vllm.controls import Controls
-from liveweight.integrations.vllm.draft import GROUP
-from liveweight.integrations.vllm.updates import Updates
+from liveweight.integrations.vllm.client.controls import Controls
+from liveweight.integrations.vllm.client.update_calls import Updates
+from liveweight.integrations.vllm.draft_model import GROUP
+from liveweight.rounds.replica import WireReplica
 from liveweight.spec.deadline import Deadline
 from liveweight.spec.manifest import OptionalGroup, Version
-from liveweight.trainer.replica import WireReplica
 
 LOOK_S = 0.2
 """How often a wait looks whether the publisher is being closed."""

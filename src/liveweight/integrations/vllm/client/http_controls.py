@@ -10,10 +10,10 @@ from urllib.parse import urlencode, urlsplit
 
 import msgspec
 
-from liveweight.control.client import Asked, is_url
 from liveweight.errors import ChannelClosed, MessageInvalid, Refused, Unavailable
-from liveweight.integrations.vllm.controls import PauseMode
+from liveweight.integrations.vllm.client.controls import PauseMode
 from liveweight.integrations.vllm.middleware import CACHES
+from liveweight.server.client import Asked, is_url
 from liveweight.spec.deadline import Deadline
 from liveweight.spec.decoding import from_json
 

@@ -10,11 +10,11 @@ from concurrent.futures import Future
 from contextlib import suppress
 
 from liveweight.errors import ChannelClosed, DeadlineExceeded, LiveWeightError
-from liveweight.integrations.vllm.meeting import Meeting
+from liveweight.integrations.vllm.client.handshake import Meeting
+from liveweight.rounds.replica import ReplicaRefused, WireReplica
 from liveweight.spec.deadline import Deadline
-from liveweight.trainer.replica import ReplicaRefused, WireReplica
 from liveweight.wire import messages as m
-from liveweight.wire.values import fault_of
+from liveweight.wire.messages.values import fault_of
 
 ABORT_S = 2.0
 """How long a leader that nobody wants any more may take to give a round up."""

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from liveweight.errors import ChannelClosed, Unavailable
-from liveweight.integrations.vllm.controls import OneByOne, PauseMode
+from liveweight.integrations.vllm.client.controls import OneByOne, PauseMode
 from liveweight.spec.deadline import Deadline
 
 

@@ -14,18 +14,18 @@ from typing import Any
 from msgspec.structs import replace
 
 from liveweight.errors import ChannelClosed, LiveWeightError, Refused, Torn
-from liveweight.integrations.vllm.controls import Controls, PauseMode
-from liveweight.integrations.vllm.draft import of_draft
-from liveweight.integrations.vllm.meeting import Meeting
-from liveweight.integrations.vllm.opening import Opening
-from liveweight.integrations.vllm.terms import Verify
-from liveweight.integrations.vllm.updates import Updates
+from liveweight.integrations.vllm.client.controls import Controls, PauseMode
+from liveweight.integrations.vllm.client.handshake import Meeting
+from liveweight.integrations.vllm.client.open_round import Opening
+from liveweight.integrations.vllm.client.update_calls import Updates
+from liveweight.integrations.vllm.draft_model import of_draft
+from liveweight.integrations.vllm.handshake_terms import Verify
+from liveweight.rounds.replica import ReplicaRefused, WireReplica
 from liveweight.spec.deadline import Deadline
 from liveweight.spec.manifest import Manifest, Version
-from liveweight.trainer.replica import ReplicaRefused, WireReplica
 from liveweight.wire import messages as m
 from liveweight.wire.credentials import Secret
-from liveweight.wire.values import KvPolicy, RoundId, fault_of
+from liveweight.wire.messages.values import KvPolicy, RoundId, fault_of
 
 MODES: dict[KvPolicy | None, PauseMode] = {
     None: "keep",
@@ -39,7 +39,7 @@ GRACE_S = 10.0
 
 
 class VllmReplica:
-    """Implements trainer/replica's port."""
+    """Implements rounds/replica's port."""
 
     def __init__(
         self,

@@ -9,7 +9,7 @@ from __future__ import annotations
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from concurrent.futures import TimeoutError as FutureTimeout
 
-from liveweight.integrations.vllm.controls import Controls
+from liveweight.integrations.vllm.client.controls import Controls
 from liveweight.spec.deadline import Deadline
 
 

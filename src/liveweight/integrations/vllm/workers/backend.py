@@ -21,21 +21,21 @@ from vllm.distributed.weight_transfer.base import (
     WeightTransferUpdateInfo,
 )
 
+from liveweight.checkpoint import CheckpointSource
 from liveweight.errors import EngineConfigInvalid, WrongState
-from liveweight.integrations.vllm import seam
-from liveweight.integrations.vllm.draft import METHOD, PREFIX, load_both, optional, prefixed, with_draft
-from liveweight.integrations.vllm.install import Installer, Tensors
-from liveweight.integrations.vllm.rank import Loading, Seat, VllmRank
-from liveweight.integrations.vllm.target import Named
-from liveweight.integrations.vllm.terms import Terms, Verify
-from liveweight.integrations.vllm.tracing import Placed
+from liveweight.integrations.vllm.draft_model import METHOD, PREFIX, load_both, optional, prefixed, with_draft
+from liveweight.integrations.vllm.handshake_terms import Terms, Verify
+from liveweight.integrations.vllm.workers import compat
+from liveweight.integrations.vllm.workers.install import Installer, Tensors
+from liveweight.integrations.vllm.workers.rank import Loading, Seat, VllmRank
+from liveweight.integrations.vllm.workers.target import Named
+from liveweight.integrations.vllm.workers.trace_loading import Placed
+from liveweight.rounds.boundary import Decision
 from liveweight.spec.manifest import Manifest
-from liveweight.trainer.checkpoint import CheckpointSource
 from liveweight.wire.credentials import load_or_create_secret
-from liveweight.wire.defaults import default_secret_file
-from liveweight.worker.boundary import Decision
+from liveweight.wire.default_paths import default_secret_file
 
-seam.check_version(vllm.__version__)
+compat.check_version(vllm.__version__)
 
 SECRET_FILE = "LIVEWEIGHT_SECRET_FILE"
 UNUSED = (".rotary_emb.inv_freq",)
@@ -101,7 +101,7 @@ class LiveweightBackend(WeightTransferEngine[InitInfo, UpdateInfo]):
             raise EngineConfigInvalid(
                 f"data_parallel_size {parallel.data_parallel_size}: start one vLLM for each, and name them all as engines"
             )
-        if seam.offloads(self.vllm_config):
+        if compat.offloads(self.vllm_config):
             raise EngineConfigInvalid(
                 "vLLM keeps weights in host memory and brings them from there: what is installed would not last"
             )
@@ -132,7 +132,7 @@ class LiveweightBackend(WeightTransferEngine[InitInfo, UpdateInfo]):
         )
 
     def _checkpoint(self, model_config: Any) -> CheckpointSource:
-        return CheckpointSource(seam.checkpoint_directory(model_config, self.vllm_config.load_config))
+        return CheckpointSource(compat.checkpoint_directory(model_config, self.vllm_config.load_config))
 
     def _draft_checkpoint(self) -> CheckpointSource | None:
         """Of a draft model that is one of its own; others are not updated."""

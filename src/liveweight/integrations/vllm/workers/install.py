@@ -16,10 +16,10 @@ from typing import Any
 
 import torch
 
-from liveweight.integrations.vllm import seam
-from liveweight.integrations.vllm.reading_back import ReadingBack
-from liveweight.integrations.vllm.target import in_layers, layer_of
-from liveweight.integrations.vllm.tracing import Placed, Traced, trace
+from liveweight.integrations.vllm.workers import compat
+from liveweight.integrations.vllm.workers.read_back import ReadingBack
+from liveweight.integrations.vllm.workers.target import in_layers, layer_of
+from liveweight.integrations.vllm.workers.trace_loading import Placed, Traced, trace
 from liveweight.spec.manifest import Manifest
 
 Tensors = Callable[[str], torch.Tensor]
@@ -39,18 +39,18 @@ class Installer:
     def load(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
         """Put all tensors of a version into the model. If it raises, the model is in pieces: `restore` follows, and another load."""
         if self._copies is None:
-            seam.load(self._model, self._model_config, tensors)
+            compat.load(self._model, self._model_config, tensors)
             return
         with torch.no_grad():
             for name, tensor in tensors:
                 for place in self._copies.get(name, ()):
                     _held(place).copy_(place.source.within(tensor))
-        seam.after_loading(self._model, self._model_config)
+        compat.after_loading(self._model, self._model_config)
 
     def restore(self) -> None:
         """Let every layer have tensors of its own again. vLLM loads next."""
         self._copies = None
-        seam.restore(self._model, self._model_config)
+        compat.restore(self._model, self._model_config)
 
     def places(self) -> tuple[Placed, ...]:
         """Where vLLM's loading puts tensors, as far as that can be followed."""

@@ -18,24 +18,24 @@ from typing import TYPE_CHECKING
 from liveweight.devices.device import CPU
 from liveweight.devices.kernels import choose_kernels
 from liveweight.errors import WrongState
-from liveweight.integrations.vllm.arenas import HostArenas
-from liveweight.integrations.vllm.reading_back import Place, ReadingBack
-from liveweight.integrations.vllm.target import Named, VllmTarget, divide
-from liveweight.integrations.vllm.terms import Terms, Verify
+from liveweight.integrations.vllm.handshake_terms import Terms, Verify
+from liveweight.integrations.vllm.workers.host_arenas import HostArenas
+from liveweight.integrations.vllm.workers.read_back import Place, ReadingBack
+from liveweight.integrations.vllm.workers.target import Named, VllmTarget, divide
 from liveweight.observe.bus import Bus
 from liveweight.observe.log import log
+from liveweight.rounds.boundary import Decision, Slot
+from liveweight.rounds.leader_server import Leader
 from liveweight.spec.deadline import Deadline
 from liveweight.spec.manifest import Manifest, OptionalGroup, Version
 from liveweight.transports.port import Reader
 from liveweight.transports.registry import TRANSPORTS
 from liveweight.wire.credentials import Secret, socket_directory
-from liveweight.wire.defaults import default_directory
+from liveweight.wire.default_paths import default_directory
 from liveweight.wire.messages import Settled
 from liveweight.wire.sockets import still_there, unix_path
-from liveweight.worker.agent import StagingSettings
-from liveweight.worker.boundary import Decision, Slot
-from liveweight.worker.leader import Leader
-from liveweight.worker.member import Member
+from liveweight.worker.rank import Member
+from liveweight.worker.staging_thread import StagingSettings
 
 if TYPE_CHECKING:
     import torch

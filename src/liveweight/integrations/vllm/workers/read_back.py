@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Protocol
 
 from liveweight.spec.manifest import Manifest
-from liveweight.worker.target import ReadBack
+from liveweight.worker.targets.target import ReadBack
 
 if TYPE_CHECKING:
     import torch

@@ -14,12 +14,12 @@ from typing import TYPE_CHECKING, TypeAlias
 
 from liveweight.devices.memory import Memory
 from liveweight.errors import DigestMismatch, Torn, WrongState
-from liveweight.integrations.vllm.arenas import HostArenas
-from liveweight.integrations.vllm.reading_back import ReadingBack
+from liveweight.integrations.vllm.workers.host_arenas import HostArenas
+from liveweight.integrations.vllm.workers.read_back import ReadingBack
 from liveweight.spec.layout import ALIGNMENT_BYTES, Layout, Placement, align, contiguous_strides
 from liveweight.spec.manifest import Manifest, TensorSpec
 from liveweight.spec.region import whole
-from liveweight.worker.target import ReadBack
+from liveweight.worker.targets.target import ReadBack
 
 if TYPE_CHECKING:
     import torch
@@ -100,8 +100,11 @@ def _share(specs: Sequence[TensorSpec], offsets: dict[str, int], size_bytes: int
 
 
 class VllmTarget:
-    """Implements worker/target's port. `load` puts all tensors of a version into the model; `restore` follows one that raised; `learn` is
-    told what is installed, before another version is staged."""
+    """Implements the port of worker/targets/target.
+
+    `load` puts all tensors of a version into the model; `restore` follows a `load` that raised; `learn` is told what is
+    installed, before another version is staged.
+    """
 
     def __init__(
         self,

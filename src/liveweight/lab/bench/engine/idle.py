@@ -23,14 +23,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
-from liveweight.bench.idle_rank import Meets
 from liveweight.engine.config import EngineConfig, Updates
 from liveweight.engine.engine import Engine
 from liveweight.engine.init_model.checkpoint import init_model
 from liveweight.engine.init_model.sizes import SIZES
-from liveweight.engine.ranks import Launch, Process
-from liveweight.engine.requests import Delta, Sampling
+from liveweight.engine.serving.rank_processes import Launch, Process
+from liveweight.engine.serving.requests import Delta, Sampling
 from liveweight.errors import DeadlineExceeded
+from liveweight.lab.bench.engine.idle_rank import Meets
 
 Name: TypeAlias = Literal["off", "on", "broadcast", "barrier"]
 ENGINES: tuple[Name, ...] = ("off", "on", "broadcast", "barrier")
@@ -87,7 +87,7 @@ def _engine(name: Name, directory: Path, tp: int) -> Engine:
 def _launching(place: Path, tp: int, meets: Meets) -> Launch:
     def launch(rank: int, end: socket.socket) -> Process:
         given = f"parent={os.getpid()}, number={rank}, ranks={tp}, meets={meets!r}, place={str(place)!r}"
-        code = f"from liveweight.bench.idle_rank import main; main({end.fileno()}, {given})"
+        code = f"from liveweight.lab.bench.engine.idle_rank import main; main({end.fileno()}, {given})"
         return subprocess.Popen(
             [sys.executable, "-c", code], pass_fds=[end.fileno()], stdin=subprocess.DEVNULL
         )

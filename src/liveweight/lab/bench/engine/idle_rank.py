@@ -8,10 +8,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
-from liveweight.engine import rank
-from liveweight.engine.group import collectives, meet
-from liveweight.engine.runner import Runner
-from liveweight.engine.stream import Step, StepDone
+from liveweight.engine.rank import process
+from liveweight.engine.rank.rank_group import collectives, meet
+from liveweight.engine.rank.step_runner import Runner
+from liveweight.engine.serving.step_stream import Step, StepDone
 
 Meets: TypeAlias = Literal["never", "broadcast", "barrier"]
 """What ranks do in a step beside decoding: nothing; a broadcast of a flag; that and a barrier."""
@@ -19,7 +19,7 @@ MEET_S = 300.0
 
 
 class Counted:
-    """A group whose collectives are counted. See engine/forward.Group."""
+    """A group whose collectives are counted. See engine/models/forward.Group."""
 
     def __init__(self, inner: Any, counts: Counter[str]) -> None:
         self._inner, self._counts = inner, counts
@@ -58,9 +58,9 @@ def main(descriptor: int, *, parent: int, number: int, ranks: int, meets: Meets,
             if meets == "barrier":
                 self._gloo.barrier().wait()
 
-    vars(rank)["Runner"] = Meeting
-    vars(rank)["meet"] = lambda **given: Counted(meet(**given), counts)
-    rank.main(descriptor, parent=parent)
+    vars(process)["Runner"] = Meeting
+    vars(process)["meet"] = lambda **given: Counted(meet(**given), counts)
+    process.main(descriptor, parent=parent)
     (Path(place) / f"counts-{number}.json").write_text(json.dumps(counts))
 
 

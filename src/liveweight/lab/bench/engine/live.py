@@ -18,16 +18,16 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from liveweight.bench.child import Child, Line
-from liveweight.bench.live_trainer import WAIT_S
-from liveweight.bench.live_trainer import main as trainer_main
 from liveweight.engine.config import EngineConfig, Updates
 from liveweight.engine.engine import Engine
 from liveweight.engine.init_model.checkpoint import init_model
 from liveweight.engine.init_model.sizes import SIZES
-from liveweight.engine.requests import Delta, Sampling
+from liveweight.engine.serving.requests import Delta, Sampling
+from liveweight.lab.bench.child_process import Child, Line
+from liveweight.lab.bench.engine.live_trainer import WAIT_S
+from liveweight.lab.bench.engine.live_trainer import main as trainer_main
 from liveweight.spec.deadline import Deadline
-from liveweight.wire.values import KvPolicy
+from liveweight.wire.messages.values import KvPolicy
 
 AFTER = 10
 """How many gaps after a commit tell what is usual at that time."""

@@ -7,11 +7,11 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from liveweight.bench.child import Line
-from liveweight.bench.publishing import publishing
+from liveweight.checkpoint import CheckpointSource
+from liveweight.lab.bench.child_process import Line
+from liveweight.lab.bench.publishing import publishing
 from liveweight.spec.deadline import Deadline
-from liveweight.trainer.checkpoint import CheckpointSource
-from liveweight.trainer.live import share_module
+from liveweight.trainer.offers.live import share_module
 from liveweight.trainer.settings import PublisherSettings
 from liveweight.transports.ipc.arena import SharedArena
 

@@ -21,7 +21,7 @@ from liveweight.engine.config import EngineConfig
 from liveweight.engine.engine import Engine
 from liveweight.engine.init_model.checkpoint import init_model
 from liveweight.engine.init_model.sizes import SIZES
-from liveweight.engine.requests import Delta, Sampling
+from liveweight.engine.serving.requests import Delta, Sampling
 from liveweight.errors import DeadlineExceeded, MissingExtra
 
 WAIT_S = 600.0

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeAlias
 
-from liveweight.bench.decoder import parameters
+from liveweight.lab.bench.model_shapes import parameters
 from liveweight.spec.manifest import TensorSpec
 
 if TYPE_CHECKING:

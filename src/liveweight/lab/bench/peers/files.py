@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from liveweight.bench.peers.way import Meeting, Share, Talk, Way, Weights
+from liveweight.lab.bench.peers.contender import Meeting, Share, Talk, Way, Weights
 
 
 class FileSender:

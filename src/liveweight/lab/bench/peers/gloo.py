@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from liveweight.bench.peers.way import (
+from liveweight.engine.rank.rank_group import collectives
+from liveweight.lab.bench.peers.contender import (
     WAIT_S,
     Meeting,
     Share,
@@ -17,7 +18,6 @@ from liveweight.bench.peers.way import (
     raw,
     seen,
 )
-from liveweight.engine.group import collectives
 
 if TYPE_CHECKING:
     import torch

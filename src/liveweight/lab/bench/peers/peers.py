@@ -19,19 +19,19 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from liveweight.bench.decoder import decoder, parameters, small_tensors
-from liveweight.bench.ipc import IpcSettings, Scene, change
-from liveweight.bench.peers import ray_store
-from liveweight.bench.peers.queues import QueueSender
-from liveweight.bench.peers.rank import WAYS, Ranks
-from liveweight.bench.peers.way import Group, Meeting, Way, Weights
 from liveweight.devices.kernels import choose
 from liveweight.errors import DigestMismatch
+from liveweight.lab.bench.model_shapes import decoder, parameters, small_tensors
+from liveweight.lab.bench.peers import ray_store
+from liveweight.lab.bench.peers.contender import Group, Meeting, Way, Weights
+from liveweight.lab.bench.peers.queues import QueueSender
+from liveweight.lab.bench.peers.rank import WAYS, Ranks
+from liveweight.lab.bench.rounds.ipc import IpcSettings, Scene, change
 from liveweight.observe.events import OfferKind
-from liveweight.plan.tally import Tally, lanes_from_bytes
+from liveweight.plan.digest_sums import Tally, lanes_from_bytes
 from liveweight.spec.manifest import TensorSpec
-from liveweight.trainer.live import live_digest
-from liveweight.worker.torch_layout import gather, layout_of
+from liveweight.trainer.offers.live import live_digest
+from liveweight.worker.targets.torch_layout import gather, layout_of
 
 OURS: tuple[tuple[str, OfferKind, bool], ...] = (
     ("ipc", "live", False),

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from liveweight.bench.peers.way import Meeting, Share, Talk, Way, Weights, raw, seen
+from liveweight.lab.bench.peers.contender import Meeting, Share, Talk, Way, Weights, raw, seen
 
 
 class QueueSender:

@@ -6,14 +6,14 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from liveweight.bench.peers import files, gloo, queues, zmq_buckets
-from liveweight.bench.peers.way import WAIT_S, Meeting, Receiver, Share, Talk, Way
-from liveweight.devices.crew import Crew
+from liveweight.devices.copy_threads import Crew
 from liveweight.devices.kernels import choose_kernels
-from liveweight.plan.tally import lanes_to_bytes
+from liveweight.lab.bench.peers import files, gloo, queues, zmq_buckets
+from liveweight.lab.bench.peers.contender import WAIT_S, Meeting, Receiver, Share, Talk, Way
+from liveweight.plan.digest_sums import lanes_to_bytes
 from liveweight.spec.deadline import Deadline
 from liveweight.worker.shadow_digest import ShadowDigest
-from liveweight.worker.torch_target import TensorTarget
+from liveweight.worker.targets.torch_target import TensorTarget
 
 WAYS: tuple[Way, ...] = (*gloo.WAYS, *files.WAYS, *zmq_buckets.WAYS, *queues.WAYS)
 

@@ -6,8 +6,8 @@ import time
 from importlib.util import find_spec
 from typing import Any
 
-from liveweight.bench.peers.rank import lanes_of
-from liveweight.bench.peers.way import Meeting, Share, Weights
+from liveweight.lab.bench.peers.contender import Meeting, Share, Weights
+from liveweight.lab.bench.peers.rank import lanes_of
 from liveweight.spec.manifest import TensorSpec
 
 STORE_ROOM = 3

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import zmq
 
-from liveweight.bench.peers.way import (
+from liveweight.lab.bench.peers.contender import (
     WAIT_S,
     Meeting,
     Share,

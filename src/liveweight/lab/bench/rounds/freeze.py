@@ -8,9 +8,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from liveweight.devices.kernels import choose
-from liveweight.trainer.freeze import Freezer
-from liveweight.trainer.live import SharedModule
-from liveweight.trainer.sources import StateDictSource
+from liveweight.trainer.offers.freeze import Freezer
+from liveweight.trainer.offers.live import SharedModule
+from liveweight.trainer.sources.in_memory import StateDictSource
 from liveweight.transports.ipc.arena import SharedArena
 
 

@@ -10,19 +10,19 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from liveweight.bench.child import Child, Line
-from liveweight.bench.ipc_rank import WAIT_S
 from liveweight.devices.device import CPU
 from liveweight.devices.kernels import choose
+from liveweight.lab.bench.child_process import Child, Line
+from liveweight.lab.bench.rounds.ipc_rank import WAIT_S
 from liveweight.observe.bus import Bus
+from liveweight.rounds.replica import WireReplica
 from liveweight.spec.deadline import Deadline
 from liveweight.spec.decoding import converted
 from liveweight.spec.manifest import TensorSpec
 from liveweight.spec.region import counts
-from liveweight.trainer.placements import Cut, held
-from liveweight.trainer.ranks import Terms, join_ranks
-from liveweight.trainer.replica import WireReplica
 from liveweight.trainer.settings import PublisherSettings
+from liveweight.trainer.sources.dtensor_placements import Cut, held
+from liveweight.trainer.spmd.join_ranks import Terms, join_ranks
 from liveweight.transports.registry import mode
 from liveweight.wire.credentials import load_or_create_secret, socket_directory
 

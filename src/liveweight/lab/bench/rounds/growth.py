@@ -13,8 +13,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
 
-from liveweight.bench.decoder import decoder, small_tensors
-from liveweight.bench.ipc import IpcSettings, Scene
+from liveweight.lab.bench.model_shapes import decoder, small_tensors
+from liveweight.lab.bench.rounds.ipc import IpcSettings, Scene
 
 Axis: TypeAlias = Literal["size_gb", "tensors", "ranks", "replicas"]
 AXES: tuple[Axis, ...] = ("size_gb", "tensors", "ranks", "replicas")

@@ -17,28 +17,28 @@ from typing import Any
 
 import msgspec
 
-from liveweight.bench.child import Child, reset_peak, resident_bytes
-from liveweight.bench.decoder import decoder, module_of, parameters, small_tensors
-from liveweight.bench.freeze import bench_freeze
-from liveweight.bench.ipc_figures import figures_of, ratios_of, rounds_of
-from liveweight.bench.ipc_fsdp2 import sharded_rounds
-from liveweight.bench.ipc_rank import WAIT_S
-from liveweight.bench.ipc_rank import main as rank_main
-from liveweight.bench.publishing import publishing
 from liveweight.devices.kernels import choose
 from liveweight.errors import DigestMismatch
+from liveweight.lab.bench.child_process import Child, reset_peak, resident_bytes
+from liveweight.lab.bench.model_shapes import decoder, module_of, parameters, small_tensors
+from liveweight.lab.bench.publishing import publishing
+from liveweight.lab.bench.rounds.figures import figures_of, ratios_of, rounds_of
+from liveweight.lab.bench.rounds.freeze import bench_freeze
+from liveweight.lab.bench.rounds.fsdp2 import sharded_rounds
+from liveweight.lab.bench.rounds.ipc_rank import WAIT_S
+from liveweight.lab.bench.rounds.ipc_rank import main as rank_main
 from liveweight.observe.events import OfferKind
-from liveweight.plan.tally import Tally, lanes_from_bytes
+from liveweight.plan.digest_sums import Tally, lanes_from_bytes
 from liveweight.spec.deadline import Deadline
 from liveweight.spec.layout import Layout
 from liveweight.spec.manifest import TensorSpec
-from liveweight.trainer.live import SharedModule, live_digest, share_module
+from liveweight.trainer.offers.live import SharedModule, live_digest, share_module
 from liveweight.trainer.settings import PublisherSettings
 from liveweight.transports.ipc.arena import SharedArena
-from liveweight.transports.stock import RingSettings
+from liveweight.transports.packing_source import RingSettings
 from liveweight.wire.credentials import load_or_create_secret
-from liveweight.wire.values import Offer
-from liveweight.worker.torch_layout import gather, layout_of
+from liveweight.wire.messages.values import Offer
+from liveweight.worker.targets.torch_layout import gather, layout_of
 
 CONTENDERS: tuple[tuple[OfferKind, bool], ...] = (
     ("live", False),

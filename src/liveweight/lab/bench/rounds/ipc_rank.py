@@ -9,22 +9,22 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from liveweight.bench.child import Line, reset_peak, resident_bytes
-from liveweight.bench.decoder import parameters
-from liveweight.devices.crew import Crew
+from liveweight.devices.copy_threads import Crew
 from liveweight.devices.kernels import choose_kernels
-from liveweight.plan.tally import lanes_to_bytes
+from liveweight.lab.bench.child_process import Line, reset_peak, resident_bytes
+from liveweight.lab.bench.model_shapes import parameters
+from liveweight.plan.digest_sums import lanes_to_bytes
 from liveweight.spec.deadline import Deadline
 from liveweight.spec.decoding import converted
 from liveweight.spec.manifest import TensorSpec
 from liveweight.transports.ipc.reader import IpcReader
 from liveweight.transports.registry import mode
 from liveweight.wire.credentials import load_or_create_secret
-from liveweight.wire.values import Offer
-from liveweight.worker.agent import StagingSettings
+from liveweight.wire.messages.values import Offer
 from liveweight.worker.receiver import Receiver
 from liveweight.worker.shadow_digest import ShadowDigest
-from liveweight.worker.torch_target import TensorTarget
+from liveweight.worker.staging_thread import StagingSettings
+from liveweight.worker.targets.torch_target import TensorTarget
 
 WAIT_S = 600.0
 IDLE_S = 0.1

@@ -9,7 +9,7 @@ import threading
 import time
 from typing import Any
 
-from liveweight.integrations.vllm.http_controls import HttpControls
+from liveweight.integrations.vllm.client.http_controls import HttpControls
 from liveweight.spec.deadline import Deadline
 
 CALL_S = 300.0

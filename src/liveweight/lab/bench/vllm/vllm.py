@@ -19,26 +19,26 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from liveweight.bench.vllm_clients import CALL_S, Clients, answer, call_workers
+from liveweight.checkpoint import CheckpointSource
 from liveweight.engine.init_model.checkpoint import init_model
 from liveweight.engine.init_model.sizes import Size
 from liveweight.errors import DigestMismatch
+from liveweight.integrations.vllm.client.http_controls import HttpControls
 from liveweight.integrations.vllm.engine import vllm
-from liveweight.integrations.vllm.http_controls import HttpControls
-from liveweight.integrations.vllm.server import Serving, free_port, serving
-from liveweight.integrations.vllm.target import in_layers
+from liveweight.integrations.vllm.server_process import Serving, free_port, serving
+from liveweight.integrations.vllm.workers.target import in_layers
+from liveweight.lab.bench.vllm.clients import CALL_S, Clients, answer, call_workers
 from liveweight.spec.deadline import Deadline
 from liveweight.spec.manifest import TensorSpec
-from liveweight.trainer.checkpoint import CheckpointSource
-from liveweight.trainer.local import publishing_to
-from liveweight.trainer.sources import as_source
+from liveweight.trainer.local_publisher import publishing_to
+from liveweight.trainer.sources.in_memory import as_source
 from liveweight.wire.credentials import load_or_create_secret
 
 if TYPE_CHECKING:
     import torch
 
 SHARED = Path("/dev/shm")
-EXTENSION = "liveweight.bench.vllm_worker.Plain"
+EXTENSION = "liveweight.lab.bench.vllm.plain_worker.Plain"
 SIZE = Size(
     hidden=1024,
     layers=12,

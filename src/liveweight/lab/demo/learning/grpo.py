@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from liveweight.rl.samples import Group, Sample
+from liveweight.lab.demo.learning.samples import Group, Sample
 
 if TYPE_CHECKING:
     import torch

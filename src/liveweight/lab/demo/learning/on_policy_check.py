@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from liveweight.rl.grpo import batch_of
-from liveweight.rl.policy import Policy
-from liveweight.rl.records import Gap
-from liveweight.rl.samples import Group, Sample
+from liveweight.lab.demo.learning.grpo import batch_of
+from liveweight.lab.demo.learning.policy import Policy
+from liveweight.lab.demo.learning.samples import Group, Sample
+from liveweight.lab.demo.records import Gap
 
 
 def to_check(groups: Sequence[Group], count: int) -> list[Sample]:

@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Any
 
 from liveweight.engine.text import Tokenizer
 from liveweight.errors import MissingExtra
-from liveweight.rl.grpo import Batch, batch_of, loss, telling
-from liveweight.rl.samples import Group
-from liveweight.rl.settings import Training
-from liveweight.rl.task import SortDigits
+from liveweight.lab.demo.learning.grpo import Batch, batch_of, loss, telling
+from liveweight.lab.demo.learning.samples import Group
+from liveweight.lab.demo.learning.task import SortDigits
+from liveweight.lab.demo.settings import Training
 
 if TYPE_CHECKING:
     import torch

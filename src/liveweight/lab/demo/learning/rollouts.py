@@ -14,12 +14,12 @@ from dataclasses import dataclass
 from typing import Protocol, Self
 
 from liveweight.errors import ChannelClosed, DeadlineExceeded
-from liveweight.rl import samples as reading
-from liveweight.rl.client import Completions
-from liveweight.rl.samples import Group
-from liveweight.rl.staleness import Bound
-from liveweight.rl.stopping import Stop, Stopped
-from liveweight.rl.task import SortDigits
+from liveweight.lab.demo.learning import samples as reading
+from liveweight.lab.demo.learning.rollout_client import Completions
+from liveweight.lab.demo.learning.samples import Group
+from liveweight.lab.demo.learning.staleness import Bound
+from liveweight.lab.demo.learning.task import SortDigits
+from liveweight.lab.demo.stopping import Stop, Stopped
 from liveweight.spec.deadline import Deadline
 
 BATCH_S = 120.0

@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 
 from liveweight.errors import MessageInvalid
-from liveweight.rl.task import SortDigits
+from liveweight.lab.demo.learning.task import SortDigits
 from liveweight.spec.decoding import from_json
 
 NONE_OF_OURS = -(1 << 30)

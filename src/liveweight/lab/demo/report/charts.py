@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TypeAlias
 
-from liveweight.rl.records import ReplicaPart, Round, Step
-from liveweight.rl.report.scale import BOTTOM, LEFT, TOP, Scale, across, upward
-from liveweight.rl.report.svg import axes, box, chart, curve, tag, text, time_axis
+from liveweight.lab.demo.records import ReplicaPart, Round, Step
+from liveweight.lab.demo.report.scale import BOTTOM, LEFT, TOP, Scale, across, upward
+from liveweight.lab.demo.report.svg import axes, box, chart, curve, tag, text, time_axis
 
 BINS = 16
 ROW = 22

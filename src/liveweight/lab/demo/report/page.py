@@ -11,11 +11,11 @@ from importlib.resources import files
 from pathlib import Path
 
 from liveweight.errors import Refused
-from liveweight.rl.demo import Outcome
-from liveweight.rl.records import Fault, Round, Summary
-from liveweight.rl.report import charts
-from liveweight.rl.report.svg import tag
-from liveweight.rl.settings import DemoSettings
+from liveweight.lab.demo.demo import Outcome
+from liveweight.lab.demo.records import Fault, Round, Summary
+from liveweight.lab.demo.report import charts
+from liveweight.lab.demo.report.svg import tag
+from liveweight.lab.demo.settings import DemoSettings
 
 NAME = "index.html"
 FIGURES = {

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from html import escape
 
-from liveweight.rl.report.scale import BOTTOM, HEIGHT, LEFT, RIGHT, TOP, WIDTH, Scale
+from liveweight.lab.demo.report.scale import BOTTOM, HEIGHT, LEFT, RIGHT, TOP, WIDTH, Scale
 
 
 def tag(name: str, inside: str = "", **attributes: object) -> str:

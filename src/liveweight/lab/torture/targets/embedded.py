@@ -10,19 +10,19 @@ from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Self
 
-from liveweight.bench.torture.events import Events
-from liveweight.bench.torture.hand import Hand
-from liveweight.bench.torture.load import Submitting
-from liveweight.bench.torture.nursery import Forked, Nursery
-from liveweight.bench.torture.replay import Versions
-from liveweight.bench.torture.strikes import MENU, Strike
-from liveweight.bench.torture.striking import LOOK_S, Rounds
-from liveweight.bench.torture.target import LOOK_EVERY, RECOVER_S, Tally
-from liveweight.bench.torture.trainer import Publish, Publishing
 from liveweight.engine.config import EngineConfig, Restarts, Snapshots, Updates
-from liveweight.engine.ranks import Process
-from liveweight.engine.restarting import RestartingEngine
+from liveweight.engine.recovery.restarting_engine import RestartingEngine
+from liveweight.engine.serving.rank_processes import Process
 from liveweight.errors import LiveWeightError
+from liveweight.lab.torture.client_load import Submitting
+from liveweight.lab.torture.fault_plan import MENU, Strike
+from liveweight.lab.torture.faulted_round import LOOK_S, Rounds
+from liveweight.lab.torture.fork_server import Forked, Nursery
+from liveweight.lab.torture.replay import Versions
+from liveweight.lab.torture.round_moments import Events
+from liveweight.lab.torture.targets.target import LOOK_EVERY, RECOVER_S, Tally
+from liveweight.lab.torture.trainer_main import Publish, Publishing
+from liveweight.lab.torture.trainer_process import Hand
 from liveweight.observe.bus import Bus
 from liveweight.spec.deadline import Deadline
 

@@ -14,17 +14,17 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Self
 
-from liveweight.bench.torn_in_place import HOOK
-from liveweight.bench.torture.hand import Hand
-from liveweight.bench.torture.load import Submitting
-from liveweight.bench.torture.nursery import Forked, Nursery
-from liveweight.bench.torture.replay import Versions
-from liveweight.bench.torture.strikes import MENU, Strike
-from liveweight.bench.torture.target import LOOK_EVERY, RECOVER_S, SLACK_S, Tally
-from liveweight.bench.torture.trainer import Publish, Writing
 from liveweight.engine.config import EngineConfig
 from liveweight.engine.engine import Engine
-from liveweight.engine.ranks import Process
+from liveweight.engine.serving.rank_processes import Process
+from liveweight.lab.torn_demo.in_place_update import HOOK
+from liveweight.lab.torture.client_load import Submitting
+from liveweight.lab.torture.fault_plan import MENU, Strike
+from liveweight.lab.torture.fork_server import Forked, Nursery
+from liveweight.lab.torture.replay import Versions
+from liveweight.lab.torture.targets.target import LOOK_EVERY, RECOVER_S, SLACK_S, Tally
+from liveweight.lab.torture.trainer_main import Publish, Writing
+from liveweight.lab.torture.trainer_process import Hand
 from liveweight.spec.deadline import Deadline
 
 RANKS = 2

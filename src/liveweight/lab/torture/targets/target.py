@@ -7,9 +7,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol, Self
 
-from liveweight.bench.torture.load import Asked
-from liveweight.bench.torture.nursery import Forked
-from liveweight.bench.torture.strikes import Menu, Strike
+from liveweight.lab.torture.client_load import Asked
+from liveweight.lab.torture.fault_plan import Menu, Strike
+from liveweight.lab.torture.fork_server import Forked
 
 RECOVER_S = 180.0
 """How long an engine may take to serve again, and a trainer to stand ready, before it counts as lost."""

@@ -9,21 +9,21 @@ from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Self
 
-from liveweight.bench.torture.events import Events
-from liveweight.bench.torture.hand import Hand
-from liveweight.bench.torture.nursery import Forked, Nursery
-from liveweight.bench.torture.replay import Versions
-from liveweight.bench.torture.strikes import Menu, Strike
-from liveweight.bench.torture.striking import Rounds
-from liveweight.bench.torture.target import RECOVER_S, Tally
-from liveweight.bench.torture.trainer import Publish, Publishing
-from liveweight.bench.torture.vllm_server import VllmServer
 from liveweight.errors import LiveWeightError
-from liveweight.integrations.vllm.replica import GRACE_S
-from liveweight.integrations.vllm.server import VllmLaunching
+from liveweight.integrations.vllm.client.replica import GRACE_S
+from liveweight.integrations.vllm.server_process import VllmLaunching
+from liveweight.lab.torture.fault_plan import Menu, Strike
+from liveweight.lab.torture.faulted_round import Rounds
+from liveweight.lab.torture.fork_server import Forked, Nursery
+from liveweight.lab.torture.replay import Versions
+from liveweight.lab.torture.round_moments import Events
+from liveweight.lab.torture.targets.target import RECOVER_S, Tally
+from liveweight.lab.torture.targets.vllm_server import VllmServer
+from liveweight.lab.torture.trainer_main import Publish, Publishing
+from liveweight.lab.torture.trainer_process import Hand
 from liveweight.observe.events import OfferKind
+from liveweight.rounds.replica import WireReplica
 from liveweight.spec.deadline import Deadline
-from liveweight.trainer.replica import WireReplica
 from liveweight.wire.credentials import load_or_create_secret
 
 ROUND_S, LEASE_S, HEAL_S = 4.0, 2.0, 60.0

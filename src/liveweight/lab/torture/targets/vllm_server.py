@@ -11,12 +11,10 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
 
-from liveweight.bench.torture.nursery import Forked
-from liveweight.bench.torture.replay import Answer, Versions
-from liveweight.engine.requests import Sampling
+from liveweight.engine.serving.requests import Sampling
 from liveweight.errors import ChannelClosed, Unavailable
 from liveweight.integrations.vllm.middleware import ADMITTED
-from liveweight.integrations.vllm.server import (
+from liveweight.integrations.vllm.server_process import (
     START_S,
     Serving,
     VllmLaunching,
@@ -25,6 +23,8 @@ from liveweight.integrations.vllm.server import (
     free_port,
     launch,
 )
+from liveweight.lab.torture.fork_server import Forked
+from liveweight.lab.torture.replay import Answer, Versions
 from liveweight.spec.deadline import Deadline
 
 OPTIONS = (

@@ -23,8 +23,8 @@ from liveweight.errors import DigestMismatch, LayoutInvalid, SnapshotDamaged
 from liveweight.spec.digest import Lanes, combine, from_hex, to_hex
 from liveweight.spec.manifest import Manifest, TensorSpec, Version
 from liveweight.spec.region import Region, check_tiling
-from liveweight.transports.snapshot.files import read_small, sync_directory, write_whole
-from liveweight.transports.snapshot.format import (
+from liveweight.transports.snapshot.disk.atomic_files import read_small, sync_directory, write_whole
+from liveweight.transports.snapshot.disk.format import (
     Commit,
     RankEntry,
     RankManifest,
@@ -32,7 +32,7 @@ from liveweight.transports.snapshot.format import (
     decode_manifest,
     encode_commit,
 )
-from liveweight.transports.snapshot.names import COMMIT, WRITING, is_manifest, manifest_name
+from liveweight.transports.snapshot.disk.names import COMMIT, WRITING, is_manifest, manifest_name
 
 
 class Begun:

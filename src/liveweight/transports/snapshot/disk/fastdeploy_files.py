@@ -20,8 +20,8 @@ from liveweight.spec.dtype import DType
 from liveweight.spec.layout import Layout
 from liveweight.spec.manifest import TensorSpec
 from liveweight.spec.region import Region, canonical, counts, show
-from liveweight.transports.snapshot.format import BLOCK_BYTES, blocks, sizes_bytes
-from liveweight.transports.snapshot.names import (
+from liveweight.transports.snapshot.disk.format import BLOCK_BYTES, blocks, sizes_bytes
+from liveweight.transports.snapshot.disk.names import (
     COMMIT,
     is_manifest,
     legacy_name,
@@ -30,7 +30,7 @@ from liveweight.transports.snapshot.names import (
     single_name,
     single_of,
 )
-from liveweight.transports.snapshot.opened import Contents, FileBlock, FileFacts
+from liveweight.transports.snapshot.disk.open_snapshot import Contents, FileBlock, FileFacts
 
 SHARED_DIRECTORY = Path("/shared_ipc_meta")
 """Where FastDeploy looks last."""

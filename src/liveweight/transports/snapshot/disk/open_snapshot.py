@@ -18,8 +18,8 @@ from liveweight.errors import SnapshotDamaged, SnapshotNotFound
 from liveweight.spec.layout import Layout
 from liveweight.spec.manifest import TensorSpec
 from liveweight.spec.region import Region
-from liveweight.transports.snapshot.files import open_locked, read_small
-from liveweight.transports.snapshot.format import (
+from liveweight.transports.snapshot.disk.atomic_files import open_locked, read_small
+from liveweight.transports.snapshot.disk.format import (
     Commit,
     Part,
     RankManifest,
@@ -29,8 +29,8 @@ from liveweight.transports.snapshot.format import (
     decode_manifest,
     sizes_bytes,
 )
-from liveweight.transports.snapshot.names import COMMIT, belongs
-from liveweight.transports.snapshot.parts import block_placement
+from liveweight.transports.snapshot.disk.names import COMMIT, belongs
+from liveweight.transports.snapshot.disk.parts import block_placement
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

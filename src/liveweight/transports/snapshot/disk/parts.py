@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from liveweight.spec.layout import Layout, Placement, contiguous_strides
 from liveweight.spec.manifest import TensorSpec
 from liveweight.spec.region import Region, canonical, count, counts
-from liveweight.transports.snapshot.format import blocks, sizes_bytes
+from liveweight.transports.snapshot.disk.format import blocks, sizes_bytes
 
 PART_BYTES = 256 << 20
 _HEADER_ALIGNMENT_BYTES = 8

@@ -15,10 +15,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from liveweight.errors import LayoutInvalid, SnapshotNotFound, WrongState
-from liveweight.transports.snapshot.begun import Begun
-from liveweight.transports.snapshot.files import TEMPORARY, open_locked, out_of_space
-from liveweight.transports.snapshot.format import Commit, decode_commit
-from liveweight.transports.snapshot.names import COMMIT, WRITING, directory_name, sequence_of
+from liveweight.transports.snapshot.disk.atomic_files import TEMPORARY, open_locked, out_of_space
+from liveweight.transports.snapshot.disk.draft import Begun
+from liveweight.transports.snapshot.disk.format import Commit, decode_commit
+from liveweight.transports.snapshot.disk.names import COMMIT, WRITING, directory_name, sequence_of
 
 _AGAIN = (errno.ENOENT, errno.EEXIST, errno.ENOTEMPTY)
 """Somebody took the number, or tidied up meanwhile."""

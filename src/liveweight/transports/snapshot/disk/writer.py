@@ -20,10 +20,10 @@ from liveweight.devices.memory import Memory
 from liveweight.errors import LayoutInvalid
 from liveweight.plan.copies import plan_copies
 from liveweight.plan.digests import plan_digests
-from liveweight.plan.loops import Table
 from liveweight.spec.digest import SEEDS, Lanes, to_hex
 from liveweight.spec.layout import Layout
-from liveweight.transports.snapshot.files import (
+from liveweight.spec.table import Table
+from liveweight.transports.snapshot.disk.atomic_files import (
     Settling,
     begin_writing,
     reserve,
@@ -31,7 +31,8 @@ from liveweight.transports.snapshot.files import (
     write_whole,
     written,
 )
-from liveweight.transports.snapshot.format import (
+from liveweight.transports.snapshot.disk.block_buffer import block_memory
+from liveweight.transports.snapshot.disk.format import (
     BLOCK_BYTES,
     METADATA_SNAPSHOT,
     Part,
@@ -40,8 +41,8 @@ from liveweight.transports.snapshot.format import (
     block_sum,
     encode_manifest,
 )
-from liveweight.transports.snapshot.names import manifest_name, part_name
-from liveweight.transports.snapshot.parts import (
+from liveweight.transports.snapshot.disk.names import manifest_name, part_name
+from liveweight.transports.snapshot.disk.parts import (
     PART_BYTES,
     Block,
     Piece,
@@ -50,7 +51,6 @@ from liveweight.transports.snapshot.parts import (
     plan_windows,
     windows_layout,
 )
-from liveweight.transports.snapshot.window import block_memory
 
 _ITEM_BYTES_MAX = 8
 

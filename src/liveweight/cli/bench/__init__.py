@@ -1,0 +1,1 @@
+"""`liveweight bench`: one file for each group of measurements."""

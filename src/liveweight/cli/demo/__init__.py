@@ -1,0 +1,1 @@
+"""`liveweight demo` and `liveweight demo torn`: options, and what they show on a terminal."""

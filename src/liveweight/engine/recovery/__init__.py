@@ -1,0 +1,1 @@
+"""Snapshots of committed versions, and an engine that replaces ranks it lost."""

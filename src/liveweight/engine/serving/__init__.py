@@ -1,0 +1,1 @@
+"""The engine's process: requests, scheduling, the step stream to the ranks, pauses and sleep."""

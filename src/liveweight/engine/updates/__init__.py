@@ -1,0 +1,1 @@
+"""Live updates inside the engine: the leader beside the scheduler, requested updates, verification."""

@@ -1,0 +1,1 @@
+"""FastDeploy's control interface over our engine: its routes and its settings."""

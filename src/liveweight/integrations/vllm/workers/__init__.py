@@ -1,0 +1,1 @@
+"""In vLLM's worker processes: the backend that vLLM makes, and the rank behind it."""

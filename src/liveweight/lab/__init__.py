@@ -1,0 +1,1 @@
+"""What shows and measures the product: demos, benchmarks, torture. Only cli/ imports it."""

@@ -1,0 +1,1 @@
+"""Benchmarks of rounds over shared memory, and of the freeze."""

@@ -1,0 +1,1 @@
+"""The benchmark of updates of a vLLM server."""

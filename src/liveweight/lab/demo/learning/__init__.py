@@ -1,0 +1,1 @@
+"""What the demo's trainer does between two rounds: rollouts, samples, GRPO."""

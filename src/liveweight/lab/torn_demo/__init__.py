@@ -1,0 +1,1 @@
+"""`liveweight demo torn`: a trainer is killed in the middle of an update, in place and by liveweight."""

@@ -1,0 +1,1 @@
+"""Routes for operators: weights, updates, undo, pause, sleep, verification."""

@@ -1,0 +1,1 @@
+"""Versions held ready to be read: frozen, live or ring; and how ranks and engines reach them."""

@@ -1,0 +1,1 @@
+"""Where a version's tensors come from: modules, state dicts, iterators, DTensors."""

@@ -1,0 +1,1 @@
+"""What a snapshot is on disk: names, formats, parts, writing, opening, pruning."""

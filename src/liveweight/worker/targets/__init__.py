@@ -1,0 +1,1 @@
+"""The memory of a rank's weights, and the swap of live and shadow."""
