@@ -9,7 +9,7 @@ from pathlib import Path
 from rich.console import Console
 
 from liveweight.cli.demo.demo import play
-from liveweight.cli.demo.terminal_picture import Picture
+from liveweight.cli.demo.terminal_picture import TerminalPicture
 from liveweight.lab.demo.settings import DemoSettings
 
 FROM_ELSEWHERE = re.compile(r"@font-face \{.*?\}\s*|<!--.*?-->\s*", re.DOTALL)
@@ -19,7 +19,7 @@ FROM_ELSEWHERE = re.compile(r"@font-face \{.*?\}\s*|<!--.*?-->\s*", re.DOTALL)
 def main() -> None:
     """Run the demo without a terminal, and keep its last picture."""
     settings = DemoSettings()
-    picture = Picture(settings)
+    picture = TerminalPicture(settings)
     if play(settings, picture.hear) is None:
         return
     console = Console(record=True, width=100, file=io.StringIO())

@@ -28,12 +28,12 @@ from liveweight.spec.manifest import Version
 from liveweight.trainer.handshake import check_terms, describe_to, meet_replicas, own_host, own_terms
 from liveweight.trainer.offers.live import SharedModule, source_device, source_of
 from liveweight.trainer.offers.live import share_module as _share_module
-from liveweight.trainer.offers.pull_server import Shelf
-from liveweight.trainer.offers.single_source import Offers
-from liveweight.trainer.offers.transfer_fallback import Ways, in_order
+from liveweight.trainer.offers.pull_server import PullServer
+from liveweight.trainer.offers.single_source import SingleSourceOffers
+from liveweight.trainer.offers.transfer_fallback import TransferFallback, in_order
 from liveweight.trainer.settings import Behind, PublisherSettings
-from liveweight.trainer.sources.module_walker import Registry
-from liveweight.trainer.spmd.join_ranks import Terms, join_ranks
+from liveweight.trainer.sources.module_walker import ModuleWalker
+from liveweight.trainer.spmd.join_ranks import SpmdSettings, join_ranks
 from liveweight.trainer.spmd.spmd_publisher import SpmdPublisher
 from liveweight.transports.ipc.source import allocate
 from liveweight.transports.packing_source import RingSettings
@@ -136,7 +136,7 @@ class Publisher(SpmdPublisher):
         name, run = f"{os.uname().nodename}/{os.getpid()}/{secrets.token_hex(2)}", run or secrets.token_hex(8)
         if group is not None:
             home = CPU if device is None else _opened(device) or CPU
-            terms = Terms(
+            terms = SpmdSettings(
                 secret=held,
                 directory=place,
                 mode=chosen[0],
@@ -166,9 +166,9 @@ class Publisher(SpmdPublisher):
             else:
                 met = own_terms(source, None if dtype is None else str(dtype))
             hosts = [own_host(host, each, replicas, address) for each in chosen]
-            ways = Ways.opened(chosen, hosts, place, held, there, bus)
+            ways = TransferFallback.opened(chosen, hosts, place, held, there, bus)
             stack.callback(ways.close)
-            offers = Offers(
+            offers = SingleSourceOffers(
                 source=source,
                 expected=met.expected,
                 ways=ways,
@@ -181,7 +181,9 @@ class Publisher(SpmdPublisher):
             describe_to(replicas, offers, met, deadline)
             shelf = None
             if address is not None:
-                shelf = Shelf(address, held, structure=offers.structure, manifest=offers.manifest, bus=bus)
+                shelf = PullServer(
+                    address, held, structure=offers.structure, manifest=offers.manifest, bus=bus
+                )
                 stack.callback(shelf.close)
             super().__init__(
                 name=name,
@@ -198,7 +200,7 @@ class Publisher(SpmdPublisher):
         """Where engines ask for what it offers; None if they may not."""
 
 
-class Receiver(Streaming, receiving.Receiver):
+class Receiver(Streaming, receiving.RankReceiver):
     """Makes a program that holds tensors a rank of a replica.
 
         with lw.Receiver(model) as receiver:
@@ -273,7 +275,7 @@ def share_module(module: torch.nn.Module, *, device: DeviceName | None = None) -
     """
     there = _opened(device)
     if there is None:
-        registry = Registry.of(module)
+        registry = ModuleWalker.of(module)
         there = open_device(device_of(dict(zip(registry.names, registry.tensors(), strict=True))))
     return _share_module(module, partial(allocate, device=there), str(there.torch_device))
 

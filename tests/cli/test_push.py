@@ -18,7 +18,7 @@ import liveweight as lw
 from liveweight.engine.config import EngineConfig, Updates
 from liveweight.engine.engine import Engine
 from liveweight.rounds.replica import WireReplica
-from liveweight.server.request_guard import Access
+from liveweight.server.request_guard import AccessRules
 from liveweight.spec.deadline import Deadline
 from liveweight.wire.credentials import load_or_create_secret
 from liveweight.wire.messages.values import RoundId
@@ -40,7 +40,7 @@ ASK: dict[str, Any] = {
 
 @contextmanager
 def live(
-    zygote: Zygote, place: Path, model: Path, access: Access | None = None, **settings: Any
+    zygote: Zygote, place: Path, model: Path, access: AccessRules | None = None, **settings: Any
 ) -> Iterator[Served[Engine]]:
     """A served engine of two ranks that takes updates."""
     updates = Updates(
@@ -211,7 +211,7 @@ def test_health_and_weights_answer_during_a_round_and_an_undo_is_refused(
 def test_a_publisher_finds_an_engine_by_its_url_and_its_control_key(
     models: Models, short_path: Path, zygote: Zygote, cli: Cli
 ) -> None:
-    access = Access(api_key="a", control_key="c")
+    access = AccessRules(api_key="a", control_key="c")
     more: dict[str, Any] = {"secret": secret_file(short_path), "directory": short_path / "trainer"}
     with live(zygote, short_path, models.directory(), access) as served:
         for key in (None, "a"):

@@ -18,7 +18,7 @@ from liveweight.engine.models.spec import ModelSpec
 from liveweight.engine.rank.checkpoint_loading import load
 from liveweight.errors import LiveWeightError
 from liveweight.lab.bench.snapshot import SnapshotSettings, bench_snapshot
-from liveweight.transports.snapshot.restore import Restored, restore
+from liveweight.transports.snapshot.restore import RestoreResult, restore
 from liveweight.worker.targets.torch_target import module_target
 
 
@@ -77,7 +77,7 @@ def test_an_engines_ranks_restore_what_other_ranks_hold(
         load(wanted, model)
         target = module_target(found, found.pieces())
         report = restore(Path(saved["path"]), target.layout, target.live(), rank=rank)
-        assert isinstance(report, Restored) and report.verified
+        assert isinstance(report, RestoreResult) and report.verified
         for name, parameter in wanted.named_parameters():
             assert torch.equal(parameter, found.get_parameter(name))
 

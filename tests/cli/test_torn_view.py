@@ -8,7 +8,7 @@ from rich.console import Console
 
 from liveweight.cli.demo.torn import verdict
 from liveweight.cli.demo.torn_view import TerminalView
-from liveweight.lab.torn_demo.judge import Counts
+from liveweight.lab.torn_demo.judge import TokenCounts
 from liveweight.lab.torn_demo.result import SideResult, TornResult
 from liveweight.lab.torn_demo.torn_demo import TornSettings
 
@@ -50,12 +50,12 @@ def test_words_of_tokens_are_no_markup() -> None:
 
 def side(serving: str, **last: int) -> SideResult:
     parts = {
-        "before": Counts(old=5),
-        "update": Counts(),
-        "after_kill": Counts(old=3),
-        "after_successor": Counts(**last),
+        "before": TokenCounts(old=5),
+        "update": TokenCounts(),
+        "after_kill": TokenCounts(old=3),
+        "after_successor": TokenCounts(**last),
     }
-    return SideResult(parts=parts, streamed=8 + Counts(**last).total, serving=serving)
+    return SideResult(parts=parts, streamed=8 + TokenCounts(**last).total, serving=serving)
 
 
 def test_it_holds_only_where_the_right_side_is_whole_and_serves_the_new_version() -> None:

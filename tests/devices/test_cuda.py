@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from liveweight.devices import cuda
 from liveweight.devices.cuda import CudaDevice, device_index
-from liveweight.devices.cuda_handle import HANDLE_BYTES, Handle, decode_handle, encode_handle
+from liveweight.devices.cuda_handle import HANDLE_BYTES, CudaHandle, decode_handle, encode_handle
 from liveweight.devices.device import open_device
 from liveweight.devices.memory import Memory
 from liveweight.devices.native_kernels import NativeKernels
@@ -31,7 +31,7 @@ REASON = cuda.available()
 needs_gpu = pytest.mark.skipif(REASON is not None, reason="no GPU")
 needs_none = pytest.mark.skipif(REASON is None, reason="needs a machine without CUDA")
 
-HANDLE = Handle(
+HANDLE = CudaHandle(
     gpu="GPU-8f2a2c0e-1b7a-4c5e-9a3e-0d5f4f6f7a10",
     size_bytes=1 << 30,
     offset_bytes=512,
@@ -113,7 +113,7 @@ def test_a_handle_that_is_too_large_is_neither_made_nor_read() -> None:
 def test_any_bytes_are_a_handle_or_refused_as_a_message(garbage: bytes, cut: int) -> None:
     for some in (garbage, encode_handle(HANDLE)[:cut] + garbage):
         try:
-            assert isinstance(decode_handle(some), Handle)
+            assert isinstance(decode_handle(some), CudaHandle)
         except MessageInvalid as error:
             assert "no CUDA handle" in str(error)
 

@@ -13,7 +13,7 @@ import liveweight as lw
 from liveweight.engine.config import EngineConfig, Restarts, Snapshots, Updates
 from liveweight.engine.engine import Engine
 from liveweight.engine.recovery.restarting_engine import RestartingEngine
-from liveweight.engine.serving.rank_processes import Process
+from liveweight.engine.serving.rank_processes import RankProcess
 from liveweight.observe.bus import Bus
 from liveweight.wire.messages.values import KvPolicy
 from tests.support.engine.elastic import Gate, launching
@@ -76,7 +76,7 @@ def elastic(zygote: Zygote, short_path: Path) -> Iterator[Callable[..., Restarti
             snapshots: dict[str, Any] | None = None,
             restarts: Restarts | None = None,
             gate: Gate | None = None,
-            started: Callable[[int, Process], None] = lambda _, __: None,
+            started: Callable[[int, RankProcess], None] = lambda _, __: None,
             bus: Bus | None = None,
             **settings: Any,
         ) -> RestartingEngine:

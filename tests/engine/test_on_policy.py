@@ -14,7 +14,7 @@ from liveweight.engine.engine import Engine
 from liveweight.lab.demo.learning.on_policy_check import gap, to_check
 from liveweight.lab.demo.learning.policy import Policy
 from liveweight.lab.demo.learning.rollout_client import Completions
-from liveweight.lab.demo.learning.samples import Group, Sample, read, request
+from liveweight.lab.demo.learning.samples import Sample, SampleGroup, read, request
 from liveweight.lab.demo.learning.task import SortDigits
 from liveweight.lab.demo.records import Gap
 from liveweight.lab.demo.settings import Training
@@ -45,7 +45,7 @@ def move(policy: Policy, seed: int) -> None:
             weights += 0.02 * torch.randn(weights.shape, generator=generator)
 
 
-def rollouts(url: str, task: SortDigits, questions: Sequence[str]) -> list[Group]:
+def rollouts(url: str, task: SortDigits, questions: Sequence[str]) -> list[SampleGroup]:
     client = Completions()
     try:
         return read(client.ask(url, request(questions, task, group=GROUP)).body, questions, task, group=GROUP)
@@ -53,7 +53,7 @@ def rollouts(url: str, task: SortDigits, questions: Sequence[str]) -> list[Group
         client.close()
 
 
-def samples_of(groups: Sequence[Group]) -> list[Sample]:
+def samples_of(groups: Sequence[SampleGroup]) -> list[Sample]:
     return to_check(groups, 1000)
 
 
@@ -95,7 +95,7 @@ class Crossing:
         self._engine, self._task = engine, SortDigits(digits=300)
         self._pool = ThreadPoolExecutor(1)
         self._questions = ["1" * 300 + "="]
-        self._asked: Future[list[Group]] = self._pool.submit(rollouts, url, self._task, self._questions)
+        self._asked: Future[list[SampleGroup]] = self._pool.submit(rollouts, url, self._task, self._questions)
 
     def until_halfway(self) -> None:
         until(lambda: self._engine.status().counts.generated_tokens > 4 * GROUP, "answers that have begun")
@@ -141,5 +141,5 @@ def test_those_that_crossed_a_commit_are_checked_first() -> None:
     def sample(*versions: int) -> Sample:
         return Sample(prompt=(1,), tokens=(2, 3), logprobs=(-1.0, -1.0), versions=versions, reward=0.0)
 
-    group = Group(question="1=", samples=(sample(0, 0), sample(0, 1), sample(1, 1)))
+    group = SampleGroup(question="1=", samples=(sample(0, 0), sample(0, 1), sample(1, 1)))
     assert [one.versions for one in to_check([group], 2)] == [(0, 1), (0, 0)]

@@ -36,8 +36,8 @@ from tests.support.stepping import publisher
 STEPS = {
     "open": ("RoundOpened", REPLICA),
     "stage": ("StagingBegan", 1),
-    "verify": ("Staged", 1),
-    "vote": ("Voted", REPLICA),
+    "verify": ("RankStaged", 1),
+    "vote": ("VoteCast", REPLICA),
     "commit": ("Hook", 1),
 }
 """A moment in every step of a round: the leader's, which is in rank 0's process, or rank 1's."""

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 import liveweight as lw
-from liveweight.engine.updates.verifying import Question
+from liveweight.engine.updates.verifying import VerificationRequest
 from liveweight.errors import LiveWeightError, RankLost
 from liveweight.wire.messages import Verdict
 from tests.support.engine.engine_scene import MOMENTS, Moment, Scene, directory_of, label_of, scene
@@ -162,7 +162,7 @@ def test_a_bit_flipped_in_the_shadow(make: Make, judge: Any, offer: str, moment:
 
 def verdict(place: Scene) -> Verdict:
     """What the engine finds when it looks at its weights."""
-    return place.engine.verify(Question()).verdict
+    return place.engine.verify(VerificationRequest()).verdict
 
 
 @OFFERS

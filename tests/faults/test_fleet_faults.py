@@ -41,9 +41,9 @@ def test_one_that_fails_keeps_all_others_from_committing(
     last = fleet.members[2].consoles.of[1]
     with fleet.load():
         assert fleet.publish("step_1", 1)["behind"] == []
-        last.ask("hold", event="Staged")
+        last.ask("hold", event="RankStaged")
         call = fleet.begin("step_2", 2)
-        last.held("Staged")
+        last.held("RankStaged")
         last.ask("damage")
         last.ask("go")
         error = fleet.trainer.end(call)["error"]

@@ -130,7 +130,7 @@ def test_a_source_revoked_before_the_first_byte_leaves_the_old_version_serving(
     [
         ("frozen", "StagingBegan"),
         *((offer, "OverwritingBegan") for offer in TRANSPORTS["ipc"].offers),
-        ("frozen", "Staged"),
+        ("frozen", "RankStaged"),
     ],
 )
 def test_a_source_revoked_while_a_rank_overwrites_tears_all_of_them(
@@ -146,7 +146,7 @@ def test_a_source_revoked_while_a_rank_overwrites_tears_all_of_them(
     ranks[1].ask("go")
     ranks[0].ask("go")
     answer = trainer.end(call)
-    if moment == "Staged":  # it had read everything, and had made sure of it
+    if moment == "RankStaged":  # it had read everything, and had made sure of it
         assert "error" not in answer
         assert_holds(ranks, 2)
         return
@@ -171,12 +171,12 @@ def test_a_torn_replica_stays_torn_through_a_round_that_fails_and_heals_with_the
     ranks, trainer = ready(cluster)
     ranks[1].ask("arm", what="live")
     assert_torn(ranks, trainer, trainer.ask("publish", label=2)["error"])
-    ranks[0].ask("hold", event="Aborted")
+    ranks[0].ask("hold", event="RoundGivenUp")
     trainer.ask("hold", event="Committing")
     trainer.begin("publish", label=3)
     trainer.held("Committing")
     trainer.kill()
-    ranks[0].held("Aborted")
+    ranks[0].held("RoundGivenUp")
     ranks[0].ask("go")
     calls = [rank.begin("state") for rank in ranks]
     states = [rank.end(call) for rank, call in zip(ranks, calls, strict=True)]

@@ -25,7 +25,7 @@ from tests.support.rounds import (
     weights_of,
 )
 
-BEFORE_COMMIT = [("RoundOpened", REPLICA), ("StagingBegan", 1), ("Staged", 1), ("Verified", REPLICA)]
+BEFORE_COMMIT = [("RoundOpened", REPLICA), ("StagingBegan", 1), ("RankStaged", 1), ("RankVerified", REPLICA)]
 """Moments of the leader, which is in rank 0's process, and of rank 1, in a round's order."""
 VOTE = "Voting"
 """A moment of the trainer's: all replicas have verified, and none was asked for its vote."""
@@ -61,7 +61,7 @@ def test_a_killed_trainer_leaves_the_old_version_serving(scene: Scene, moment: t
 
 @pytest.mark.parametrize(
     ("sent", "seen"),
-    [(signal.SIGKILL, "Aborted"), (signal.SIGSTOP, "LeaseExpired")],
+    [(signal.SIGKILL, "RoundGivenUp"), (signal.SIGSTOP, "LeaseExpired")],
     ids=["killed", "stopped"],
 )
 def test_a_trainer_gone_after_the_votes_leaves_the_old_version_serving(
@@ -94,7 +94,7 @@ def test_a_trainer_killed_during_the_commit_leaves_the_new_version_whole(scene: 
 
 
 @in_cells()
-@pytest.mark.parametrize("moment", ["StagingBegan", "Staged", VOTE, "Hook"])
+@pytest.mark.parametrize("moment", ["StagingBegan", "RankStaged", VOTE, "Hook"])
 def test_a_killed_rank_fails_the_round_at_once_and_by_name(scene: Scene, moment: str) -> None:
     ranks, trainer = scene.ready()
     holder = holder_of(moment, ranks[1], trainer)
@@ -117,7 +117,7 @@ def test_a_killed_rank_fails_the_round_at_once_and_by_name(scene: Scene, moment:
 
 @in_cells()
 @pytest.mark.parametrize(
-    ("moment", "step"), [("StagingBegan", "stage"), ("Staged", "verify"), ("Hook", "commit")]
+    ("moment", "step"), [("StagingBegan", "stage"), ("RankStaged", "verify"), ("Hook", "commit")]
 )
 def test_a_stopped_rank_is_named_at_the_deadline(scene: Scene, moment: str, step: str) -> None:
     ranks, trainer = scene.ready(timeout_s=4.0, lease_s=2.0)
@@ -254,7 +254,7 @@ def test_a_reader_that_lags_is_revoked_by_the_next_freeze(cluster: Cluster) -> N
         ("frozen", "StagingBegan"),
         ("live", "StagingBegan"),
         ("ring", "StagingBegan"),
-        ("frozen", "Staged"),
+        ("frozen", "RankStaged"),
         ("frozen", VOTE),
         ("frozen", "Hook"),
     ],
@@ -299,14 +299,14 @@ def test_a_publisher_killed_between_two_commits_leaves_each_replica_whole(cluste
     trainer = cluster.trainer("ab", lease_s=1.0)
     assert "error" not in trainer.ask("publish", label=1)
     trainer.ask("hold", event="Committing", rank=1)
-    first[0].ask("hold", event="Committed", rank=REPLICA)
-    second[0].ask("hold", event="Aborted")
+    first[0].ask("hold", event="RoundCommitted", rank=REPLICA)
+    second[0].ask("hold", event="RoundGivenUp")
     trainer.begin("publish", label=2)
     trainer.held("Committing")
-    first[0].held("Committed")
+    first[0].held("RoundCommitted")
     trainer.kill()
     first[0].ask("go")
-    second[0].held("Aborted")
+    second[0].held("RoundGivenUp")
     second[0].ask("go")
     assert_holds(first, 2)
     assert_holds(second, 1)
@@ -317,7 +317,7 @@ def test_a_publisher_killed_between_two_commits_leaves_each_replica_whole(cluste
 
 @in_cells()
 @pytest.mark.parametrize(
-    ("moment", "rank"), [("RoundOpened", REPLICA), ("Staged", 0), (VOTE, 0), ("Hook", 0)]
+    ("moment", "rank"), [("RoundOpened", REPLICA), ("RankStaged", 0), (VOTE, 0), ("Hook", 0)]
 )
 def test_a_killed_leader_ends_the_round_and_its_successor_is_found(
     scene: Scene, moment: str, rank: int
@@ -364,10 +364,10 @@ def test_a_quorum_goes_on_without_a_straggler_which_catches_up(cluster: Cluster)
 
 def test_a_leader_that_stands_still_for_a_while_is_waited_for(cluster: Cluster) -> None:
     ranks, trainer = ready(cluster, "frozen")
-    ranks[0].ask("hold", event="Verified", rank=REPLICA)
+    ranks[0].ask("hold", event="RankVerified", rank=REPLICA)
     trainer.ask("hold", event="Silence")
     call = trainer.begin("publish", label=2)
-    ranks[0].held("Verified")
+    ranks[0].held("RankVerified")
     trainer.held("Silence")  # it has asked how far the round is, and heard nothing
     ranks[0].ask("go")
     trainer.ask("go")

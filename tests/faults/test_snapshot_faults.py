@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from liveweight.errors import LiveWeightError, OutOfSpace, SnapshotDamaged, SnapshotNotFound
-from liveweight.transports.snapshot.disk.open_snapshot import Snapshot
+from liveweight.transports.snapshot.disk.open_snapshot import OpenSnapshot
 from liveweight.transports.snapshot.disk.store import Store
 from liveweight.transports.snapshot.verify import verify
 from tests.support.processes.cluster import Cluster
@@ -27,7 +27,7 @@ WINDOWS = 90
 def assert_newest_is_whole(store: Store, at_least: int) -> int:
     """The newest complete snapshot is bit for bit what its label stands for; its label."""
     path = store.newest()
-    with Snapshot(path) as snapshot:
+    with OpenSnapshot(path) as snapshot:
         label = int(snapshot.commit.version.label)
         verify(snapshot)
     assert same(restored(path, world=4)[0], weights(label))

@@ -47,9 +47,9 @@ def test_a_rank_that_does_not_freeze_is_named_by_all_others(cluster: Cluster, ho
     if how == "killed":
         victim.kill()
     elif how != "late":
-        victim.ask("hold", event="Frozen")
+        victim.ask("hold", event="SourceFrozen")
         victim.begin("publish", label=2)
-        victim.held("Frozen")
+        victim.held("SourceFrozen")
         victim.kill() if gone else victim.stop()
     for answer in publish_without_the_last(trainer, 2, hurry=not gone):
         error = answer["error"]

@@ -14,7 +14,7 @@ from liveweight.errors import Unavailable
 from liveweight.integrations.vllm.middleware import CACHES, App, Versions
 from liveweight.integrations.vllm.workers.compat import check_version
 from liveweight.integrations.vllm.workers.target import divide, in_layers
-from liveweight.plan.digest_sums import Tally
+from liveweight.plan.digest_sums import DigestSums
 from liveweight.spec.dtype import DType
 from liveweight.spec.manifest import Manifest, TensorSpec
 
@@ -38,7 +38,9 @@ def manifest(*shapes: tuple[str, tuple[int, ...]]) -> Manifest:
 def test_ranks_of_a_host_divide_a_version_and_together_have_all_of_it(ranks: int) -> None:
     whole = manifest(("a", (100, 3)), ("b", (7,)), ("c", ()), ("d", (0, 4)), ("e", (50, 6)))
     shares = divide(whole, ranks)
-    assert Tally([share.layout for share in shares.ranks]).expected.names_digest() == whole.names_digest()
+    assert (
+        DigestSums([share.layout for share in shares.ranks]).expected.names_digest() == whole.names_digest()
+    )
     spans = sorted((s.first_byte, s.last_byte) for s in shares.ranks if s.layout.placed_bytes)
     assert all(end <= start for (_, end), (start, _) in itertools.pairwise(spans))
     assert spans[-1][1] <= shares.size_bytes

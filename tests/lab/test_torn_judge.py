@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from liveweight.lab.torn_demo.judge import NEAR, Counts, Judge, Kind, kinds_of, logits
+from liveweight.lab.torn_demo.judge import NEAR, Kind, TokenCounts, TokenJudge, kinds_of, logits
 from tests.support.engine.engines import Logits, Models
 
 VOCAB = 8
@@ -62,14 +62,14 @@ def test_a_token_that_both_would_have_drawn_counts_with_its_neighbours(
 
 
 def test_counts_add_up() -> None:
-    both = Counts.of(["old", "new", "new"]) + Counts.of(["neither"])
+    both = TokenCounts.of(["old", "new", "new"]) + TokenCounts.of(["neither"])
     assert both.to_dict() == {"old": 1, "new": 2, "neither": 1, "total": 4}
 
 
 def test_the_judge_has_the_logits_of_transformers(
     models: Models, transformers_logits: Callable[[Path], Logits]
 ) -> None:
-    judge = Judge(models.directory(), models.directory(seed=1))
+    judge = TokenJudge(models.directory(), models.directory(seed=1))
     tokens = [5, 300, 7, 7, 511, 0, 42, 43]
     for model, directory in ((judge._old, models.directory()), (judge._new, models.directory(seed=1))):
         torch.testing.assert_close(
@@ -81,12 +81,12 @@ def test_the_judge_tells_the_answers_of_both_versions_and_of_a_mixture_apart(
     models: Models, transformers_logits: Callable[[Path], Logits]
 ) -> None:
     directories = [models.directory(seed=seed) for seed in (0, 1, 2)]
-    judge, prompt = Judge(*directories[:2]), [5, 6, 7, 8]
+    judge, prompt = TokenJudge(*directories[:2]), [5, 6, 7, 8]
     counted = []
     for directory in directories:
         answer: list[int] = []
         for _ in range(24):
             answer.append(int(transformers_logits(directory)([*prompt, *answer])[-1].argmax()))
-        counted.append(Counts.of(judge.kinds(prompt, answer)))
-    assert counted[:2] == [Counts(old=24), Counts(new=24)]
+        counted.append(TokenCounts.of(judge.kinds(prompt, answer)))
+    assert counted[:2] == [TokenCounts(old=24), TokenCounts(new=24)]
     assert counted[2].neither >= 20

@@ -20,7 +20,7 @@ from liveweight.lab.torture.fault_plan import MOMENTS, READING, Strike, strikes
 from liveweight.lab.torture.faults import BITS, cut, flip
 from liveweight.lab.torture.fork_server import Forked
 from liveweight.lab.torture.leaks import Leaks
-from liveweight.lab.torture.replay import Answer, Replay, Versions, torn_in_order
+from liveweight.lab.torture.replay import PublishedContents, Replay, ReplayAnswer, torn_in_order
 from liveweight.lab.torture.torture import TortureResult
 from liveweight.spec.deadline import Deadline
 from liveweight.transports.ipc.arena import SharedArena
@@ -150,14 +150,14 @@ def test_a_process_and_a_file_that_stay_are_leaks(tmp_path: Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def versions(tmp_path_factory: pytest.TempPathFactory) -> Versions:
+def versions(tmp_path_factory: pytest.TempPathFactory) -> PublishedContents:
     directories = [tmp_path_factory.mktemp("contents") / str(seed) for seed in range(2)]
     for seed, directory in enumerate(directories):
         init_model(directory, SIZES["qwen3"]["tiny"], seed=seed)
-    return Versions(directories)
+    return PublishedContents(directories)
 
 
-def greedy(versions: Versions, number: int, prompt: list[int], count: int) -> list[int]:
+def greedy(versions: PublishedContents, number: int, prompt: list[int], count: int) -> list[int]:
     from liveweight.lab.torn_demo.judge import loaded, logits
 
     model, tokens = loaded(versions.directories[number]), list(prompt)
@@ -168,16 +168,16 @@ def greedy(versions: Versions, number: int, prompt: list[int], count: int) -> li
 
 @pytest.mark.parametrize("attributed", [True, False])
 def test_only_tokens_that_their_version_would_not_have_drawn_are_torn(
-    versions: Versions, attributed: bool
+    versions: PublishedContents, attributed: bool
 ) -> None:
     prompt = [5, 6, 7]
     tokens = greedy(versions, 1, prompt, 6)
     elsewhere = [(token + 1) % 500 for token in tokens]
     with Replay(versions, attributed=attributed) as replay:
-        replay.put(Answer(prompt, tokens, ["3@x"] * 6))  # the label's content is that of its number
-        replay.put(Answer(prompt, tokens, ["initial@y"] * 6))
-        replay.put(Answer(prompt, elsewhere, ["3@x"] * 6))
-        replay.put(Answer(prompt))
+        replay.put(ReplayAnswer(prompt, tokens, ["3@x"] * 6))  # the label's content is that of its number
+        replay.put(ReplayAnswer(prompt, tokens, ["initial@y"] * 6))
+        replay.put(ReplayAnswer(prompt, elsewhere, ["3@x"] * 6))
+        replay.put(ReplayAnswer(prompt))
         replay.finish(Deadline.after(WITHIN_S))
     assert replay.tokens == 18
     wrong_name, wrong_token = 6 if attributed else 0, 6
@@ -200,7 +200,7 @@ def test_only_tokens_that_their_version_would_not_have_drawn_are_torn(
 def test_what_may_have_served_an_answer_lies_between_its_admission_and_its_end(
     first: str, last: str, since: int, contents: tuple[int, ...]
 ) -> None:
-    assert Versions([Path("a"), Path("b"), Path("c")]).between(first, last, since=since) == contents
+    assert PublishedContents([Path("a"), Path("b"), Path("c")]).between(first, last, since=since) == contents
 
 
 @pytest.mark.parametrize(
@@ -220,22 +220,24 @@ def test_tokens_of_an_answer_are_explained_by_versions_that_follow_each_other(
     assert torn_in_order([[bit == "1" for bit in row] for row in drawn]) == torn
 
 
-def test_an_answer_that_crossed_a_commit_is_whole_and_one_that_went_back_is_torn(versions: Versions) -> None:
+def test_an_answer_that_crossed_a_commit_is_whole_and_one_that_went_back_is_torn(
+    versions: PublishedContents,
+) -> None:
     prompt = [5, 6, 7]
     before = greedy(versions, 0, prompt, 4)
     after = greedy(versions, 1, [*prompt, *before], 4)
     again = greedy(versions, 0, [*prompt, *before, *after], 4)
     with Replay(versions, attributed=True) as replay:
-        replay.put(Answer(prompt, before + after, served=(0, 1)))
-        replay.put(Answer(prompt, before + after, served=(0, 1, 0, 1)))
+        replay.put(ReplayAnswer(prompt, before + after, served=(0, 1)))
+        replay.put(ReplayAnswer(prompt, before + after, served=(0, 1, 0, 1)))
         replay.finish(Deadline.after(WITHIN_S))
     assert (replay.tokens, replay.torn) == (16, 0)
     with Replay(versions, attributed=True) as replay:
-        replay.put(Answer(prompt, before + after, served=(0,)))
+        replay.put(ReplayAnswer(prompt, before + after, served=(0,)))
         replay.finish(Deadline.after(WITHIN_S))
     assert replay.torn >= 3, "the new version's tokens, in an answer that says it was served by the old one"
     with Replay(versions, attributed=True) as replay:
-        replay.put(Answer(prompt, before + after + again, served=(0, 1)))
+        replay.put(ReplayAnswer(prompt, before + after + again, served=(0, 1)))
         replay.finish(Deadline.after(WITHIN_S))
     assert replay.torn >= 3
 

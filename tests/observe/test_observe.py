@@ -31,44 +31,44 @@ def examples() -> Iterator[ev.AnyEvent]:
     yield ev.RoundOpened(replica="a", round="b7.1.p", version="step_2", serving=None)
     yield ev.StagingBegan(replica="a", round="b7.3.p", version="step_2", rank=0)
     yield ev.OverwritingBegan(replica="a", round="b7.3.p", version="step_2", rank=0)
-    yield ev.Staged(replica="a", round="b7.3.p", version="step_2", rank=0, size_bytes=640, took_s=0.5)
+    yield ev.RankStaged(replica="a", round="b7.3.p", version="step_2", rank=0, size_bytes=640, took_s=0.5)
     for rank in (None, 0):
-        yield ev.Verified(replica="a", round="b7.3.p", version="step_2", rank=rank, took_s=0.25)
-        yield ev.Voted(replica="a", round="b7.3.p", version="step_2", rank=rank, lease_s=10.0)
-        yield ev.Committed(replica="a", round="b7.3.p", version="step_2", rank=rank, stall_s=0.002)
-    yield ev.Voted(replica="a", round="b7.3.p", version="step_2", lease_s=10.0, objection="rank 1 is gone")
-    yield ev.Aborted(
+        yield ev.RankVerified(replica="a", round="b7.3.p", version="step_2", rank=rank, took_s=0.25)
+        yield ev.VoteCast(replica="a", round="b7.3.p", version="step_2", rank=rank, lease_s=10.0)
+        yield ev.RoundCommitted(replica="a", round="b7.3.p", version="step_2", rank=rank, stall_s=0.002)
+    yield ev.VoteCast(replica="a", round="b7.3.p", version="step_2", lease_s=10.0, objection="rank 1 is gone")
+    yield ev.RoundGivenUp(
         replica="a", round="b7.3.p", version="step_2", rank=1, step="stage", code="LW-301", reason="stopped"
     )
-    yield ev.Undone(replica="a", round="b7.4.p", version="step_2", serving="step_1", stall_s=0.002)
+    yield ev.RoundUndone(replica="a", round="b7.4.p", version="step_2", serving="step_1", stall_s=0.002)
     yield ev.LeaseExpired(replica="a", round="b7.3.p", version="step_2", lease_s=10.0)
-    for outcome in ev.Outcome:
+    for outcome in ev.RoundOutcome:
         yield ended(outcome)
     yield ev.AuditBegan(replica="a", rank=1)
     for match in (True, False, None):
         yield audited(match)
     yield ev.OfferMade(version="step_2", kind="frozen", tensors=3, size_bytes=640)
-    yield ev.Frozen(version="step_2", rank=0, size_bytes=640, took_s=0.125)
+    yield ev.SourceFrozen(version="step_2", rank=0, size_bytes=640, took_s=0.125)
     yield ev.ReadersRevoked(readers=("engine, asked by operator/1",), waited_s=5.0)
     yield ev.LiveOfferImpossible(version="step_2", reason="w is float32, the engine wants bfloat16")
     yield ev.ModeFailed(mode="gdr", code="LW-205", reason="the source is gone", following="ipc_snapshot")
     yield ev.BucketDamaged(bucket=3, tensor="w")
     yield ev.SnapshotSaved(replica="a", version="step_2", path="/s/000001-step_2", size_bytes=640, took_s=0.5)
-    yield ev.SnapshotLeft(replica="a", version="step_2")
+    yield ev.SnapshotAbandoned(replica="a", version="step_2")
     yield ev.SnapshotFailed(replica="a", version="step_2", code="LW-503", reason="no space")
     yield ev.RecoveryBegan(replica="a", reason="rank 1 was killed by signal 9")
     for behind in (None, "step_2"):
         yield ev.Recovered(
             replica="a", version="step_1", origin="snapshot", behind=behind, notes=("damaged",), took_s=2.0
         )
-    yield ev.Confirmed(replica="a", version="step_2")
-    yield ev.StoodBack(replica="a", version="step_2", reason="rank 1 did not stage in time")
+    yield ev.VersionConfirmed(replica="a", version="step_2")
+    yield ev.MarkedBehind(replica="a", version="step_2", reason="rank 1 did not stage in time")
     yield ev.PeerRefused(code="LW-202", reason="no proof of the secret")
     yield KERNELS
     yield ev.KernelsChosen(name="native")
 
 
-def ended(outcome: ev.Outcome, serving: str | None = "step_2", verified: bool = True) -> ev.RoundEnded:
+def ended(outcome: ev.RoundOutcome, serving: str | None = "step_2", verified: bool = True) -> ev.RoundEnded:
     return ev.RoundEnded(
         replica="a",
         round="b7.3.p",
@@ -206,14 +206,14 @@ def test_no_event_is_lost_between_threads() -> None:
         start.wait(LONG_S)
         for size in range(200):
             with bus.subscribe(Recorder()):
-                bus.emit(ev.Frozen(version="v", rank=rank, size_bytes=size, took_s=0.0))
+                bus.emit(ev.SourceFrozen(version="v", rank=rank, size_bytes=size, took_s=0.0))
 
     threads = [threading.Thread(target=say, args=(rank,)) for rank in range(4)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join(LONG_S)
-    heard = recorder.of(ev.Frozen)
+    heard = recorder.of(ev.SourceFrozen)
     assert len(heard) == 800
     for rank in range(4):
         assert [event.size_bytes for event in heard if event.rank == rank] == list(range(200))
@@ -263,22 +263,22 @@ def test_every_event_has_one_line_of_its_own() -> None:
 LINES: list[tuple[ev.AnyEvent, int, str]] = [
     (KERNELS, logging.WARNING, "numpy kernels, slower than native ones: no compiler at install time"),
     (
-        ev.Staged(replica="a", round="b7.3.p", version="step_2", rank=0, size_bytes=640, took_s=0.5),
+        ev.RankStaged(replica="a", round="b7.3.p", version="step_2", rank=0, size_bytes=640, took_s=0.5),
         logging.DEBUG,
         "a rank 0, round b7.3.p: staged 640 bytes of step_2 in 0.500 s",
     ),
     (
-        ev.Committed(replica="a", round="b7.3.p", version="step_2", stall_s=0.002),
+        ev.RoundCommitted(replica="a", round="b7.3.p", version="step_2", stall_s=0.002),
         logging.INFO,
         "a, round b7.3.p: committed step_2, decoding stood still for 0.002 s",
     ),
     (
-        ended(ev.Outcome.COMMITTED, verified=False),
+        ended(ev.RoundOutcome.COMMITTED, verified=False),
         logging.INFO,
         "a, round b7.3.p: committed after 1.000 s, not verified, serving step_2",
     ),
     (
-        ended(ev.Outcome.TORN, serving=None),
+        ended(ev.RoundOutcome.TORN, serving=None),
         logging.ERROR,
         "a, round b7.3.p: torn after 1.000 s, serving no version of ours",
     ),
@@ -308,7 +308,7 @@ def registry() -> CollectorRegistry:
 
 
 SAMPLES: list[tuple[str, dict[str, str], float]] = [
-    *(("liveweight_rounds_total", {"outcome": str(outcome)}, 1) for outcome in ev.Outcome),
+    *(("liveweight_rounds_total", {"outcome": str(outcome)}, 1) for outcome in ev.RoundOutcome),
     ("liveweight_round_seconds_sum", {"outcome": "aborted"}, 1.0),
     ("liveweight_freeze_seconds_sum", {}, 0.125),
     ("liveweight_stage_seconds_sum", {}, 0.5),
@@ -355,7 +355,7 @@ def test_a_new_version_replaces_the_old_one_and_a_torn_replica_has_none() -> Non
 
     seen = []
     for outcome, serving in [("committed", "step_1"), ("committed", "step_2"), ("torn", None)]:
-        reader(ended(ev.Outcome(outcome), serving=serving))
+        reader(ended(ev.RoundOutcome(outcome), serving=serving))
         seen.append(versions())
     assert seen == [["step_1"], ["step_2"], [""]]
 

@@ -17,7 +17,7 @@ from liveweight.engine.models.spec import ModelSpec
 from liveweight.engine.rank.checkpoint_loading import load
 from liveweight.spec.region import counts
 from liveweight.transports.snapshot.disk.store import Store
-from liveweight.transports.snapshot.restore import Restored, restore
+from liveweight.transports.snapshot.restore import RestoreResult, restore
 from liveweight.worker.targets.torch_target import module_target
 from tests.paddle.conftest import PaddleSide
 from tests.support.engine.engines import Dtype, Models
@@ -78,7 +78,7 @@ def test_files_that_paddle_wrote_are_read_at_every_level(
         paddle_side("save", path=str(place / LEVELS[level].format(number=number)), tensors=cut)
     memory = np.zeros(FULL.memories_bytes[0], dtype=np.uint8)
     report = restore(here, sharded(0, 1), [Memory.from_array(memory)], shared=shared)
-    assert isinstance(report, Restored)
+    assert isinstance(report, RestoreResult)
     assert (report.level, report.verified, report.version) == (level, False, None)
     assert len(report.files) == len(cuts)
     assert same(memory, weights(7))
@@ -102,7 +102,7 @@ def test_a_checkpoint_that_paddle_wrote_restores_in_the_engines_model(
     assert not all(torch.equal(restored[name], wanted[name]) for name in wanted)
     target = module_target(built[0], built[0].pieces())
     report = restore(tmp_path, target.layout, target.shadow(), shared=None)
-    assert isinstance(report, Restored)
+    assert isinstance(report, RestoreResult)
     assert (report.level, report.verified) == ("single", False)
     target.swap()
     after = dict(built[0].named_parameters())

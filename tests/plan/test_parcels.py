@@ -22,9 +22,9 @@ from liveweight.spec.layout import Layout, Placement, packed
 from liveweight.spec.manifest import TensorSpec
 from liveweight.spec.region import count, whole
 from liveweight.transports.ipc.ring_arena import sum_of
-from liveweight.transports.ipc.ring_packing import Packing, digests_of
+from liveweight.transports.ipc.ring_packing import BucketPacking, digests_of
 from liveweight.transports.ipc.ring_reader import BoundUnpacking, RingBinding
-from liveweight.transports.packing_source import RingSettings, Stock
+from liveweight.transports.packing_source import PackingSource, RingSettings
 from tests.support.layouts import Full, filled, fulls, placed, tilings, view
 
 KERNELS = choose_kernels()
@@ -69,13 +69,13 @@ def binding_of(plan: ParcelPlan, segment: Memory, shadow: Sequence[npt.NDArray[n
 
 def assert_packed(tensors: dict[str, Full], source: Layout, ranks: list[Layout], bucket_bytes: int) -> None:
     memories = [Memory.from_array(content) for content in filled(source, tensors)]
-    stock = Stock(offered=source, held=source, memories=memories, kernels=KERNELS)
+    stock = PackingSource(offered=source, held=source, memories=memories, kernels=KERNELS)
     segment = Memory.from_array(np.zeros(bucket_bytes, dtype=np.uint8))
     packings = []
     for target in ranks:
         plan = plan_parcels(source, target, bucket_bytes)
         assert max(plan.stream.memories_bytes, default=0) <= bucket_bytes
-        packing = Packing(stock, plan.stream, [segment])
+        packing = BucketPacking(stock, plan.stream, [segment])
         shadow = [np.zeros(size, dtype=np.uint8) for size in target.memories_bytes]
         binding = binding_of(plan, segment, shadow)
         for bucket in range(packing.buckets):
@@ -121,11 +121,11 @@ def test_a_bit_that_changes_in_any_parcel_of_a_bucket_changes_its_checksum_and_s
     specs = [TensorSpec(name=name, dtype=DType.INT16, shape=(2, 3)) for name in "abc"]
     layout = packed(specs)
     content = np.arange(layout.memories_bytes[0], dtype=np.uint8)
-    stock = Stock(offered=layout, held=layout, memories=[Memory.from_array(content)], kernels=KERNELS)
+    stock = PackingSource(offered=layout, held=layout, memories=[Memory.from_array(content)], kernels=KERNELS)
     plan = plan_parcels(layout, layout, 4096)
     segment = Memory.from_array(np.zeros(4096, dtype=np.uint8))
     shadow = [np.zeros(size, dtype=np.uint8) for size in layout.memories_bytes]
-    binding, packing = binding_of(plan, segment, shadow), Packing(stock, plan.stream, [segment])
+    binding, packing = binding_of(plan, segment, shadow), BucketPacking(stock, plan.stream, [segment])
     _, checksum = packing.pack(0, 0)
     assert sum_of(binding.unpack(0, 0)) == checksum
     held = segment.bytes()

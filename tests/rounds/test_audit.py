@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from liveweight.plan.digest_sums import lanes_from_bytes, lanes_to_bytes
-from liveweight.rounds.leader.round_record import Decide, Tell
+from liveweight.rounds.leader.round_record import NotifyRank, PutDecision
 from liveweight.spec.digest import to_hex
 from liveweight.spec.manifest import Manifest, Version
 from liveweight.wire import messages as m
@@ -24,15 +24,19 @@ def manifest_of(label: int) -> Manifest:
     return MANIFEST.with_digests([to_hex(lanes) for lanes in offered(label)])
 
 
-def orders(world: World) -> list[tuple[int, m.Digest]]:
+def orders(world: World) -> list[tuple[int, m.DigestLive]]:
     """What ranks were told to digest so far."""
-    return [(a.rank, a.body) for a in world.actions if isinstance(a, Tell) and isinstance(a.body, m.Digest)]
+    return [
+        (a.rank, a.body)
+        for a in world.actions
+        if isinstance(a, NotifyRank) and isinstance(a.body, m.DigestLive)
+    ]
 
 
 def digested(world: World, rank: int, lanes: bytes | None, *, audit: int | None = None) -> None:
     """A rank's answer to the newest order, or to an older one."""
     number = orders(world)[-1][1].audit if audit is None else audit
-    body = m.Digested(audit=number, rank=rank, lanes=lanes, seconds=0.1 + rank)
+    body = m.LiveDigests(audit=number, rank=rank, lanes=lanes, seconds=0.1 + rank)
     world.tell(body, b"rank%d" % rank)
 
 
@@ -82,7 +86,7 @@ def commit(world: World, label: int) -> None:
     for rank in range(world.world):
         world.staged(round_id, rank)
         world.verified(round_id, rank, label)
-    world.ask(m.Ask(round=round_id, lease_s=5), m.Voted)
+    world.ask(m.RequestVote(round=round_id, lease_s=5), m.Vote)
     world.call(m.Commit(round=round_id, timeout_s=5))
     for rank in range(world.world):
         world.swapped(round_id, rank)
@@ -91,7 +95,7 @@ def commit(world: World, label: int) -> None:
 
 def undo(world: World) -> None:
     world.call(m.Undo(publisher="p", timeout_s=5))
-    decide = [a for a in world.actions if isinstance(a, Decide)][-1]
+    decide = [a for a in world.actions if isinstance(a, PutDecision)][-1]
     for rank in range(world.world):
         world.swapped(decide.round, rank)
 
@@ -135,7 +139,7 @@ def test_a_flipped_bit_is_named_with_its_rank(how: str, placement: int, name: st
         round_id = world.opened(1, verify=False)
         for rank in range(2):
             world.staged(round_id, rank)
-        world.ask(m.Ask(round=round_id, lease_s=5), m.Voted)
+        world.ask(m.RequestVote(round=round_id, lease_s=5), m.Vote)
         world.call(m.Commit(round=round_id, timeout_s=5))
         for rank in range(2):
             world.swapped(round_id, rank)
@@ -264,7 +268,7 @@ def test_during_a_round_what_is_live_is_verified_and_the_round_goes_on() -> None
     world.staged(round_id, 1)
     for rank in range(2):
         world.verified(round_id, rank, 2)
-    world.ask(m.Ask(round=round_id, lease_s=5), m.Voted)
+    world.ask(m.RequestVote(round=round_id, lease_s=5), m.Vote)
 
 
 def test_ranks_that_do_not_answer_in_time_are_named() -> None:
@@ -296,7 +300,7 @@ def test_a_dead_rank_ends_an_audit_by_name_and_its_predecessor_has_no_say() -> N
     digested(world, 0, held(1, 0, 2))
     digested(world, 1, held(1, 1, 2))  # from the peer that was replaced
     assert world.answer(again) is None
-    body = m.Digested(audit=orders(world)[-1][1].audit, rank=1, lanes=held(1, 1, 2), seconds=0.1)
+    body = m.LiveDigests(audit=orders(world)[-1][1].audit, rank=1, lanes=held(1, 1, 2), seconds=0.1)
     world.tell(body, b"another")
     assert verdict(world, again).match is True  # known by the digest of the whole alone
 
@@ -305,7 +309,7 @@ def test_what_a_rank_says_of_its_failure_reaches_the_caller() -> None:
     world = World()
     call = world.call(m.Verify())
     fault = world.refused(m.Verify(names=("x",)))
-    broken = m.Digested(
+    broken = m.LiveDigests(
         audit=orders(world)[-1][1].audit,
         rank=1,
         lanes=None,
@@ -370,7 +374,7 @@ def ready(world: World, label: int) -> RoundId:
     for rank in range(world.world):
         world.staged(round_id, rank)
         world.verified(round_id, rank, label)
-    world.ask(m.Ask(round=round_id, lease_s=5), m.Voted)
+    world.ask(m.RequestVote(round=round_id, lease_s=5), m.Vote)
     return round_id
 
 

@@ -16,9 +16,9 @@ from liveweight.errors import (
     RoundAborted,
     RoundFailed,
 )
-from liveweight.rounds.coordinator import Drive
+from liveweight.rounds.coordinator import RoundCoordinator
 from liveweight.rounds.replica import ReplicaRefused
-from liveweight.rounds.replica_progress import Part
+from liveweight.rounds.replica_progress import ReplicaProgress
 from liveweight.spec.deadline import Deadline
 from liveweight.spec.dtype import DType
 from liveweight.spec.manifest import Manifest, TensorSpec, Version
@@ -50,10 +50,10 @@ class Engine:
         if step in self.fails:
             raise self.fails[step]
 
-    def standing(self, deadline: Deadline) -> m.Standing:
+    def standing(self, deadline: Deadline) -> m.ReplicaState:
         del deadline
         self._do("standing")
-        return m.Standing(
+        return m.ReplicaState(
             replica=self.name,
             boot="b",
             state="serving",
@@ -141,11 +141,11 @@ def drive(
     patience: Deadline | None = None,
     stand_back: bool = False,
     boot: str | None = None,
-) -> list[Part]:
-    parts = [Part(engine, boot=boot) for engine in engines]
+) -> list[ReplicaProgress]:
+    parts = [ReplicaProgress(engine, boot=boot) for engine in engines]
     offer = Offer(mode="ipc", kind="frozen", source="s", layout="l", generation=1)
     with ThreadPoolExecutor(4) as pool:
-        Drive(
+        RoundCoordinator(
             parts=parts,
             order=m.Open(
                 publisher="p",

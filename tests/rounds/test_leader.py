@@ -15,9 +15,16 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from liveweight.errors import LiveWeightError
 from liveweight.observe import events
 from liveweight.plan.digest_sums import lanes_to_bytes
-from liveweight.rounds.leader.leader import Scheduler
-from liveweight.rounds.leader.round_record import Action, Decide, Reply, Say, Tell, Withdraw
-from liveweight.rounds.states import Serving
+from liveweight.rounds.leader.leader import Leader
+from liveweight.rounds.leader.round_record import (
+    Action,
+    EmitEvent,
+    NotifyRank,
+    PutDecision,
+    SendReply,
+    WithdrawDecision,
+)
+from liveweight.rounds.states import ServingState
 from liveweight.spec.digest import Lanes, partial
 from liveweight.spec.dtype import DType
 from liveweight.spec.layout import Layout, Piece, packed, place
@@ -83,7 +90,7 @@ class World:
     in_place: bool = False
 
     def __post_init__(self) -> None:
-        self.scheduler = Scheduler(replica="engine", boot="boot", world=self.world)
+        self.scheduler = Leader(replica="engine", boot="boot", world=self.world)
         for rank in range(self.world):
             self.join(rank)
         self.ask(m.Describe(structure="s", manifest=MANIFEST), m.Described)
@@ -110,7 +117,7 @@ class World:
         return self.calls
 
     def answer(self, call: int) -> m.Message | None:
-        found = [a.body for a in self.actions if isinstance(a, Reply) and a.call == call]
+        found = [a.body for a in self.actions if isinstance(a, SendReply) and a.call == call]
         assert len(found) <= 1, "a call is answered once"
         return found[0] if found else None
 
@@ -153,7 +160,7 @@ class World:
         self.tell(m.Verified(round=round_id, rank=rank, lanes=lanes, seconds=0.1), b"rank%d" % rank)
 
     def dropped(self, round_id: RoundId, rank: int) -> None:
-        self.tell(m.Dropped(round=round_id, rank=rank), b"rank%d" % rank)
+        self.tell(m.ShadowDropped(round=round_id, rank=rank), b"rank%d" % rank)
 
     def whole(self, label: int = 1) -> RoundId:
         round_id = self.opened(label)
@@ -164,7 +171,7 @@ class World:
 
     def ready(self, label: int = 1) -> RoundId:
         round_id = self.whole(label)
-        self.ask(m.Ask(round=round_id, lease_s=5), m.Voted)
+        self.ask(m.RequestVote(round=round_id, lease_s=5), m.Vote)
         return round_id
 
     def swapped(self, round_id: RoundId, rank: int, *, fault: bool = False) -> int:
@@ -189,11 +196,11 @@ class World:
 
     @property
     def serving(self) -> str:
-        assert isinstance(self.scheduler.state, Serving)
+        assert isinstance(self.scheduler.state, ServingState)
         return str(self.scheduler.state.version)
 
     def said(self, kind: type[events.Event]) -> list[events.AnyEvent]:
-        return [a.event for a in self.actions if isinstance(a, Say) and isinstance(a.event, kind)]
+        return [a.event for a in self.actions if isinstance(a, EmitEvent) and isinstance(a.event, kind)]
 
 
 def test_a_commit_tells_what_every_rank_did() -> None:
@@ -203,7 +210,7 @@ def test_a_commit_tells_what_every_rank_did() -> None:
         staged = m.Staged(round=round_id, rank=rank, size_bytes=10 + rank, seconds=0.5 + rank)
         world.tell(staged, b"rank%d" % rank)
         world.verified(round_id, rank, 1)
-    world.ask(m.Ask(round=round_id, lease_s=5), m.Voted)
+    world.ask(m.RequestVote(round=round_id, lease_s=5), m.Vote)
     commit = world.call(m.Commit(round=round_id, timeout_s=5))
     for rank in range(2):
         world.swapped(round_id, rank)
@@ -221,7 +228,7 @@ def test_a_whole_round_commits_and_can_be_undone() -> None:
     world.committed(2)
     assert world.serving == "2"
     call = world.call(m.Undo(publisher="p", timeout_s=5))
-    decide = [a for a in world.actions if isinstance(a, Decide)][-1]
+    decide = [a for a in world.actions if isinstance(a, PutDecision)][-1]
     assert decide.undo
     for rank in range(2):
         world.swapped(decide.round, rank)
@@ -254,7 +261,7 @@ def test_a_round_without_verification_commits_on_staging_alone() -> None:
     round_id = world.opened(1, verify=False)
     for rank in range(2):
         world.staged(round_id, rank)
-    world.ask(m.Ask(round=round_id, lease_s=5), m.Voted)
+    world.ask(m.RequestVote(round=round_id, lease_s=5), m.Vote)
 
 
 def test_a_second_publisher_is_refused_with_the_holder_named() -> None:
@@ -310,7 +317,7 @@ def commit_without_norms(world: World, label: int) -> RoundId:
         world.staged(opened.round, rank)
         lanes = held(label, rank, world.world)[:16] + held(0, rank, world.world)[16:]
         world.tell(m.Verified(round=opened.round, rank=rank, lanes=lanes, seconds=0.1), b"rank%d" % rank)
-    world.ask(m.Ask(round=opened.round, lease_s=5), m.Voted)
+    world.ask(m.RequestVote(round=opened.round, lease_s=5), m.Vote)
     call = world.call(m.Commit(round=opened.round, timeout_s=5))
     for rank in range(world.world):
         world.swapped(opened.round, rank)
@@ -319,24 +326,24 @@ def commit_without_norms(world: World, label: int) -> RoundId:
 
 
 def kept(world: World) -> tuple[str, ...]:
-    return world.ask(m.Inquire(wait_s=0), m.Standing).kept
+    return world.ask(m.GetReplicaState(wait_s=0), m.ReplicaState).kept
 
 
 def test_a_group_that_an_offer_may_leave_out_is_kept_and_not_compared() -> None:
     world = World(optional=(NORMS,))
-    assert world.ask(m.Inquire(wait_s=0), m.Standing).optional == (NORMS,)
+    assert world.ask(m.GetReplicaState(wait_s=0), m.ReplicaState).optional == (NORMS,)
     world.ask(m.Describe(structure="alone", manifest=ONLY_W), m.Described)
     world.committed(1)
     assert kept(world) == ()
     commit_without_norms(world, 2)
     assert world.serving == "2 alone"
     assert kept(world) == ("norms",)
-    orders = [a.body for a in world.actions if isinstance(a, Tell) and isinstance(a.body, m.Stage)]
+    orders = [a.body for a in world.actions if isinstance(a, NotifyRank) and isinstance(a.body, m.Stage)]
     assert [order.keep for order in orders] == [(), (), ("norms",), ("norms",)]
     again = world.ask(without_norms(world, 2), m.Opened)  # installed already
     assert (again.round, again.kept) == (None, ("norms",))
     call = world.call(m.Undo(publisher="p", timeout_s=5))
-    decide = [a for a in world.actions if isinstance(a, Decide)][-1]
+    decide = [a for a in world.actions if isinstance(a, PutDecision)][-1]
     for rank in range(2):
         world.swapped(decide.round, rank)
     assert isinstance(world.answer(call), m.Committed)
@@ -356,8 +363,8 @@ def test_what_an_offer_without_a_group_does_bring_is_still_compared() -> None:
         world.staged(opened.round, rank)
         lanes = held(3, rank, 2)
         world.tell(m.Verified(round=opened.round, rank=rank, lanes=lanes, seconds=0.1), b"rank%d" % rank)
-    (aborted,) = world.said(events.Aborted)
-    assert isinstance(aborted, events.Aborted)
+    (aborted,) = world.said(events.RoundGivenUp)
+    assert isinstance(aborted, events.RoundGivenUp)
     assert aborted.code == "LW-401"
     assert "w" in aborted.reason
     assert "norm" not in aborted.reason
@@ -372,8 +379,8 @@ def test_ranks_whose_copies_of_a_kept_tensor_differ_do_not_commit() -> None:
         world.staged(opened.round, rank)
         lanes = held(2, rank, 2)[:16] + held(rank, rank, 2)[16:]
         world.tell(m.Verified(round=opened.round, rank=rank, lanes=lanes, seconds=0.1), b"rank%d" % rank)
-    (aborted,) = world.said(events.Aborted)
-    assert isinstance(aborted, events.Aborted)
+    (aborted,) = world.said(events.RoundGivenUp)
+    assert isinstance(aborted, events.RoundGivenUp)
     assert "norm" in aborted.reason
 
 
@@ -389,20 +396,20 @@ def test_a_part_of_a_group_is_refused_with_the_names_that_are_missing() -> None:
 
 
 def test_ranks_that_disagree_about_what_may_be_left_out_are_not_let_in() -> None:
-    scheduler = Scheduler(replica="engine", boot="boot", world=2)
+    scheduler = Leader(replica="engine", boot="boot", world=2)
     for rank, (optional, code) in enumerate([((NORMS,), None), ((), "LW-103")]):
         body = m.Join(rank=rank, pid=1, layout=layout_of(rank, 2), serving=None, optional=optional)
         (action,) = scheduler.on_message(0.0, b"rank%d" % rank, 1, body)
-        assert isinstance(action, Reply)
+        assert isinstance(action, SendReply)
         assert (action.body.fault.code if isinstance(action.body, m.Refusal) else None) == code
 
 
 def test_a_group_of_tensors_that_nobody_owns_is_refused() -> None:
     strange = OptionalGroup(name="strange", tensors=("nobody's",))
-    scheduler = Scheduler(replica="engine", boot="boot", world=1)
+    scheduler = Leader(replica="engine", boot="boot", world=1)
     body = m.Join(rank=0, pid=1, layout=layout_of(0, 1), serving=None, optional=(strange,))
     (action,) = scheduler.on_message(0.0, b"rank0", 1, body)
-    assert isinstance(action, Reply)
+    assert isinstance(action, SendReply)
     assert isinstance(action.body, m.Refusal)
     assert "nobody's" in action.body.fault.message
 
@@ -449,13 +456,13 @@ def test_a_process_that_was_replaced_has_no_say_any_more() -> None:
     world.staged(round_id, 1)
     world.verified(round_id, 1, 1)
     fault = Fault(code="LW-502", message="no memory", step="stage", rank=1)
-    world.tell(m.Failed(round=round_id, fault=fault), b"rank1")
-    asked = world.ask(m.Await(round=round_id, until="open", wait_s=1), m.Progress)
+    world.tell(m.StagingFailed(round=round_id, fault=fault), b"rank1")
+    asked = world.ask(m.WaitFor(round=round_id, until="open", wait_s=1), m.Progress)
     assert (asked.phase, asked.missing, asked.readers) == ("open", (1,), (1,))
     world.tell(m.Staged(round=round_id, rank=1, size_bytes=10, seconds=0.1), b"successor")
     lanes = held(1, 1, 2)
     world.tell(m.Verified(round=round_id, rank=1, lanes=lanes, seconds=0.1), b"successor")
-    world.ask(m.Ask(round=round_id, lease_s=5), m.Voted)
+    world.ask(m.RequestVote(round=round_id, lease_s=5), m.Vote)
     commit = world.call(m.Commit(round=round_id, timeout_s=5))
     world.swapped(round_id, 0)
     mine, world.seats[1] = world.seats[1], former
@@ -475,7 +482,7 @@ def test_a_dropped_of_a_process_that_was_replaced_releases_nobody() -> None:
     world.dropped(round_id, 0)
     world.dropped(round_id, 1)
     assert world.answer(abort) is None
-    world.tell(m.Dropped(round=round_id, rank=1), b"successor")
+    world.tell(m.ShadowDropped(round=round_id, rank=1), b"successor")
     assert isinstance(world.answer(abort), m.Aborted)
 
 
@@ -485,7 +492,7 @@ def test_a_replica_that_waits_for_a_rank_says_that_a_retry_makes_sense() -> None
     for body in (world.open(1), m.Undo(publisher="p", timeout_s=5)):
         error = world.refused(body)
         assert (error.code, error.retryable, "rank 1" in str(error)) == ("LW-108", True, True)
-    asked = world.call(m.Inquire(wait_s=1))
+    asked = world.call(m.GetReplicaState(wait_s=1))
     world.pass_time(1)
     answer = world.answer(asked)
     assert isinstance(answer, m.Refusal)
@@ -496,7 +503,7 @@ def test_a_flipped_bit_in_one_shadow_is_named_and_nothing_changes() -> None:
     world = World()
     world.committed(1)
     round_id = world.opened(2)
-    waiting = world.call(m.Await(round=round_id, until="verified", wait_s=10))
+    waiting = world.call(m.WaitFor(round=round_id, until="verified", wait_s=10))
     for rank in range(2):
         world.staged(round_id, rank)
         world.verified(round_id, rank, 2, flip=rank == 1)
@@ -506,7 +513,9 @@ def test_a_flipped_bit_in_one_shadow_is_named_and_nothing_changes() -> None:
     assert answer.fault is not None
     assert (answer.fault.code, "norm" in answer.fault.message) == ("LW-401", True)
     assert world.serving == "1"
-    assert [a.rank for a in world.actions if isinstance(a, Tell) and isinstance(a.body, m.Drop)] == [0, 1]
+    assert [
+        a.rank for a in world.actions if isinstance(a, NotifyRank) and isinstance(a.body, m.DropShadow)
+    ] == [0, 1]
 
 
 def test_a_wrong_version_on_every_rank_is_noticed_too() -> None:
@@ -516,13 +525,13 @@ def test_a_wrong_version_on_every_rank_is_noticed_too() -> None:
         world.staged(round_id, rank)
         world.verified(round_id, rank, 3)
     assert world.serving == "None"
-    assert world.refused(m.Ask(round=round_id, lease_s=5)).code == "LW-107"
+    assert world.refused(m.RequestVote(round=round_id, lease_s=5)).code == "LW-107"
 
 
 def test_a_rank_that_does_not_stage_is_named_at_the_deadline() -> None:
     world = World()
     round_id = world.opened(1)
-    waiting = world.call(m.Await(round=round_id, until="staged", wait_s=60))
+    waiting = world.call(m.WaitFor(round=round_id, until="staged", wait_s=60))
     world.staged(round_id, 0)
     world.pass_time(9.9)
     assert world.answer(waiting) is None
@@ -537,7 +546,7 @@ def test_a_rank_that_does_not_stage_is_named_at_the_deadline() -> None:
 def test_a_wait_ends_with_the_progress_so_far() -> None:
     world = World()
     round_id = world.opened(1)
-    waiting = world.call(m.Await(round=round_id, until="staged", wait_s=1))
+    waiting = world.call(m.WaitFor(round=round_id, until="staged", wait_s=1))
     world.staged(round_id, 1)
     world.pass_time(1)
     answer = world.answer(waiting)
@@ -550,7 +559,7 @@ def test_a_lease_that_ends_aborts_and_a_later_commit_is_refused() -> None:
     round_id = world.ready(1)
     world.pass_time(5)
     assert world.refused(m.Commit(round=round_id, timeout_s=5)).code == "LW-107"
-    assert not [a for a in world.actions if isinstance(a, Decide)]
+    assert not [a for a in world.actions if isinstance(a, PutDecision)]
     assert len(world.said(events.LeaseExpired)) == 1
 
 
@@ -559,7 +568,7 @@ def test_a_commit_that_is_read_after_its_lease_is_late() -> None:
     round_id = world.ready(1)
     world.now_s += 5  # the scheduler's thread was held up and looks at its messages first
     assert world.refused(m.Commit(round=round_id, timeout_s=5)).code == "LW-107"
-    assert not [a for a in world.actions if isinstance(a, Decide)]
+    assert not [a for a in world.actions if isinstance(a, PutDecision)]
 
 
 def test_a_commit_of_an_old_epoch_has_no_effect() -> None:
@@ -572,7 +581,7 @@ def test_a_commit_of_an_old_epoch_has_no_effect() -> None:
     assert world.refused(m.Commit(round=restarted, timeout_s=5)).code == "LW-107"
     stranger = RoundId(boot="boot", epoch=new.epoch, publisher="q")
     assert world.refused(m.Commit(round=stranger, timeout_s=5)).code == "LW-107"
-    assert not [a for a in world.actions if isinstance(a, Decide)]
+    assert not [a for a in world.actions if isinstance(a, PutDecision)]
 
 
 def test_a_vote_before_verification_is_refused() -> None:
@@ -580,7 +589,7 @@ def test_a_vote_before_verification_is_refused() -> None:
     round_id = world.opened(1)
     for rank in range(2):
         world.staged(round_id, rank)
-    assert world.refused(m.Ask(round=round_id, lease_s=5)).code == "LW-107"
+    assert world.refused(m.RequestVote(round=round_id, lease_s=5)).code == "LW-107"
 
 
 def test_one_rank_that_cannot_exchange_sends_all_back() -> None:
@@ -607,7 +616,7 @@ def test_a_boundary_that_comes_too_late_is_told_to_go_back() -> None:
     first = world.swapped(round_id, 0)
     world.pass_time(5)
     assert isinstance(world.answer(commit), m.Refusal)
-    assert [a for a in world.actions if isinstance(a, Withdraw)]
+    assert [a for a in world.actions if isinstance(a, WithdrawDecision)]
     late = world.swapped(round_id, 1)
     for call in (first, late):
         settled = world.answer(call)
@@ -658,18 +667,18 @@ def test_a_lost_rank_fails_the_round_at_once_and_its_successor_completes_the_rep
     world = World()
     world.committed(1)
     round_id = world.opened(2)
-    waiting = world.call(m.Await(round=round_id, until="staged", wait_s=60))
+    waiting = world.call(m.WaitFor(round=round_id, until="staged", wait_s=60))
     world.actions += world.scheduler.on_lost(world.now_s, 1)
     answer = world.answer(waiting)
     assert isinstance(answer, m.Progress)
     assert answer.fault is not None
     assert (answer.fault.rank, answer.fault.code) == (1, "LW-205")
     assert "rank 1" in str(world.refused(world.open(3)))
-    asked = world.call(m.Inquire(wait_s=10))
+    asked = world.call(m.GetReplicaState(wait_s=10))
     assert world.answer(asked) is None
     world.join(1)
     standing = world.answer(asked)
-    assert isinstance(standing, m.Standing)
+    assert isinstance(standing, m.ReplicaState)
     assert standing.serving is None  # rank 0 holds version 1, its new companion something unknown
     assert world.refused(world.open(3)).code == "LW-102"  # described anew first
     world.ask(m.Describe(structure="s", manifest=MANIFEST), m.Described)
@@ -682,7 +691,7 @@ def test_a_publisher_that_did_not_hear_of_a_lost_rank_is_told_its_name(voted: bo
     world.committed(1)
     round_id = world.ready(2) if voted else world.whole(2)
     world.actions += world.scheduler.on_lost(world.now_s, 1)
-    asked = m.Commit(round=round_id, timeout_s=5) if voted else m.Ask(round=round_id, lease_s=5)
+    asked = m.Commit(round=round_id, timeout_s=5) if voted else m.RequestVote(round=round_id, lease_s=5)
     fault = world.ask(asked, m.Refusal).fault
     assert (fault.rank, fault.code) == (1, "LW-205")
 
@@ -697,7 +706,7 @@ def test_a_successor_that_claims_an_old_version_does_not_make_the_replica_seem_w
     world.actions += world.scheduler.on_lost(world.now_s, 1)
     world.join(1, one)
     world.ask(m.Describe(structure="s", manifest=MANIFEST), m.Described)
-    assert world.ask(m.Inquire(wait_s=1), m.Standing).serving is None
+    assert world.ask(m.GetReplicaState(wait_s=1), m.ReplicaState).serving is None
     assert world.ask(world.open(1), m.Opened).round is not None
 
 
@@ -755,7 +764,7 @@ def test_the_round_stands_in_for_a_digest_that_is_not_known() -> None:
         assert opened.round is not None  # content unknown: never taken for what is installed already
         for rank in range(2):
             world.staged(opened.round, rank)
-        world.ask(m.Ask(round=opened.round, lease_s=5), m.Voted)
+        world.ask(m.RequestVote(round=opened.round, lease_s=5), m.Vote)
         call = world.call(m.Commit(round=opened.round, timeout_s=5))
         for rank in range(2):
             world.swapped(opened.round, rank)
@@ -773,12 +782,12 @@ def test_a_refusal_says_what_serves() -> None:
 
 
 def test_ranks_whose_regions_overlap_in_part_cannot_join() -> None:
-    scheduler = Scheduler(replica="engine", boot="boot", world=2)
+    scheduler = Leader(replica="engine", boot="boot", world=2)
     for rank, layout in enumerate([layout_of(0, 1), layout_of(1, 2)]):
         body = m.Join(rank=rank, pid=1, layout=layout, serving=None)
         actions = scheduler.on_message(0.0, b"r", 1, body)
     reply = actions[-1]
-    assert isinstance(reply, Reply)
+    assert isinstance(reply, SendReply)
     assert isinstance(reply.body, m.Refusal)
     assert reply.body.fault.code == "LW-103"
 
@@ -799,7 +808,7 @@ def test_digests_of_the_wrong_number_are_refused(lanes: bytes) -> None:
         world.staged(round_id, rank)
     world.tell(m.Verified(round=round_id, rank=0, lanes=lanes, seconds=0.0), b"rank0")
     assert len(world.said(events.PeerRefused)) == 1
-    assert world.refused(m.Ask(round=round_id, lease_s=5)).code == "LW-107"
+    assert world.refused(m.RequestVote(round=round_id, lease_s=5)).code == "LW-107"
 
 
 class Interleavings(RuleBasedStateMachine):
@@ -838,13 +847,13 @@ class Interleavings(RuleBasedStateMachine):
         body: m.Message
         match kind:
             case "ask":
-                body = m.Ask(round=round_id, lease_s=5)
+                body = m.RequestVote(round=round_id, lease_s=5)
             case "commit":
                 body = m.Commit(round=round_id, timeout_s=5)
             case "abort":
                 body = m.Abort(round=round_id, reason="no", wait_s=3)
             case _:
-                body = m.Await(round=round_id, until="verified", wait_s=3)
+                body = m.WaitFor(round=round_id, until="verified", wait_s=3)
         self.asked.append(self.world.call(body))
 
     @rule()
@@ -860,7 +869,7 @@ class Interleavings(RuleBasedStateMachine):
         self.swaps.setdefault(round_id.epoch, []).append(call)
 
     def decided(self) -> list[RoundId]:
-        return [a.round for a in self.world.actions if isinstance(a, Decide)]
+        return [a.round for a in self.world.actions if isinstance(a, PutDecision)]
 
     @rule(seconds=st.floats(0, 6))
     def wait(self, seconds: float) -> None:

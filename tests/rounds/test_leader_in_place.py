@@ -9,7 +9,7 @@ import pytest
 
 from liveweight.observe import events
 from liveweight.rounds import states
-from liveweight.rounds.leader.round_record import Decide, Tell, Withdraw
+from liveweight.rounds.leader.round_record import NotifyRank, PutDecision, WithdrawDecision
 from liveweight.spec.manifest import Version
 from liveweight.wire import messages as m
 from liveweight.wire.messages.values import Fault, Overwritten, RoundId
@@ -36,7 +36,7 @@ class InPlace(World):
         round_id = self.opened(label, verify=verify)
         for rank in range(self.world):
             self.tell(m.Staged(round=round_id, rank=rank, size_bytes=0, seconds=0.1), b"rank%d" % rank)
-        self.ask(m.Ask(round=round_id, lease_s=5), m.Voted)
+        self.ask(m.RequestVote(round=round_id, lease_s=5), m.Vote)
         return self.call(m.Commit(round=round_id, timeout_s=5)), round_id
 
     def wrote(
@@ -64,7 +64,7 @@ class InPlace(World):
 
     def withdrawn(self, round_id: RoundId, *, waited: bool) -> None:
         """The leader took the decision back, or came too late for that."""
-        assert Withdraw(round_id) in self.actions
+        assert WithdrawDecision(round_id) in self.actions
         self.actions += self.scheduler.on_withdrawn(self.now_s, round_id, waited=waited)
 
     def settled(self, call: int) -> m.Settled:
@@ -81,7 +81,7 @@ class InPlace(World):
 def test_nothing_is_written_before_the_vote_and_all_are_compared_after_it() -> None:
     world = InPlace()
     commit, round_id = world.committing(2)
-    assert isinstance(world.actions[-1], Decide)
+    assert isinstance(world.actions[-1], PutDecision)
     calls = [world.wrote(round_id, rank) for rank in range(2)]
     assert [world.settled(call).keep for call in calls] == [True, True]
     answer = world.answer(commit)
@@ -102,7 +102,7 @@ def test_a_failure_before_any_rank_has_written_leaves_the_old_version() -> None:
     first = world.wrote(round_id, 0, begun=False, fault=True)
     assert world.answer(first) is None, "the other rank may have written"
     assert world.answer(commit) is None
-    assert Tell(1, m.Drop(round=round_id)) in world.actions
+    assert NotifyRank(1, m.DropShadow(round=round_id)) in world.actions
     second = world.wrote(round_id, 1, begun=False, fault=True)
     assert [(world.settled(call).torn, world.settled(call).serving) for call in (first, second)] == [
         (None, V1)
@@ -121,14 +121,14 @@ def test_a_failure_after_a_rank_has_written_tears_all(how: str) -> None:
     assert all("mixture" in (world.settled(call).torn or "") for call in calls)
     assert {world.settled(call).serving for call in calls} == {None}
     assert world.failed(commit).code == "LW-601"
-    assert isinstance(world.scheduler.state, states.Torn)
+    assert isinstance(world.scheduler.state, states.TornState)
     assert world.refused(m.Verify()).code == "LW-601"
     assert world.refused(m.Undo(publisher="p", timeout_s=5)).code == "LW-107"
-    standing = world.ask(m.Inquire(wait_s=0), m.Standing)
+    standing = world.ask(m.GetReplicaState(wait_s=0), m.ReplicaState)
     assert (standing.serving, standing.state.startswith("torn by 2")) == (None, True)
     ended = world.said(events.RoundEnded)[-1]
     assert isinstance(ended, events.RoundEnded)
-    assert ended.outcome is events.Outcome.TORN
+    assert ended.outcome is events.RoundOutcome.TORN
 
 
 def torn() -> InPlace:
@@ -136,7 +136,7 @@ def torn() -> InPlace:
     _, round_id = world.committing(2)
     for rank in range(2):
         world.wrote(round_id, rank, flip=True)
-    assert isinstance(world.scheduler.state, states.Torn)
+    assert isinstance(world.scheduler.state, states.TornState)
     return world
 
 
@@ -145,7 +145,7 @@ def test_a_full_round_heals_and_one_that_ends_before_it_leaves_it_torn() -> None
     round_id = world.opened(3)
     assert world.refused(m.Verify()).code == "LW-601"
     world.ask(m.Abort(round=round_id, reason="no", wait_s=0), m.Aborted)
-    assert isinstance(world.scheduler.state, states.Torn)
+    assert isinstance(world.scheduler.state, states.TornState)
     commit, round_id = world.committing(4)
     calls = [world.wrote(round_id, rank, 4, begun=False, fault=True) for rank in range(2)]
     assert all("since 2 failed" in (world.settled(call).torn or "") for call in calls)
@@ -161,7 +161,7 @@ def test_a_rank_that_joins_does_not_make_a_torn_replica_whole() -> None:
     world = torn()
     world.scheduler.on_lost(world.now_s, 1)
     world.join(1, serving=V1, peer=b"rank1 again")
-    assert isinstance(world.scheduler.state, states.Torn)
+    assert isinstance(world.scheduler.state, states.TornState)
     assert "was not described" in str(world.refused(world.open(3))), "what fitted may fit no more"
 
 
@@ -221,7 +221,7 @@ def test_a_successor_that_joins_in_the_middle_ends_the_commit_as_torn() -> None:
     commit, _ = world.committing(2)
     world.join(1, serving=V1, peer=b"rank1 again")
     assert world.failed(commit).code == "LW-601"
-    assert isinstance(world.scheduler.state, states.Torn)
+    assert isinstance(world.scheduler.state, states.TornState)
 
 
 def test_a_verified_round_without_digests_is_not_voted_for() -> None:
@@ -232,10 +232,10 @@ def test_a_verified_round_without_digests_is_not_voted_for() -> None:
     assert opened is not None
     for rank in range(2):
         world.staged(opened, rank)
-    assert world.refused(m.Ask(round=opened, lease_s=5)).code == "LW-107"
+    assert world.refused(m.RequestVote(round=opened, lease_s=5)).code == "LW-107"
     assert asked.digests is not None
     world.ask(m.Compare(round=opened, digests=asked.digests), m.Compared)
-    world.ask(m.Ask(round=opened, lease_s=5), m.Voted)
+    world.ask(m.RequestVote(round=opened, lease_s=5), m.Vote)
 
 
 def test_a_rank_that_does_not_say_what_it_holds_is_not_believed() -> None:

@@ -28,13 +28,13 @@ from liveweight.spec.dtype import DType
 from liveweight.spec.layout import packed
 from liveweight.spec.manifest import TensorSpec, Version
 from liveweight.trainer.sources.tensors import spec_of
-from liveweight.transports.snapshot.disk.open_snapshot import Snapshot
+from liveweight.transports.snapshot.disk.open_snapshot import OpenSnapshot
 from liveweight.transports.snapshot.disk.store import Store
 from liveweight.transports.snapshot.disk.writer import Image
 from liveweight.transports.snapshot.offer_record import offer_of
 from liveweight.transports.snapshot.reader import SnapshotReader
-from liveweight.transports.snapshot.save import Saved, save
-from liveweight.transports.snapshot.source import SnapshotOutlet
+from liveweight.transports.snapshot.save import SavedSnapshot, save
+from liveweight.transports.snapshot.source import SnapshotSource
 from liveweight.wire.credentials import load_or_create_secret
 from liveweight.wire.messages import Open
 from tests.support.stepping import engine, publisher, serving
@@ -75,9 +75,9 @@ def test_a_part_that_is_damaged_on_disk_fails_the_round_by_name_and_the_next_one
     short_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     live, net = engine(), Net()
-    offer = SnapshotOutlet.offer
+    offer = SnapshotSource.offer
 
-    def damaging(outlet: SnapshotOutlet, *arguments: object) -> object:
+    def damaging(outlet: SnapshotSource, *arguments: object) -> object:
         made = offer(outlet, *arguments)  # type: ignore[arg-type]
         (part,) = short_path.rglob("*.pdparams")
         data = bytearray(part.read_bytes())
@@ -90,7 +90,7 @@ def test_a_part_that_is_damaged_on_disk_fails_the_round_by_name_and_the_next_one
         publisher(net, address, short_path, transfer_mode="ipc_snapshot") as sender,
     ):
         sender.publish(1)
-        monkeypatch.setattr(SnapshotOutlet, "offer", damaging)
+        monkeypatch.setattr(SnapshotSource, "offer", damaging)
         net.w.fill_(2)
         with pytest.raises(RoundFailed, match=r"part0.pdparams corrupted") as failed:
             sender.publish(2)
@@ -129,7 +129,7 @@ def test_live_offers_are_refused_before_anything_is_started(short_path: Path) ->
         publisher(Net(), "ipc:///nowhere", short_path, transfer_mode="ipc_snapshot", offer="live")
 
 
-def saved(place: Path, net: Net) -> Snapshot:
+def saved(place: Path, net: Net) -> OpenSnapshot:
     """A trainer's weights in a store, as its last snapshot."""
     tensors = {"w": net.w, "b": net.b}
     specs = [spec_of(name, tensor) for name, tensor in tensors.items()]
@@ -140,8 +140,8 @@ def saved(place: Path, net: Net) -> Snapshot:
         memory[placement.offset_bytes : placement.offset_bytes + len(raw)] = raw
     image = Image(layout=layout, memories=[Memory.from_array(memory)])
     done = save(Store(place), Version(run="before", label="step_7"), [image])
-    assert isinstance(done, Saved)
-    return Snapshot(done.path)
+    assert isinstance(done, SavedSnapshot)
+    return OpenSnapshot(done.path)
 
 
 def test_a_snapshot_of_a_store_is_an_offer_that_a_round_reads_without_a_trainer(short_path: Path) -> None:
@@ -180,7 +180,7 @@ def test_files_are_readable_after_their_source_was_killed_and_the_next_outlet_re
     tmp_path: Path,
 ) -> None:
     spec = packed([BYTES])
-    outlet = SnapshotOutlet(tmp_path, SECRET)
+    outlet = SnapshotSource(tmp_path, SECRET)
     arena = outlet.allocate(spec.memories_bytes[0])
     arena.memory.bytes()[:] = 5
     offer = outlet.offer(spec, [arena], "frozen")
@@ -192,7 +192,7 @@ def test_files_are_readable_after_their_source_was_killed_and_the_next_outlet_re
     with SnapshotReader(SECRET, choose().kernels) as reader:
         reading = reader.bind(offer, spec, [Memory.from_array(shadow)], soon())
         reading.check()
-        other = SnapshotOutlet(tmp_path, SECRET)
+        other = SnapshotSource(tmp_path, SECRET)
         assert not Path(offer.source.removeprefix("file://")).exists()
         reading.read(0, len(reading.rows))  # what was open stays readable
         assert (shadow[:100] == 5).all()
@@ -204,7 +204,7 @@ def test_files_are_readable_after_their_source_was_killed_and_the_next_outlet_re
 def test_offers_are_replaced_while_a_rank_binds_and_it_reads_one_of_them_whole(tmp_path: Path) -> None:
     layout = packed([BYTES])
     stop = threading.Event()
-    with SnapshotOutlet(tmp_path, SECRET) as outlet, SnapshotReader(SECRET, choose().kernels) as reader:
+    with SnapshotSource(tmp_path, SECRET) as outlet, SnapshotReader(SECRET, choose().kernels) as reader:
         arena = outlet.allocate(layout.memories_bytes[0])
         current = [outlet.offer(layout, [arena], "frozen")]
 

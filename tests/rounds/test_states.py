@@ -13,23 +13,23 @@ from liveweight.wire.messages.values import RoundId
 
 A, B = Version(run="r", label=1), Version(run="r", label=2)
 ROUND = RoundId(boot="b", epoch=1, publisher="p")
-TORN = s.Torn(A, "killed")
+TORN = s.TornState(A, "killed")
 
 STATES: dict[str, s.State] = {
-    "serving": s.Serving(A),
-    "serving with undo": s.Serving(B, A, can_undo=True),
-    "staging": s.Staging(A, B, ROUND),
-    "ready": s.Ready(A, B, ROUND),
-    "swapping": s.Swapping(A, B, ROUND),
-    "undoing": s.Swapping(B, A, ROUND, undo=True),
-    "overwriting": s.Overwriting(A, B, ROUND),
+    "serving": s.ServingState(A),
+    "serving with undo": s.ServingState(B, A, can_undo=True),
+    "staging": s.StagingState(A, B, ROUND),
+    "ready": s.ReadyState(A, B, ROUND),
+    "swapping": s.SwappingState(A, B, ROUND),
+    "undoing": s.SwappingState(B, A, ROUND, undo=True),
+    "overwriting": s.OverwritingState(A, B, ROUND),
     "torn": TORN,
-    "staging over torn": s.Staging(None, B, ROUND, TORN),
-    "ready over torn": s.Ready(None, B, ROUND, TORN),
-    "swapping over torn": s.Swapping(None, B, ROUND, torn=TORN),
-    "overwriting torn": s.Overwriting(None, B, ROUND, TORN),
-    "asleep": s.Released(A, weights=True, kv_cache=True),
-    "weights only": s.Released(A, weights=False, kv_cache=True),
+    "staging over torn": s.StagingState(None, B, ROUND, TORN),
+    "ready over torn": s.ReadyState(None, B, ROUND, TORN),
+    "swapping over torn": s.SwappingState(None, B, ROUND, torn=TORN),
+    "overwriting torn": s.OverwritingState(None, B, ROUND, TORN),
+    "asleep": s.ReleasedState(A, weights=True, kv_cache=True),
+    "weights only": s.ReleasedState(A, weights=False, kv_cache=True),
 }
 
 COMMANDS: dict[str, Callable[[s.State], s.State]] = {
@@ -48,43 +48,43 @@ COMMANDS: dict[str, Callable[[s.State], s.State]] = {
 }
 
 ALLOWED: dict[tuple[str, str], s.State] = {
-    ("serving", "open"): s.Staging(A, B, ROUND),
-    ("serving with undo", "open"): s.Staging(B, B, ROUND),
-    ("torn", "open"): s.Staging(None, B, ROUND, TORN),
-    ("staging over torn", "verified"): s.Ready(None, B, ROUND, TORN),
+    ("serving", "open"): s.StagingState(A, B, ROUND),
+    ("serving with undo", "open"): s.StagingState(B, B, ROUND),
+    ("torn", "open"): s.StagingState(None, B, ROUND, TORN),
+    ("staging over torn", "verified"): s.ReadyState(None, B, ROUND, TORN),
     ("staging over torn", "fail"): TORN,
-    ("ready over torn", "commit"): s.Swapping(None, B, ROUND, torn=TORN),
-    ("ready over torn", "overwrite"): s.Overwriting(None, B, ROUND, TORN),
+    ("ready over torn", "commit"): s.SwappingState(None, B, ROUND, torn=TORN),
+    ("ready over torn", "overwrite"): s.OverwritingState(None, B, ROUND, TORN),
     ("ready over torn", "fail"): TORN,
-    ("swapping over torn", "keep"): s.Serving(B),
+    ("swapping over torn", "keep"): s.ServingState(B),
     ("swapping over torn", "back"): TORN,
     ("swapping over torn", "fail"): TORN,
-    ("overwriting torn", "fail"): s.Torn(B, "why"),
+    ("overwriting torn", "fail"): s.TornState(B, "why"),
     ("overwriting torn", "untouched"): TORN,
-    ("overwriting torn", "overwritten"): s.Serving(B),
-    ("staging", "verified"): s.Ready(A, B, ROUND),
-    ("ready", "commit"): s.Swapping(A, B, ROUND),
-    ("serving with undo", "undo"): s.Swapping(B, A, ROUND, undo=True),
-    ("swapping", "keep"): s.Serving(B, A, can_undo=True),
-    ("swapping", "back"): s.Serving(A),
-    ("undoing", "keep"): s.Serving(A),
-    ("undoing", "back"): s.Serving(B),
-    ("undoing", "fail"): s.Serving(B),
-    ("staging", "fail"): s.Serving(A),
-    ("ready", "fail"): s.Serving(A),
-    ("swapping", "fail"): s.Serving(A),
-    ("overwriting", "fail"): s.Torn(B, "why"),
-    ("overwriting", "untouched"): s.Serving(A),
-    ("ready", "overwrite"): s.Overwriting(A, B, ROUND),
-    ("overwriting", "overwritten"): s.Serving(B),
-    ("serving", "sleep"): s.Released(A, weights=True, kv_cache=False),
-    ("serving with undo", "sleep"): s.Released(B, weights=True, kv_cache=False),
-    ("asleep", "sleep"): s.Released(A, weights=True, kv_cache=True),
-    ("weights only", "sleep"): s.Released(A, weights=True, kv_cache=True),
-    ("asleep", "wake"): s.Serving(A),
-    ("weights only", "wake"): s.Serving(A),
-    ("serving", "wake"): s.Serving(A),
-    ("serving with undo", "wake"): s.Serving(B, A, can_undo=True),
+    ("overwriting torn", "overwritten"): s.ServingState(B),
+    ("staging", "verified"): s.ReadyState(A, B, ROUND),
+    ("ready", "commit"): s.SwappingState(A, B, ROUND),
+    ("serving with undo", "undo"): s.SwappingState(B, A, ROUND, undo=True),
+    ("swapping", "keep"): s.ServingState(B, A, can_undo=True),
+    ("swapping", "back"): s.ServingState(A),
+    ("undoing", "keep"): s.ServingState(A),
+    ("undoing", "back"): s.ServingState(B),
+    ("undoing", "fail"): s.ServingState(B),
+    ("staging", "fail"): s.ServingState(A),
+    ("ready", "fail"): s.ServingState(A),
+    ("swapping", "fail"): s.ServingState(A),
+    ("overwriting", "fail"): s.TornState(B, "why"),
+    ("overwriting", "untouched"): s.ServingState(A),
+    ("ready", "overwrite"): s.OverwritingState(A, B, ROUND),
+    ("overwriting", "overwritten"): s.ServingState(B),
+    ("serving", "sleep"): s.ReleasedState(A, weights=True, kv_cache=False),
+    ("serving with undo", "sleep"): s.ReleasedState(B, weights=True, kv_cache=False),
+    ("asleep", "sleep"): s.ReleasedState(A, weights=True, kv_cache=True),
+    ("weights only", "sleep"): s.ReleasedState(A, weights=True, kv_cache=True),
+    ("asleep", "wake"): s.ServingState(A),
+    ("weights only", "wake"): s.ServingState(A),
+    ("serving", "wake"): s.ServingState(A),
+    ("serving with undo", "wake"): s.ServingState(B, A, can_undo=True),
 }
 
 
@@ -101,7 +101,7 @@ def test_every_state_answers_every_command(state: str, command: str) -> None:
 
 
 def test_waking_only_the_weights_leaves_the_cache_asleep() -> None:
-    assert s.wake(STATES["asleep"], weights=True, kv_cache=False) == s.Released(
+    assert s.wake(STATES["asleep"], weights=True, kv_cache=False) == s.ReleasedState(
         A, weights=False, kv_cache=True
     )
 

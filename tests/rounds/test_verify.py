@@ -25,7 +25,7 @@ from liveweight.transports.port import GoOn, patient
 from liveweight.wire.credentials import load_or_create_secret
 from liveweight.wire.messages import Open, Verdict, Verify
 from liveweight.wire.messages.values import Offer
-from liveweight.worker.receiver import Receiver
+from liveweight.worker.receiver import RankReceiver
 from liveweight.worker.targets.torch_target import TensorTarget
 from tests.support.processes.cluster import Cluster, Program
 from tests.support.rounds import assert_holds
@@ -199,7 +199,7 @@ def test_a_rank_answers_in_the_middle_of_its_staging(cluster: Cluster) -> None:
     secret, reader = load_or_create_secret(cluster.secret), HeldReader()
     target = TensorTarget(weights)
     with (
-        Receiver(
+        RankReceiver(
             target,
             address=cluster.address(),
             secret=secret,

@@ -15,7 +15,7 @@ from liveweight.engine.config import EngineConfig, Updates
 from liveweight.errors import EngineConfigInvalid, RoundOpen
 from liveweight.integrations.fastdeploy.routes import PATHS, router_of
 from liveweight.integrations.fastdeploy.settings import FastDeploySettings, settings_of
-from liveweight.server.request_guard import Access
+from liveweight.server.request_guard import AccessRules
 from liveweight.spec.manifest import Version
 from tests.server.admin.test_routes import Stream
 from tests.support.engine.echo_engine import EchoEngine
@@ -32,7 +32,7 @@ def served(model_dir: Path) -> Iterator[Served[EchoEngine]]:
     engine = EchoEngine(EngineConfig(model=str(model_dir), tp=2, updates=updates), context=4096, pace_s=0.002)
     engine.offers.append(OFFERED)
     settings = FastDeploySettings(transfer_mode=None, release_cache=True)
-    with serving(engine, Access(control_paths=PATHS), first=[router_of(settings)]) as running:
+    with serving(engine, AccessRules(control_paths=PATHS), first=[router_of(settings)]) as running:
         yield running
 
 
@@ -205,7 +205,7 @@ def test_settings_that_nobody_knows_are_named(strategy: str | None, config: str 
 
 def test_its_paths_need_the_control_key(model_dir: Path) -> None:
     engine = EchoEngine(EngineConfig(model=str(model_dir)))
-    access = Access(api_key="a", control_key="c", control_paths=PATHS)
+    access = AccessRules(api_key="a", control_key="c", control_paths=PATHS)
     with serving(engine, access, first=[router_of(FastDeploySettings())]) as running:
         for path in ("/clear_load_weight", "/update_model_weight", "/v1/weight_status"):
             refused = httpx.get(f"{running.url}{path}", headers={"authorization": "Bearer a"})

@@ -18,8 +18,8 @@ from liveweight.errors import EngineConfigInvalid, LiveWeightError, RankLost
 from liveweight.server.errors import TABLE
 from liveweight.server.metrics import ENGINE_METRICS
 from liveweight.server.openai import ignored_fields
-from liveweight.server.request_guard import Access
-from liveweight.server.server import Serving, bind
+from liveweight.server.request_guard import AccessRules
+from liveweight.server.server import ServerTimes, bind
 from tests.arch.source_tree import ROOT
 from tests.support.engine.echo_engine import EchoEngine
 from tests.support.processes.http_server import Served, serving
@@ -47,7 +47,7 @@ def test_a_healthy_engine_tells_its_counts(own: Served[EchoEngine]) -> None:
 
 
 def test_a_lost_rank_is_named_for_a_moment_and_then_the_server_ends(model_dir: Path) -> None:
-    with serving(engine_of(model_dir), times=Serving(tell_fault_s=20.0)) as served:
+    with serving(engine_of(model_dir), times=ServerTimes(tell_fault_s=20.0)) as served:
         with served.http() as http:
             served.engine.fail(RankLost("rank 1 ended with signal 9"))
             answer = http.get("/health")
@@ -60,7 +60,7 @@ def test_a_lost_rank_is_named_for_a_moment_and_then_the_server_ends(model_dir: P
 
 
 def test_a_server_that_lost_a_rank_ends_by_itself(model_dir: Path) -> None:
-    with serving(engine_of(model_dir), times=Serving(tell_fault_s=0.1)) as served:
+    with serving(engine_of(model_dir), times=ServerTimes(tell_fault_s=0.1)) as served:
         served.engine.fail(RankLost("rank 0 ended"))
         served.thread.join(10)
         assert not served.thread.is_alive()
@@ -70,7 +70,7 @@ def test_a_server_that_lost_a_rank_ends_by_itself(model_dir: Path) -> None:
 def test_told_to_end_it_refuses_new_requests_and_finishes_the_others(model_dir: Path) -> None:
     engine = engine_of(model_dir)
     engine.gate.clear()
-    with serving(engine, times=Serving(grace_s=20.0)) as served, served.http() as http:
+    with serving(engine, times=ServerTimes(grace_s=20.0)) as served, served.http() as http:
         answers: list[httpx.Response] = []
         asked = threading.Thread(target=lambda: answers.append(http.post(COMPLETIONS, json=LONG)))
         asked.start()
@@ -93,7 +93,7 @@ def test_told_to_end_it_refuses_new_requests_and_finishes_the_others(model_dir: 
 def test_what_does_not_finish_in_time_is_answered_with_what_it_has(model_dir: Path, hurry: bool) -> None:
     engine = engine_of(model_dir)
     grace_s = 60.0 if hurry else 0.2
-    with serving(engine, times=Serving(grace_s=grace_s)) as served, served.http() as http:
+    with serving(engine, times=ServerTimes(grace_s=grace_s)) as served, served.http() as http:
         with http.stream("POST", COMPLETIONS, json={**LONG, "max_tokens": 150, "stream": True}) as answer:
             lines = answer.iter_lines()
             assert next(lines).startswith("data: ")
@@ -137,7 +137,7 @@ def test_metrics_follow_the_engine(own: Served[EchoEngine]) -> None:
 
 
 def test_everything_but_health_needs_the_key(model_dir: Path) -> None:
-    access = Access(api_key="sk-schlüssel")
+    access = AccessRules(api_key="sk-schlüssel")
     with serving(engine_of(model_dir), access) as served, served.http() as http:
         right = {"authorization": "Bearer sk-schlüssel".encode()}
         routes = ("GET /metrics", "GET /v1/models", "GET /openapi.json", "GET /x", "POST /v1/completions")
@@ -159,7 +159,7 @@ def test_everything_but_health_needs_the_key(model_dir: Path) -> None:
 def test_openais_client_shows_its_key(model_dir: Path) -> None:
     import openai
 
-    with serving(engine_of(model_dir), Access(api_key="sk-1")) as served:
+    with serving(engine_of(model_dir), AccessRules(api_key="sk-1")) as served:
         with served.openai("sk-1") as right:
             assert right.models.list().data
         with served.openai("sk-2") as wrong, pytest.raises(openai.AuthenticationError):
@@ -168,7 +168,7 @@ def test_openais_client_shows_its_key(model_dir: Path) -> None:
 
 @pytest.mark.parametrize("announced", [True, False])
 def test_a_body_beyond_the_limit_is_refused(model_dir: Path, announced: bool) -> None:
-    with serving(engine_of(model_dir), Access(max_body_bytes=100_000)) as served, served.http() as http:
+    with serving(engine_of(model_dir), AccessRules(max_body_bytes=100_000)) as served, served.http() as http:
         body = b'{"prompt": "' + b"a" * 5_000_000 + b'"}'
         content: Any = body if announced else iter([body[:50_000], body[50_000:]])
         answer = http.post(COMPLETIONS, content=content, headers={"content-type": "application/json"})
@@ -177,7 +177,7 @@ def test_a_body_beyond_the_limit_is_refused(model_dir: Path, announced: bool) ->
 
 
 def test_a_body_that_does_not_come_is_given_up(model_dir: Path) -> None:
-    with serving(engine_of(model_dir), Access(body_timeout_s=0.2)) as served:
+    with serving(engine_of(model_dir), AccessRules(body_timeout_s=0.2)) as served:
         host, port = served.url.removeprefix("http://").split(":")
         with socket.create_connection((host, int(port))) as slow:
             slow.sendall(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 10\r\n\r\n{")

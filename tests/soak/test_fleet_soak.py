@@ -32,9 +32,9 @@ def afflicted(
     console = victim.consoles.of[1]
     match fault:
         case "damage":
-            console.ask("hold", event="Staged")
+            console.ask("hold", event="RankStaged")
             call = fleet.begin(name, seed)
-            console.held("Staged")
+            console.held("RankStaged")
             console.ask("damage")
             console.ask("go")
             assert victim.address in fleet.trainer.end(call)["behind"]

@@ -25,7 +25,7 @@ MOMENTS = {
     "before": None,
     "open": "RoundOpened",
     "stage": "StagingBegan",
-    "verify": "Staged",
+    "verify": "RankStaged",
     "commit": "Hook",
 }
 """When the cable is cut: before the round, or at a moment of the rank's."""

@@ -11,7 +11,7 @@ from liveweight.spec.dtype import DType
 from liveweight.spec.manifest import Manifest, TensorSpec, Version
 from liveweight.spec.version_age import START_RUN, newest, older
 from liveweight.wire.credentials import Secret
-from liveweight.wire.messages import Standing
+from liveweight.wire.messages import ReplicaState
 
 EXPECTED = Manifest(tensors=(TensorSpec(name="w", dtype=DType.FLOAT32, shape=(1,)),))
 
@@ -54,8 +54,8 @@ def test_the_newest_is_told_by_labels_and_else_by_which_came_last(
     assert newest(served) == newest(reversed(served)) == expected
 
 
-def standing(serving: Version | None, boot: str = "b") -> Standing:
-    return Standing(
+def standing(serving: Version | None, boot: str = "b") -> ReplicaState:
+    return ReplicaState(
         replica="r",
         boot=boot,
         state="s",
@@ -69,7 +69,7 @@ def standing(serving: Version | None, boot: str = "b") -> Standing:
 def test_a_fleet_says_who_is_behind_restarted_or_out_of_reach() -> None:
     replicas = [WireReplica(f"ipc:///nowhere/{name}", Secret(b"s" * 32)) for name in "abcd"]
     gone = ChannelClosed("gone")
-    said: list[Standing | LiveWeightError] = [
+    said: list[ReplicaState | LiveWeightError] = [
         standing(version(2)),
         standing(version(1)),
         standing(version("initial", START_RUN), "anew"),

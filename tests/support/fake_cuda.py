@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from liveweight.devices.cuda import CudaDevice
-from liveweight.devices.cuda_handle import Handle
+from liveweight.devices.cuda_handle import CudaHandle
 
 GPUS = ("8f2a2c0e-1b7a-4c5e-9a3e-0d5f4f6f7a10", "1c9d7e44-52f0-4b1b-8f5b-2a77c3b9d001")
 TOTAL_BYTES = 1 << 40
@@ -77,7 +77,7 @@ class FakeDriver:
         handle = name.encode().ljust(66, b"\0")
         return 0, handle, storage.nbytes(), 0, ticket.encode(), number, bytes(64), True
 
-    def open(self, index: int, handle: Handle) -> torch.UntypedStorage:
+    def open(self, index: int, handle: CudaHandle) -> torch.UntypedStorage:
         """The same file once more. RuntimeError, as torch's, for a second opening or another GPU's memory."""
         name = handle.memory.rstrip(b"\0").decode()
         try:

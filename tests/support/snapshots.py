@@ -13,8 +13,8 @@ from liveweight.spec.manifest import TensorSpec, Version
 from liveweight.spec.region import Region, Span, whole
 from liveweight.transports.snapshot.disk.store import Store
 from liveweight.transports.snapshot.disk.writer import Image, Progress, WriteSettings
-from liveweight.transports.snapshot.restore import Restored, restore
-from liveweight.transports.snapshot.save import Saved, save
+from liveweight.transports.snapshot.restore import RestoreResult, restore
+from liveweight.transports.snapshot.save import SavedSnapshot, save
 from tests.support.layouts import Bytes
 
 SPECS = (
@@ -85,17 +85,17 @@ def save_label(
     images = [Image(layout=sharded(rank, world), memories=[memory]) for rank in range(world)]
     version = Version(run="test", label=label)
     saved = save(store, version, images, settings=settings, progress=progress)
-    assert isinstance(saved, Saved)
+    assert isinstance(saved, SavedSnapshot)
     return saved.path
 
 
-def restored(directory: Path, *, world: int = 1) -> tuple[Bytes, list[Restored]]:
+def restored(directory: Path, *, world: int = 1) -> tuple[Bytes, list[RestoreResult]]:
     """What so many ranks get back, put together; padding is zero."""
     memory = np.zeros(FULL.memories_bytes[0], dtype=np.uint8)
     reports = []
     for rank in range(world):
         report = restore(directory, sharded(rank, world), [Memory.from_array(memory)], shared=None)
-        assert isinstance(report, Restored)
+        assert isinstance(report, RestoreResult)
         reports.append(report)
     return memory, reports
 

@@ -19,8 +19,8 @@ import torch
 import liveweight as lw
 from liveweight.integrations.vllm.client.connect import FOUR
 from liveweight.integrations.vllm.draft_model import PREFIX, load_both, optional
-from liveweight.integrations.vllm.handshake_terms import Terms
-from liveweight.integrations.vllm.workers.rank import Loading, Seat, VllmRank
+from liveweight.integrations.vllm.handshake_terms import HandshakeTerms
+from liveweight.integrations.vllm.workers.rank import Loading, VllmRank, WorkerSeat
 from liveweight.integrations.vllm.workers.target import Named
 from liveweight.rounds.boundary import Decision
 from liveweight.spec.dtype import DType
@@ -134,14 +134,14 @@ class VllmWorkers:
         """Every worker meets the trainer."""
         self._note("init")
         named = {name: init_info[name] for name in ("address", "session", "pace_bytes_per_s")}
-        terms = Terms(**named, timeout_s=init_info["timeout_s"])
+        terms = HandshakeTerms(**named, timeout_s=init_info["timeout_s"])
         if not self.ranks:
             self.ranks = self._together(lambda rank: self._made(rank, terms))
         self._together(lambda rank: self.ranks[rank].meet(terms))
 
-    def _made(self, rank: int, terms: Terms) -> VllmRank:
+    def _made(self, rank: int, terms: HandshakeTerms) -> VllmRank:
         world, worker = len(self.workers), self.workers[rank]
-        seat = Seat(rank=rank, world=world, local_rank=rank, local_world=world, vllm=self.life)
+        seat = WorkerSeat(rank=rank, world=world, local_rank=rank, local_world=world, vllm=self.life)
         specs = (
             TensorSpec(
                 name=name, dtype=DType(str(tensor.dtype).removeprefix("torch.")), shape=tuple(tensor.shape)

@@ -19,7 +19,7 @@ from liveweight.spec.deadline import Deadline
 from liveweight.wire.channel import Channel
 from liveweight.wire.codec import PROTOCOL, Codec
 from liveweight.wire.credentials import Secret
-from liveweight.wire.limits import Limits
+from liveweight.wire.limits import WireLimits
 from liveweight.wire.listener import Incoming, Listener
 
 SECRET = Secret(b"a secret that is only used by tests")
@@ -128,7 +128,11 @@ class Echo:
     """A listener that answers, in a thread of this process."""
 
     def __init__(
-        self, address: str, secret: Secret = SECRET, codec: Codec[Small] = CODEC, limits: Limits | None = None
+        self,
+        address: str,
+        secret: Secret = SECRET,
+        codec: Codec[Small] = CODEC,
+        limits: WireLimits | None = None,
     ) -> None:
         self._made = threading.Event()
         self._stopping = False
@@ -160,13 +164,13 @@ class Echo:
 
 
 def channel(
-    address: str, secret: Secret = SECRET, codec: Codec[Small] = CODEC, limits: Limits | None = None
+    address: str, secret: Secret = SECRET, codec: Codec[Small] = CODEC, limits: WireLimits | None = None
 ) -> Channel[Small]:
     """A channel to an echoing peer."""
     return Channel(address, secret, codec, limits, deadline=soon())
 
 
-def echo_process(pipe: Connection, address: str, limits: Limits | None) -> None:
+def echo_process(pipe: Connection, address: str, limits: WireLimits | None) -> None:
     """The body of a child that echoes until it is killed; says its address first."""
     with Listener(address, SECRET, CODEC, limits) as listener:
         pipe.send(listener.address)

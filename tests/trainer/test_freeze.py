@@ -26,7 +26,7 @@ from liveweight.spec.dtype import DType
 from liveweight.spec.layout import contiguous_strides, packed
 from liveweight.spec.manifest import Manifest, TensorSpec
 from liveweight.spec.region import whole
-from liveweight.trainer.offers.freeze import CASTABLE, Freezer, Frozen, offered_manifest
+from liveweight.trainer.offers.freeze import CASTABLE, Freezer, FreezeResult, offered_manifest
 from liveweight.trainer.offers.freeze_tables import Templates
 from liveweight.trainer.sources.host_tensor import HostTensor
 from liveweight.trainer.sources.in_memory import IteratorSource, as_source
@@ -47,7 +47,7 @@ class Bench:
     raw: np.ndarray[tuple[int], np.dtype[np.uint8]]
     arena: Memory
 
-    def freeze(self, *, threads: int = 2, digest: bool = True) -> Frozen:
+    def freeze(self, *, threads: int = 2, digest: bool = True) -> FreezeResult:
         return self.freezer.freeze(self.source, self.arena, threads=threads, digest=digest)
 
     def held(self) -> dict[str, Tensor]:
@@ -91,7 +91,7 @@ def bits(tensor: Tensor) -> Tensor:
     return flat.copy_(tensor.reshape(-1)).view(torch.uint8)
 
 
-def check(made: Bench, tensors: Mapping[str, Tensor], frozen: Frozen) -> None:
+def check(made: Bench, tensors: Mapping[str, Tensor], frozen: FreezeResult) -> None:
     held = made.held()
     assert list(held) == list(tensors)
     for spec in made.freezer.layout.tensors:

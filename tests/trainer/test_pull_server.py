@@ -20,11 +20,11 @@ from liveweight.errors import (
 )
 from liveweight.observe.bus import Bus
 from liveweight.observe.events import AnyEvent, ReadersRevoked
-from liveweight.rounds.read_lease import SourceHold
+from liveweight.rounds.read_lease import ReadLease
 from liveweight.spec.deadline import Deadline
 from liveweight.spec.dtype import DType
 from liveweight.spec.manifest import Manifest, TensorSpec, Version
-from liveweight.trainer.offers.pull_server import OnOffer, Shelf
+from liveweight.trainer.offers.pull_server import OfferedVersion, PullServer
 from liveweight.wire import messages as m
 from liveweight.wire.channel import Channel
 from liveweight.wire.codec import Codec
@@ -38,27 +38,27 @@ BUS = Bus()
 WITHIN_S = 30.0
 
 
-def on_offer(label: str | int, generation: int = 1) -> OnOffer:
+def on_offer(label: str | int, generation: int = 1) -> OfferedVersion:
     offer = Offer(mode="ipc", kind="frozen", source="ipc:///s", layout="l", generation=generation)
-    return OnOffer(version=Version(run="r", label=label, digest="d"), digests=bytes(16), offer=offer)
+    return OfferedVersion(version=Version(run="r", label=label, digest="d"), digests=bytes(16), offer=offer)
 
 
-def shelf_at(place: Path, manifest: Manifest) -> Shelf:
-    return Shelf(f"ipc://{place}/s.sock", SECRET, structure="structure", manifest=manifest, bus=BUS)
+def shelf_at(place: Path, manifest: Manifest) -> PullServer:
+    return PullServer(f"ipc://{place}/s.sock", SECRET, structure="structure", manifest=manifest, bus=BUS)
 
 
 @pytest.fixture
-def shelf(short_path: Path) -> Iterator[Shelf]:
+def shelf(short_path: Path) -> Iterator[PullServer]:
     made = shelf_at(short_path, MANIFEST)
     yield made
     made.close()
 
 
 @contextmanager
-def held(shelf: Shelf, version: str | None = None, **changes: Any) -> Iterator[SourceHold]:
+def held(shelf: PullServer, version: str | None = None, **changes: Any) -> Iterator[ReadLease]:
     """A hold that its requester does not give back: its end is the connection's."""
     given: dict[str, Any] = {"requester": "a", "lease_s": WITHIN_S, "deadline": Deadline.after(WITHIN_S)}
-    hold = SourceHold(shelf.address, SECRET, version=version, cancel=Waker(), **given | changes)
+    hold = ReadLease(shelf.address, SECRET, version=version, cancel=Waker(), **given | changes)
     try:
         yield hold
     finally:
@@ -68,7 +68,7 @@ def held(shelf: Shelf, version: str | None = None, **changes: Any) -> Iterator[S
 class Waiting(threading.Thread):
     """Somebody who waits for the readers, and who was revoked."""
 
-    def __init__(self, shelf: Shelf, within_s: float = WITHIN_S) -> None:
+    def __init__(self, shelf: PullServer, within_s: float = WITHIN_S) -> None:
         super().__init__()
         self.left: list[str] = []
         self._shelf, self._within_s = shelf, within_s
@@ -90,7 +90,7 @@ class Waiting(threading.Thread):
 
 @pytest.mark.parametrize(("label", "asked"), [("step_1", None), ("step_1", "step_1"), (7, "7"), (7, None)])
 def test_a_version_is_held_by_its_label_or_as_the_newest(
-    shelf: Shelf, label: str | int, asked: str | None
+    shelf: PullServer, label: str | int, asked: str | None
 ) -> None:
     shelf.put(on_offer(label))
     with held(shelf, asked) as hold:
@@ -99,7 +99,7 @@ def test_a_version_is_held_by_its_label_or_as_the_newest(
     assert (said.digests, said.offer) == (bytes(16), on_offer(label).offer)
 
 
-def test_what_is_not_offered_is_refused_with_what_is(shelf: Shelf) -> None:
+def test_what_is_not_offered_is_refused_with_what_is(shelf: PullServer) -> None:
     with pytest.raises(VersionNotOffered, match="offers nothing") as refused, held(shelf):
         pass
     assert refused.value.offered == ()
@@ -109,7 +109,7 @@ def test_what_is_not_offered_is_refused_with_what_is(shelf: Shelf) -> None:
     assert refused.value.offered == ("step_2",)
 
 
-def test_who_asks_while_the_offer_changes_waits_for_the_next(shelf: Shelf) -> None:
+def test_who_asks_while_the_offer_changes_waits_for_the_next(shelf: PullServer) -> None:
     shelf.put(on_offer("step_1"))
     labels: list[str | int] = []
 
@@ -131,7 +131,7 @@ def test_who_asks_while_the_offer_changes_waits_for_the_next(shelf: Shelf) -> No
     assert labels == ["step_2"]
 
 
-def test_a_change_that_fails_leaves_nothing_on_offer(shelf: Shelf) -> None:
+def test_a_change_that_fails_leaves_nothing_on_offer(shelf: PullServer) -> None:
     shelf.put(on_offer("step_1"))
     with pytest.raises(ZeroDivisionError), shelf.changing():
         raise ZeroDivisionError
@@ -139,7 +139,7 @@ def test_a_change_that_fails_leaves_nothing_on_offer(shelf: Shelf) -> None:
         pass
 
 
-def test_a_reader_is_waited_for_until_it_gives_its_hold_back(shelf: Shelf) -> None:
+def test_a_reader_is_waited_for_until_it_gives_its_hold_back(shelf: PullServer) -> None:
     shelf.put(on_offer("step_1"))
     with held(shelf) as first, held(shelf) as second:
         with shelf.changing():
@@ -153,7 +153,7 @@ def test_a_reader_is_waited_for_until_it_gives_its_hold_back(shelf: Shelf) -> No
         second.check()
 
 
-def test_a_reader_that_is_gone_holds_nothing(shelf: Shelf) -> None:
+def test_a_reader_that_is_gone_holds_nothing(shelf: PullServer) -> None:
     shelf.put(on_offer("step_1"))
     with held(shelf):
         waiting = Waiting(shelf)
@@ -161,13 +161,13 @@ def test_a_reader_that_is_gone_holds_nothing(shelf: Shelf) -> None:
     assert waiting.result() == []
 
 
-def test_a_lease_that_is_over_holds_nothing(shelf: Shelf) -> None:
+def test_a_lease_that_is_over_holds_nothing(shelf: PullServer) -> None:
     shelf.put(on_offer("step_1"))
     with held(shelf, lease_s=0.3):
         assert Waiting(shelf).result() == []
 
 
-def test_who_still_reads_at_the_deadline_is_named_and_forgotten(shelf: Shelf) -> None:
+def test_who_still_reads_at_the_deadline_is_named_and_forgotten(shelf: PullServer) -> None:
     shelf.put(on_offer("step_1"))
     with held(shelf, requester="engine, asked by operator/1") as hold:
         assert Waiting(shelf, within_s=0.3).result() == ["engine, asked by operator/1"]
@@ -175,39 +175,39 @@ def test_who_still_reads_at_the_deadline_is_named_and_forgotten(shelf: Shelf) ->
         hold.release()  # too late, and told so; that is no error
 
 
-def channel_to(shelf: Shelf) -> Channel[m.Message]:
+def channel_to(shelf: PullServer) -> Channel[m.Message]:
     return Channel(shelf.address, SECRET, Codec(m.Message), deadline=Deadline.after(WITHIN_S))
 
 
-def test_only_the_one_who_holds_can_release_and_hears_whether_it_was_in_time(shelf: Shelf) -> None:
+def test_only_the_one_who_holds_can_release_and_hears_whether_it_was_in_time(shelf: PullServer) -> None:
     shelf.put(on_offer("step_1"))
     soon = Deadline.after(WITHIN_S)
     with channel_to(shelf) as one, channel_to(shelf) as other:
-        ask = m.Hold(requester="a", version=None, lease_s=WITHIN_S, wait_s=0.0)
+        ask = m.AcquireReadLease(requester="a", version=None, lease_s=WITHIN_S, wait_s=0.0)
         hold = one.request(ask, soon, "a hold")
-        assert isinstance(hold, m.Held)
-        release = m.Release(hold=hold.hold)
-        assert other.request(release, soon, "a release") == m.Released(revoked=True)
+        assert isinstance(hold, m.ReadLeaseGranted)
+        release = m.ReleaseReadLease(hold=hold.hold)
+        assert other.request(release, soon, "a release") == m.ReadLeaseReleased(revoked=True)
         waiting = Waiting(shelf)
         wanted = one.receive(soon, "the source to want its memory")
-        assert isinstance(wanted, m.Wanted)
+        assert isinstance(wanted, m.MemoryWanted)
         assert wanted.hold == hold.hold
-        assert one.request(release, soon, "a release") == m.Released(revoked=False)
+        assert one.request(release, soon, "a release") == m.ReadLeaseReleased(revoked=False)
         assert waiting.result() == []
-        assert one.request(release, soon, "a release") == m.Released(revoked=True)
+        assert one.request(release, soon, "a release") == m.ReadLeaseReleased(revoked=True)
 
 
-def test_a_source_that_is_asked_for_something_else_says_so_and_goes_on(shelf: Shelf) -> None:
+def test_a_source_that_is_asked_for_something_else_says_so_and_goes_on(shelf: PullServer) -> None:
     shelf.put(on_offer("step_1"))
     with channel_to(shelf) as channel:
-        refused = channel.request(m.Inquire(wait_s=1.0), Deadline.after(WITHIN_S), "an answer")
+        refused = channel.request(m.GetReplicaState(wait_s=1.0), Deadline.after(WITHIN_S), "an answer")
     assert isinstance(refused, m.Refusal)
     assert refused.fault.code == MessageInvalid.code
     with held(shelf) as hold:
         hold.check()
 
 
-def test_a_source_that_closes_is_noticed_by_who_reads(shelf: Shelf, short_path: Path) -> None:
+def test_a_source_that_closes_is_noticed_by_who_reads(shelf: PullServer, short_path: Path) -> None:
     shelf.put(on_offer("step_1"))
     with held(shelf) as hold:
         shelf.close()
@@ -219,10 +219,10 @@ def test_a_source_that_closes_is_noticed_by_who_reads(shelf: Shelf, short_path: 
     assert list(short_path.iterdir()) == []
 
 
-def test_only_holders_of_the_secret_may_ask(shelf: Shelf) -> None:
+def test_only_holders_of_the_secret_may_ask(shelf: PullServer) -> None:
     other = Secret(bytes(32))
     with pytest.raises(WrongSecret):
-        SourceHold(
+        ReadLease(
             shelf.address,
             other,
             requester="a",
@@ -237,7 +237,7 @@ def test_where_no_source_is_that_is_said_and_a_wait_for_one_can_be_ended(short_p
     cancel, address = Waker(), f"ipc://{short_path}/nobody.sock"
     cancel.wake()
     with pytest.raises(ChannelClosed, match=r"nobody\.sock"):
-        SourceHold(
+        ReadLease(
             address,
             SECRET,
             requester="a",

@@ -26,8 +26,8 @@ from liveweight.errors import (
 )
 from liveweight.observe.bus import Bus
 from liveweight.observe.events import LiveOfferImpossible, ModeFailed
-from liveweight.trainer.offers.transfer_fallback import Way, Ways
-from liveweight.transports.port import Outlet
+from liveweight.trainer.offers.transfer_fallback import OpenMode, TransferFallback
+from liveweight.transports.port import TransportSource
 from liveweight.transports.registry import mode
 from tests.support.stepping import engine, publisher, serving
 from tests.support.wire import SECRET
@@ -111,12 +111,12 @@ def failed(step: str, cause: LiveWeightError) -> RoundFailed:
     return RoundFailed(cause, replica="engine", rank=1, step=step, waited_s=1.0, serving="step_1")
 
 
-def two_ways(outlet: Outlet) -> Ways:
-    return Ways([Way(mode=mode(name), outlet=outlet) for name in MODES], Bus())
+def two_ways(outlet: TransportSource) -> TransferFallback:
+    return TransferFallback([OpenMode(mode=mode(name), outlet=outlet) for name in MODES], Bus())
 
 
 @pytest.fixture
-def outlet(short_path: Path) -> Outlet:
+def outlet(short_path: Path) -> TransportSource:
     """Of which nothing is asked."""
     return mode("ipc_snapshot").outlet(short_path, SECRET)
 
@@ -131,7 +131,7 @@ def outlet(short_path: Path) -> Outlet:
     ],
 )
 def test_what_fails_while_bytes_are_on_their_way_is_the_modes_failure(
-    outlet: Outlet, step: str, cause: LiveWeightError
+    outlet: TransportSource, step: str, cause: LiveWeightError
 ) -> None:
     ways = two_ways(outlet)
     raised = ways.after(failed(step, cause))
@@ -152,15 +152,15 @@ def test_what_fails_while_bytes_are_on_their_way_is_the_modes_failure(
     ],
 )
 def test_what_fails_otherwise_leaves_the_mode_in_use(
-    outlet: Outlet, step: str, cause: LiveWeightError
+    outlet: TransportSource, step: str, cause: LiveWeightError
 ) -> None:
     ways, error = two_ways(outlet), failed(step, cause)
     assert ways.after(error) is error
     assert (ways.now.mode.name, ways.failed_modes) == ("gdr", ())
 
 
-def test_one_mode_alone_is_kept_whatever_fails(outlet: Outlet) -> None:
-    ways = Ways([Way(mode=mode("gdr"), outlet=outlet)], Bus())
+def test_one_mode_alone_is_kept_whatever_fails(outlet: TransportSource) -> None:
+    ways = TransferFallback([OpenMode(mode=mode("gdr"), outlet=outlet)], Bus())
     error = failed("stage", ChannelClosed("the source is gone"))
     assert ways.after(error) is error
     assert ways.now.mode.name == "gdr"

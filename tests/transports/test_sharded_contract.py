@@ -18,9 +18,9 @@ from liveweight.errors import ChannelClosed, LayoutInvalid, OfferChanged, Versio
 from liveweight.spec.layout import Layout, packed_regions
 from liveweight.spec.manifest import TensorSpec
 from liveweight.spec.region import Region, box
-from liveweight.transports.port import Arena, Outlet, Reader, Reading
+from liveweight.transports.port import Arena, Reader, Reading, TransportSource
 from liveweight.transports.registry import TRANSPORTS, Mode
-from liveweight.transports.sharded import Surveyor
+from liveweight.transports.sharded import ShardServer
 from liveweight.wire.messages.values import Offer, Shard
 from tests.support.layouts import Bytes, Full, filled, fulls, placed, regions, tilings
 from tests.support.wire import SECRET, soon
@@ -42,7 +42,7 @@ class Trainer:
 
     mode: Mode
     directory: Path
-    outlets: list[Outlet]
+    outlets: list[TransportSource]
     reader: Reader
     arenas: list[Arena] = field(default_factory=list)
 
@@ -60,7 +60,7 @@ class Trainer:
             shards.append(
                 Shard(rank=rank, source=made.source, layout=made.layout, generation=made.generation)
             )
-        surveyor = Surveyor(f"ipc://{self.directory}/survey{id(stack):x}", SECRET, layouts)
+        surveyor = ShardServer(f"ipc://{self.directory}/survey{id(stack):x}", SECRET, layouts)
         stack.callback(surveyor.close)
         named = "+".join(layout.fingerprint for layout in layouts)
         return Offer(

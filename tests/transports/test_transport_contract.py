@@ -40,7 +40,7 @@ from liveweight.spec.dtype import DType
 from liveweight.spec.layout import Layout, Piece, Placement, packed, place
 from liveweight.spec.manifest import TensorSpec
 from liveweight.spec.region import box, whole
-from liveweight.transports.port import Arena, Outlet, Reader
+from liveweight.transports.port import Arena, Reader, TransportSource
 from liveweight.transports.registry import TRANSPORTS, Mode, mode
 from liveweight.wire.messages.values import Offer
 from tests.support.fake_cuda import fake_cuda
@@ -70,7 +70,7 @@ KERNELS = choose_kernels()
 class Halves:
     """An outlet and a reader of one mode, and the kind of offer that is tried."""
 
-    outlet: Outlet
+    outlet: TransportSource
     reader: Reader
     kind: OfferKind
 

@@ -13,7 +13,7 @@ from typing import Any, TypeAlias
 
 import httpx
 
-from liveweight.integrations.vllm.server_process import ENVIRONMENT, Serving, free_port, serving
+from liveweight.integrations.vllm.server_process import ENVIRONMENT, VllmServerConfig, free_port, serving
 from tests.arch.source_tree import ROOT
 
 _GIVEN = os.environ.get("LIVEWEIGHT_VLLM_PYTHON")
@@ -92,7 +92,7 @@ def served(
     model: Path, place: Path, *, tp: int = 1, port: int = 0, dtype: str = "auto", options: Sequence[str] = ()
 ) -> Iterator[Server]:
     """A server of that checkpoint, ended with the block. What it says is in a file of `place`."""
-    wanted = Serving(
+    wanted = VllmServerConfig(
         python=Path(str(VLLM_PYTHON)),
         model=model,
         directory=place,

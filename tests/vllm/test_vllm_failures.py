@@ -18,7 +18,7 @@ from liveweight.errors import DeadlineExceeded, DigestMismatch, RoundFailed, Una
 from liveweight.integrations.vllm.engine import VllmEngine
 from liveweight.spec.deadline import Deadline
 from liveweight.wire.credentials import load_or_create_secret
-from liveweight.wire.messages import Standing
+from liveweight.wire.messages import ReplicaState
 from tests.arch.source_tree import ROOT
 from tests.support.processes.stopping import stop
 from tests.vllm.models import llama
@@ -41,7 +41,7 @@ sys.stdin.read()
 """
 
 
-def looked_at(server: Server) -> Standing:
+def looked_at(server: Server) -> ReplicaState:
     """How the server's replica stands, seen by somebody else than its publisher, who wants the same pace."""
     engine: VllmEngine = lw.vllm(server.url, pace_bytes_per_s=SLOW)
     replica = engine.replica(load_or_create_secret(server.secret), server.secret)

@@ -14,7 +14,7 @@ from liveweight.errors import (
     MessageTooLarge,
 )
 from liveweight.spec.deadline import Deadline
-from liveweight.wire.limits import Limits
+from liveweight.wire.limits import WireLimits
 from liveweight.wire.listener import Listener
 from tests.support.wire import (
     CODEC,
@@ -84,14 +84,14 @@ def test_notifications_that_come_before_a_reply_are_kept_in_order(address: str) 
 def test_a_peer_that_talks_without_end_is_left(tmp_path: Path) -> None:
     with (
         Echo(f"ipc://{tmp_path}/socket") as echo,
-        channel(echo.address, limits=Limits(queue=20)) as asking,
+        channel(echo.address, limits=WireLimits(queue=20)) as asking,
         pytest.raises(ChannelClosed, match="20 unread"),
     ):
         asking.request(Say("chat", list=(500,)), soon(), "talk")
 
 
 def test_a_message_beyond_the_limit_is_refused_before_it_leaves(address: str) -> None:
-    limits = Limits(message_bytes=1000)
+    limits = WireLimits(message_bytes=1000)
     with Echo(address, limits=limits) as echo, channel(echo.address, limits=limits) as asking:
         with pytest.raises(MessageTooLarge):
             asking.request(Say("x" * 1000), soon(), "nothing")
@@ -100,7 +100,7 @@ def test_a_message_beyond_the_limit_is_refused_before_it_leaves(address: str) ->
 
 
 def test_a_message_beyond_the_peers_limit_costs_the_connection_and_nothing_else(address: str) -> None:
-    with Echo(address, limits=Limits(message_bytes=1000)) as echo:
+    with Echo(address, limits=WireLimits(message_bytes=1000)) as echo:
         with channel(echo.address) as asking, pytest.raises(ChannelClosed):
             asking.request(Say("x" * 100_000), soon(60), "nothing")
         with channel(echo.address) as asking:

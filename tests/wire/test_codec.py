@@ -14,10 +14,10 @@ from hypothesis import strategies as st
 
 from liveweight.errors import MessageInvalid, MessageTooLarge, ProtocolMismatch, WireError
 from liveweight.wire.codec import MAGIC, PROTOCOL, Codec, version_of
-from liveweight.wire.limits import Limits
+from liveweight.wire.limits import WireLimits
 from tests.support.wire import CODEC, CODEC_OF_ANOTHER, OTHER, Ping, Pong, Say, Small
 
-LIMITS = Limits(message_bytes=4096)
+LIMITS = WireLimits(message_bytes=4096)
 MIB = 1024 * 1024
 
 MESSAGES = st.one_of(
@@ -46,7 +46,7 @@ def frame_of(body: bytes, version: int = PROTOCOL) -> bytes:
 @settings(deadline=None)
 @given(MESSAGES, st.integers(0, 2**64 - 1))
 def test_a_message_comes_back_as_it_went(body: Small, call: int) -> None:
-    envelope = CODEC.decode(CODEC.encode(body, call=call, limits=Limits()), limits=Limits())
+    envelope = CODEC.decode(CODEC.encode(body, call=call, limits=WireLimits()), limits=WireLimits())
     assert (envelope.call, envelope.body) == (call, body)
 
 
@@ -129,7 +129,7 @@ def test_nesting_without_end_is_invalid_whatever_the_type_allows(field: str, nes
     codec: Codec[Loose] = Codec(Loose)
     head = b"\x92\x01\x82\xa4type\xa5Loose" + bytes([0xA0 | len(field)]) + field.encode()
     with pytest.raises(MessageInvalid):
-        codec.decode(frame_of(head + nest * 1_000_000), limits=Limits())
+        codec.decode(frame_of(head + nest * 1_000_000), limits=WireLimits())
 
 
 class Choosy(msgspec.Struct, frozen=True, tag=True):

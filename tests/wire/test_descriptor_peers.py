@@ -25,7 +25,7 @@ from liveweight.spec.deadline import Deadline
 from liveweight.wire import descriptor_proof
 from liveweight.wire.descriptor_server import DescriptorServer
 from liveweight.wire.descriptors import COUNT, fetch
-from liveweight.wire.limits import Limits
+from liveweight.wire.limits import WireLimits
 from tests.support.wire import (
     SECRET,
     leaving_nothing,
@@ -171,7 +171,7 @@ def raw(path: Path) -> socket.socket:
 
 
 def test_silent_clients_delay_nobody_and_give_way(path: Path) -> None:
-    limits = Limits(clients=8)
+    limits = WireLimits(clients=8)
     with leaving_nothing(), DescriptorServer(path, SECRET, limits) as server, memory() as held:
         server.register(b"t", [held])
         silent = [raw(path) for _ in range(30)]
@@ -184,7 +184,7 @@ def test_silent_clients_delay_nobody_and_give_way(path: Path) -> None:
 
 
 def test_a_silent_client_is_dropped_after_its_time(path: Path) -> None:
-    limits = Limits(handshake_s=0.2)
+    limits = WireLimits(handshake_s=0.2)
     with leaving_nothing(), DescriptorServer(path, SECRET, limits) as server, raw(path) as client:
         assert client.recv(100).startswith(descriptor_proof.MAGIC)
         assert client.recv(100) == b""

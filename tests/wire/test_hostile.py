@@ -15,7 +15,7 @@ import zmq
 
 from liveweight.errors import MessageInvalid, ProtocolMismatch
 from liveweight.wire.credentials import client_keys, server_keys
-from liveweight.wire.limits import Limits
+from liveweight.wire.limits import WireLimits
 from tests.support.wire import (
     CODEC,
     SECRET,
@@ -32,7 +32,7 @@ from tests.support.wire import (
     wait_until,
 )
 
-LIMITS = Limits(message_bytes=65536, handshake_s=1.0)
+LIMITS = WireLimits(message_bytes=65536, handshake_s=1.0)
 MIB = 1024 * 1024
 CONNECTIONS = 3000
 CLAIMS = [65536 + 65, 2**31 - 1, 2**31, 2**32, 2**62, 2**63 - 1, 2**63, 2**64 - 1]
@@ -191,7 +191,10 @@ def test_a_refusal_is_not_answered_by_a_refusal(address: str) -> None:
 
 
 def test_a_flood_of_garbage_does_not_outlast_a_deadline(tmp_path: Path) -> None:
-    with Echo(f"ipc://{tmp_path}/socket", limits=Limits(queue=50)) as echo, insider(echo.address) as inside:
+    with (
+        Echo(f"ipc://{tmp_path}/socket", limits=WireLimits(queue=50)) as echo,
+        insider(echo.address) as inside,
+    ):
         for _ in range(5000):
             inside.send(os.urandom(30))
         with channel(echo.address) as asking:

@@ -17,7 +17,7 @@ from liveweight.errors import (
 )
 from liveweight.spec.deadline import Deadline
 from liveweight.wire.channel import Channel
-from liveweight.wire.limits import Limits
+from liveweight.wire.limits import WireLimits
 from liveweight.wire.listener import Listener
 from liveweight.wire.waker import Waker
 from tests.support.processes.stopping import stop
@@ -120,7 +120,7 @@ def test_a_reply_to_a_peer_that_left_says_so(address: str) -> None:
 
 
 def test_sending_to_a_peer_that_does_not_read_ends_at_the_deadline_without_spinning(address: str) -> None:
-    limits = Limits(queue=10)
+    limits = WireLimits(queue=10)
     blob = Say("blob", data=bytes(1_000_000))
     with (
         Listener(address, SECRET, CODEC, limits) as listener,
@@ -147,7 +147,7 @@ def test_sending_to_a_peer_that_does_not_read_ends_at_the_deadline_without_spinn
 
 
 def test_a_listener_that_does_not_receive_makes_senders_wait_until_their_deadline(address: str) -> None:
-    limits = Limits(queue=10)
+    limits = WireLimits(queue=10)
     greeted = threading.Event()
 
     def greet_only(pipe_address: list[str]) -> None:
@@ -171,7 +171,7 @@ def test_a_listener_that_does_not_receive_makes_senders_wait_until_their_deadlin
 
 
 def test_a_vanished_host_is_noticed_by_its_silence() -> None:
-    limits = Limits(heartbeat_s=0.1, silence_s=0.5)
+    limits = WireLimits(heartbeat_s=0.1, silence_s=0.5)
     with (
         process(echo_process, "tcp://127.0.0.1:0", None) as (child, pipe),
         channel(said(pipe), limits=limits) as asking,

@@ -23,7 +23,7 @@ from liveweight.wire.listener import Listener
 from liveweight.wire.messages import Message, Settled, Swapped
 from liveweight.wire.messages.values import RoundId
 from liveweight.worker.commit import Committer, Hook
-from liveweight.worker.shadow_lock import Turnstile
+from liveweight.worker.shadow_lock import ShadowLock
 
 COMMIT = Decision(epoch=1, undo=False, timeout_s=20.0)
 OLD, NEW = Version(run="r", label="old"), Version(run="r", label="new")
@@ -66,7 +66,7 @@ class Words:
 class Scene:
     """A committer, and a leader that answers as it was told."""
 
-    def __init__(self, committer: Committer, turnstile: Turnstile, heard: list[Swapped]) -> None:
+    def __init__(self, committer: Committer, turnstile: ShadowLock, heard: list[Swapped]) -> None:
         self.committer, self.turnstile, self.heard = committer, turnstile, heard
 
 
@@ -95,7 +95,7 @@ def scene(
 
     leader = threading.Thread(target=lead)
     leader.start()
-    turnstile = Turnstile()
+    turnstile = ShadowLock()
     turnstile.staged = RoundId(boot="b", epoch=1, publisher="p")
     try:
         with Channel(listener.address, secret, codec, deadline=Deadline.after(20.0)) as channel:

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from liveweight.devices.copy_threads import Crew
+from liveweight.devices.copy_threads import CopyThreads
 from liveweight.devices.kernels import BoundDigest, choose_kernels
 from liveweight.devices.memory import Memory
 from liveweight.errors import ChannelClosed
@@ -24,9 +24,9 @@ from liveweight.spec.layout import Layout, packed
 from liveweight.spec.manifest import TensorSpec
 from liveweight.spec.table import Table
 from liveweight.worker import shadow_digest
-from liveweight.worker.digest_while_staging import DigestAhead
+from liveweight.worker.digest_while_staging import DigestWhileStaging
 from liveweight.worker.shadow_digest import ShadowDigest
-from liveweight.worker.staging import Stopped
+from liveweight.worker.staging import StagingStopped
 from tests.support.layouts import Bytes, Full, filled
 from tests.support.wire import soon
 from tests.transports.test_transport_contract import blank, scenes
@@ -52,15 +52,17 @@ def memories(arrays: Sequence[Bytes]) -> list[Memory]:
     return [Memory.from_array(array) for array in arrays]
 
 
-def begun(digest: ShadowDigest, rows: Table, shadow: Sequence[Memory], crew: Crew) -> DigestAhead:
+def begun(
+    digest: ShadowDigest, rows: Table, shadow: Sequence[Memory], crew: CopyThreads
+) -> DigestWhileStaging:
     found = digest.begin(Rows(rows), shadow, crew, ahead=True)  # type: ignore[arg-type]
-    assert isinstance(found, DigestAhead)
+    assert isinstance(found, DigestWhileStaging)
     return found
 
 
-def rest_of(ahead: DigestAhead) -> Lanes:
+def rest_of(ahead: DigestWhileStaging) -> Lanes:
     lanes = ahead.rest(stop=lambda: False, deadline=soon())
-    assert not isinstance(lanes, Stopped)
+    assert not isinstance(lanes, StagingStopped)
     return lanes
 
 
@@ -86,7 +88,7 @@ def test_whatever_lands_when_the_digest_is_that_of_the_whole_shadow(
     shadow = memories(blank(target))
     copies = KERNELS.bind_copy(rows, memories(filled(source, tensors)), shadow)
     ends = sorted({*data.draw(st.lists(st.integers(0, len(rows)))), len(rows)})
-    with Crew(2) as crew:
+    with CopyThreads(2) as crew:
         digest = ShadowDigest(target, KERNELS)
         ahead = begun(digest, rows, shadow, crew)
         batches = data.draw(st.permutations(list(zip([0, *ends[:-1]], ends, strict=True))))
@@ -134,7 +136,7 @@ class Watched:
 def test_what_has_landed_is_digested_before_the_rest_is_there() -> None:
     layout, content = packed([SPEC]), np.arange(SPEC.size_bytes, dtype=np.uint64).astype(np.uint8)
     shadow, kernels = [content.copy()], Watched()
-    with Crew(1) as crew:
+    with CopyThreads(1) as crew:
         digest = ShadowDigest(layout, kernels)  # type: ignore[arg-type]
         wanted = ShadowDigest(layout, KERNELS).all_of(memories(shadow), crew=crew, deadline=soon())
 
@@ -160,7 +162,7 @@ def test_what_has_landed_is_digested_before_the_rest_is_there() -> None:
 
 
 def test_the_thread_ends_with_the_work_that_it_stands_beside() -> None:
-    with Crew(1) as crew:
+    with CopyThreads(1) as crew:
         shadow = [np.zeros(SPEC.size_bytes, dtype=np.uint8)]
         ahead = begun(ShadowDigest(packed([SPEC]), KERNELS), copies_of_a_megabyte(), memories(shadow), crew)
 
@@ -176,7 +178,7 @@ def test_lanes_that_finish_at_once_digest_every_byte_once() -> None:
     layout = packed([TensorSpec(name=f"w{n}", dtype=DType.BFLOAT16, shape=(64, 512)) for n in range(64)])
     rows = plan_copies(layout, layout).rows
     shadow = [np.random.default_rng(5).integers(0, 256, layout.memories_bytes[0], dtype=np.uint8)]
-    with Crew(4) as crew:
+    with CopyThreads(4) as crew:
         digest = ShadowDigest(layout, KERNELS)
         ahead, together = begun(digest, rows, memories(shadow), crew), threading.Barrier(4)
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from liveweight.observe.bus import Bus
-from liveweight.observe.events import AnyEvent, OverwritingBegan, Staged, Verified
+from liveweight.observe.events import AnyEvent, OverwritingBegan, RankStaged, RankVerified
 from tests.support.stepping import publisher, serving
 
 MB = 1 << 20
@@ -29,7 +29,7 @@ class Peak:
 
     def on_event(self, event: AnyEvent) -> None:
         """The rank's events: in the middle, at the end of the reading, and of the digest."""
-        if isinstance(event, OverwritingBegan | Staged | Verified):
+        if isinstance(event, OverwritingBegan | RankStaged | RankVerified):
             self.bytes = max(self.bytes, anonymous_bytes())
             self.moments.add(type(event))
 
@@ -53,7 +53,7 @@ def test_a_round_in_place_takes_no_memory_that_grows_with_the_weights(
         assert all(torch.equal(held[name], source[name]) for name in held)
         extra_mb = (peak.bytes - before) / MB
     if shadow == "none":
-        assert peak.moments == {OverwritingBegan, Staged, Verified}
+        assert peak.moments == {OverwritingBegan, RankStaged, RankVerified}
         assert extra_mb < ALLOWED_MB
         assert [tensor.data_ptr() for tensor in held.values()] == addresses
     else:

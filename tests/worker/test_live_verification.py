@@ -19,10 +19,10 @@ from liveweight.spec.digest import partial
 from liveweight.spec.dtype import DType
 from liveweight.spec.layout import Layout, packed
 from liveweight.spec.manifest import TensorSpec
-from liveweight.wire.messages import Digest, Digested
+from liveweight.wire.messages import DigestLive, LiveDigests
 from liveweight.worker import live_verification as auditing
-from liveweight.worker.live_verification import Auditor
-from liveweight.worker.shadow_lock import Turnstile
+from liveweight.worker.live_verification import LiveVerifier
+from liveweight.worker.shadow_lock import ShadowLock
 
 WITHIN_S = 60.0
 LAYOUT = packed([TensorSpec(name=name, dtype=DType.FLOAT32, shape=(2048, 128)) for name in ("a", "b", "c")])
@@ -51,10 +51,10 @@ class Asked:
     """An auditor, and whoever hears its answers."""
 
     def __init__(self, on_event: Callable[[AnyEvent], None] = lambda _: None, **settings: float) -> None:
-        self.weights, self.turnstile, self._said = Weights(), Turnstile(), threading.Semaphore(0)
+        self.weights, self.turnstile, self._said = Weights(), ShadowLock(), threading.Semaphore(0)
         bus = Bus()
         bus.subscribe(on_event)
-        self.auditor = Auditor(
+        self.auditor = LiveVerifier(
             rank=1,
             target=self.weights,  # type: ignore[arg-type]
             kernels=choose_kernels(),
@@ -65,12 +65,12 @@ class Asked:
             wake=self._said.release,
         )
 
-    def ask(self, names: tuple[str, ...] | None = None, timeout_s: float = WITHIN_S) -> Digested:
+    def ask(self, names: tuple[str, ...] | None = None, timeout_s: float = WITHIN_S) -> LiveDigests:
         """One order, and its answer."""
-        self.auditor.ask(Digest(audit=7, names=names, timeout_s=timeout_s))
+        self.auditor.ask(DigestLive(audit=7, names=names, timeout_s=timeout_s))
         return self.answer()
 
-    def answer(self) -> Digested:
+    def answer(self) -> LiveDigests:
         assert self._said.acquire(timeout=WITHIN_S)
         (answer,) = self.auditor.answers()
         assert (answer.audit, answer.rank) == (7, 1)
@@ -142,7 +142,7 @@ def test_an_exchange_under_way_is_waited_for_and_a_lasting_doubt_is_told(
 ) -> None:
     with asked() as one:
         one.turnstile.doubt = True
-        one.auditor.ask(Digest(audit=7, names=None, timeout_s=WITHIN_S))
+        one.auditor.ask(DigestLive(audit=7, names=None, timeout_s=WITHIN_S))
         one.turnstile.doubt = False
         assert one.answer().lanes is not None
         monkeypatch.setattr(auditing, "DOUBT_S", 0.05)
@@ -158,5 +158,5 @@ def test_a_reading_that_takes_too_long_says_so_and_closing_ends_one() -> None:
         answer = one.ask(timeout_s=0.2)
         assert answer.fault is not None
         assert answer.fault.code == "LW-301"
-        one.auditor.ask(Digest(audit=7, names=None, timeout_s=WITHIN_S))
+        one.auditor.ask(DigestLive(audit=7, names=None, timeout_s=WITHIN_S))
     assert not [t for t in threading.enumerate() if t.name.startswith("liveweight-auditor")]

@@ -12,7 +12,7 @@ from liveweight.spec.layout import Layout, Placement
 from liveweight.spec.manifest import TensorSpec
 from liveweight.spec.region import whole
 from liveweight.wire.messages.values import Overwritten
-from liveweight.worker.overwriting import Errand, InPlace, Overwrites
+from liveweight.worker.overwriting import InPlaceSettings, OverwriteQueue, OverwriteRequest
 
 SHAPE = (1024,)
 
@@ -38,16 +38,16 @@ def layout() -> Layout:
 def test_chunks_of_the_draft_have_a_size_of_their_own() -> None:
     rows = rows_of([0] * 8 + [1] * 8)
     assert row_bytes(rows).tolist() == [1024] * 16
-    chosen = InPlace(chunk_bytes=4096, draft_chunk_bytes=2048, draft=frozenset({"draft"}))
+    chosen = InPlaceSettings(chunk_bytes=4096, draft_chunk_bytes=2048, draft=frozenset({"draft"}))
     assert np.diff([0, *chosen.ends(rows, layout())]).tolist() == [4, 4, 2, 2, 2, 2]
-    assert np.diff([0, *InPlace(chunk_bytes=1).ends(rows, layout())]).tolist() == [1] * 16
-    assert InPlace().ends(rows[:0], layout()).tolist() == []
+    assert np.diff([0, *InPlaceSettings(chunk_bytes=1).ends(rows, layout())]).tolist() == [1] * 16
+    assert InPlaceSettings().ends(rows[:0], layout()).tolist() == []
     with pytest.raises(ValueError, match="chunks of 0"):
-        InPlace(chunk_bytes=0)
+        InPlaceSettings(chunk_bytes=0)
 
 
 def test_an_errand_that_nobody_took_up_in_time_was_not_begun_and_is_not_begun_later() -> None:
-    errand = Errand(1, Deadline.after(0.0))
+    errand = OverwriteRequest(1, Deadline.after(0.0))
     done, fault = errand.wait(rank=3)
     assert fault is not None
     assert (done.begun, fault.code, fault.rank) == (False, "LW-301", 3)
@@ -55,7 +55,7 @@ def test_an_errand_that_nobody_took_up_in_time_was_not_begun_and_is_not_begun_la
 
 
 def test_an_errand_that_runs_on_at_its_deadline_may_have_written() -> None:
-    errand = Errand(1, Deadline.after(0.0))
+    errand = OverwriteRequest(1, Deadline.after(0.0))
     assert errand.begin()
     done, fault = errand.wait(rank=3)
     assert (done.begun, fault is None) == (True, False)
@@ -64,7 +64,7 @@ def test_an_errand_that_runs_on_at_its_deadline_may_have_written() -> None:
 
 
 def test_what_is_asked_of_an_agent_without_that_source_or_that_has_ended_is_answered() -> None:
-    overwrites, woken = Overwrites(InPlace()), list[int]()
+    overwrites, woken = OverwriteQueue(InPlaceSettings()), list[int]()
     overwrites.wake = lambda: woken.append(1)
     errand = overwrites.ask(1, Deadline.after(60.0))
     assert woken == [1]

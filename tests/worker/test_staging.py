@@ -15,7 +15,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from liveweight.devices.copy_threads import Crew
+from liveweight.devices.copy_threads import CopyThreads
 from liveweight.devices.kernels import choose_kernels
 from liveweight.devices.memory import Memory
 from liveweight.errors import ChannelClosed, DeadlineExceeded, OfferChanged, WrongState
@@ -29,7 +29,16 @@ from liveweight.spec.region import whole
 from liveweight.spec.table import Table
 from liveweight.transports.port import GoOn, patient
 from liveweight.worker.shadow_digest import ShadowDigest
-from liveweight.worker.staging import BATCH_BYTES, Outcome, Pace, StageResult, Stopped, cut, share, stage
+from liveweight.worker.staging import (
+    BATCH_BYTES,
+    Outcome,
+    Pace,
+    StageResult,
+    StagingStopped,
+    cut,
+    share,
+    stage,
+)
 from tests.support.layouts import Bytes, filled, fulls, placed, tilings, view
 
 
@@ -104,8 +113,8 @@ def flat_reading(
 
 
 @pytest.fixture(params=[1, 2, 3])
-def crew(request: pytest.FixtureRequest) -> Iterator[Crew]:
-    with Crew(request.param) as crew:
+def crew(request: pytest.FixtureRequest) -> Iterator[CopyThreads]:
+    with CopyThreads(request.param) as crew:
         yield crew
     assert crew_threads() == []
 
@@ -113,7 +122,7 @@ def crew(request: pytest.FixtureRequest) -> Iterator[Crew]:
 # The crew.
 
 
-def test_every_lane_of_a_crew_works_once(crew: Crew) -> None:
+def test_every_lane_of_a_crew_works_once(crew: CopyThreads) -> None:
     lanes: list[int] = []
     crew.run(lanes.append)
     crew.run(lanes.append)
@@ -121,21 +130,21 @@ def test_every_lane_of_a_crew_works_once(crew: Crew) -> None:
 
 
 def test_a_crew_of_one_works_in_the_callers_thread() -> None:
-    with Crew(1) as crew:
+    with CopyThreads(1) as crew:
         idents: list[int] = []
         crew.run(lambda _: idents.append(threading.get_ident()))
         assert crew_threads() == []
     assert idents == [threading.get_ident()]
 
 
-def test_lane_zero_is_the_callers_thread(crew: Crew) -> None:
+def test_lane_zero_is_the_callers_thread(crew: CopyThreads) -> None:
     idents: dict[int, int] = {}
     crew.run(lambda lane: idents.update({lane: threading.get_ident()}))
     assert idents[0] == threading.get_ident()
     assert len(set(idents.values())) == crew.threads
 
 
-def test_errors_of_many_lanes_are_raised_as_one_after_all_have_ended(crew: Crew) -> None:
+def test_errors_of_many_lanes_are_raised_as_one_after_all_have_ended(crew: CopyThreads) -> None:
     ended: list[int] = []
 
     def work(lane: int) -> None:
@@ -148,7 +157,7 @@ def test_errors_of_many_lanes_are_raised_as_one_after_all_have_ended(crew: Crew)
     crew.run(ended.append)  # and the crew goes on
 
 
-def test_a_crew_has_one_job_at_a_time(crew: Crew) -> None:
+def test_a_crew_has_one_job_at_a_time(crew: CopyThreads) -> None:
     def work(lane: int) -> None:
         if lane == 0:
             crew.run(lambda _: None)
@@ -157,14 +166,14 @@ def test_a_crew_has_one_job_at_a_time(crew: Crew) -> None:
         crew.run(work)
 
 
-def test_a_closed_crew_refuses_work_and_can_be_closed_again(crew: Crew) -> None:
+def test_a_closed_crew_refuses_work_and_can_be_closed_again(crew: CopyThreads) -> None:
     crew.close()
     crew.close()
     with pytest.raises(WrongState, match="closed"):
         crew.run(lambda _: None)
 
 
-def test_an_idle_crew_holds_nothing_of_its_last_job(crew: Crew) -> None:
+def test_an_idle_crew_holds_nothing_of_its_last_job(crew: CopyThreads) -> None:
     class Held: ...
 
     def work(held: Held, _: int) -> None:
@@ -180,7 +189,7 @@ def test_an_idle_crew_holds_nothing_of_its_last_job(crew: Crew) -> None:
 
 def test_a_crew_needs_a_thread() -> None:
     with pytest.raises(ValueError, match="0 threads"):
-        Crew(0)
+        CopyThreads(0)
 
 
 # Batches.
@@ -198,7 +207,7 @@ def test_batches_follow_each_other_and_none_is_larger_than_a_batch_and_a_row(
         assert rows[first:last].sum() < batch + max(1, *sizes[first:last])
 
 
-def test_many_small_rows_are_few_reads(crew: Crew) -> None:
+def test_many_small_rows_are_few_reads(crew: CopyThreads) -> None:
     specs = [TensorSpec(name=f"w{i}", dtype=DType.UINT8, shape=(64,)) for i in range(40_000)]
     layout = packed(specs)
     source = np.random.default_rng(1).integers(0, 256, layout.memories_bytes[0], dtype=np.uint8)
@@ -212,7 +221,7 @@ def test_many_small_rows_are_few_reads(crew: Crew) -> None:
 
 def test_large_rows_are_read_one_batch_at_a_time() -> None:
     reading = flat_reading(8 * BATCH_BYTES)
-    with Crew(1) as crew:
+    with CopyThreads(1) as crew:
         stage(reading, crew=crew, pace_bytes_per_s=None, stop=never, deadline=soon())
     sizes = row_bytes(reading.rows)
     assert {int(sizes[first:last].sum()) for first, last in reading.reads} == {BATCH_BYTES}
@@ -231,7 +240,7 @@ def test_a_staged_shadow_is_what_slicing_gives(data: st.DataObject, threads: int
     shadow = [np.zeros(size, dtype=np.uint8) for size in target.memories_bytes]
     rows = split(plan_copies(source, target).rows, data.draw(st.sampled_from([1, 64, 1 << 20])))
     reading = ArrayReading(rows=rows, sources=filled(source, tensors), targets=shadow)
-    with Crew(threads) as crew:
+    with CopyThreads(threads) as crew:
         result = stage(reading, crew=crew, pace_bytes_per_s=None, stop=never, deadline=soon())
         lanes = digest_of(target, shadow, crew)
     assert isinstance(result, StageResult)
@@ -243,7 +252,7 @@ def test_a_staged_shadow_is_what_slicing_gives(data: st.DataObject, threads: int
         assert np.array_equal(own, digest.partial(shadow[placement.memory], placement, full.spec))
 
 
-def test_all_threads_of_a_crew_read(crew: Crew) -> None:
+def test_all_threads_of_a_crew_read(crew: CopyThreads) -> None:
     together, met = threading.Barrier(crew.threads), set()
 
     def watch(_: int) -> None:
@@ -275,7 +284,7 @@ class Told:
             self.ended = True
 
 
-def test_what_works_beside_a_stage_hears_of_every_row_once_it_is_there(crew: Crew) -> None:
+def test_what_works_beside_a_stage_hears_of_every_row_once_it_is_there(crew: CopyThreads) -> None:
     told = Told(flat_reading(32 << 20))
     stage(told.reading, crew=crew, pace_bytes_per_s=None, stop=never, deadline=soon(), beside=told)
     assert sorted(told.rows) == sorted(told.reading.reads)
@@ -283,7 +292,7 @@ def test_what_works_beside_a_stage_hears_of_every_row_once_it_is_there(crew: Cre
     assert told.ended
 
 
-def test_what_works_beside_a_stage_that_fails_ends_with_it(crew: Crew) -> None:
+def test_what_works_beside_a_stage_that_fails_ends_with_it(crew: CopyThreads) -> None:
     def fail(number: int) -> None:
         if number == 3:
             raise ChannelClosed("the source is gone")
@@ -294,13 +303,13 @@ def test_what_works_beside_a_stage_that_fails_ends_with_it(crew: Crew) -> None:
     assert told.ended
 
 
-def test_nothing_to_read_is_a_finished_stage(crew: Crew) -> None:
+def test_nothing_to_read_is_a_finished_stage(crew: CopyThreads) -> None:
     reading = ArrayReading(rows=np.empty((0, 11), dtype=np.int64), sources=[], targets=[])
     result = stage(reading, crew=crew, pace_bytes_per_s=None, stop=never, deadline=soon())
     assert isinstance(result, StageResult) and result.size_bytes == 0
 
 
-def test_a_stop_ends_all_threads_and_is_no_result(crew: Crew) -> None:
+def test_a_stop_ends_all_threads_and_is_no_result(crew: CopyThreads) -> None:
     caller, heard = threading.get_ident(), threading.Event()
 
     def watch(number: int) -> None:
@@ -314,13 +323,13 @@ def test_a_stop_ends_all_threads_and_is_no_result(crew: Crew) -> None:
 
     reading = flat_reading(64 << 20, watch=watch)
     result = stage(reading, crew=crew, pace_bytes_per_s=None, stop=stop, deadline=soon())
-    assert isinstance(result, Stopped)
+    assert isinstance(result, StagingStopped)
     sizes = row_bytes(reading.rows)
     assert result.done_bytes == sum(int(sizes[first:last].sum()) for first, last in reading.reads)
     assert 0 < result.done_bytes < result.size_bytes == 64 << 20
 
 
-def test_stop_is_asked_in_the_callers_thread_only(crew: Crew) -> None:
+def test_stop_is_asked_in_the_callers_thread_only(crew: CopyThreads) -> None:
     idents: set[int] = set()
 
     def stop() -> bool:
@@ -331,21 +340,21 @@ def test_stop_is_asked_in_the_callers_thread_only(crew: Crew) -> None:
     assert idents <= {threading.get_ident()}
 
 
-def test_a_stop_is_heard_during_a_long_wait_for_the_pace(crew: Crew) -> None:
+def test_a_stop_is_heard_during_a_long_wait_for_the_pace(crew: CopyThreads) -> None:
     reading = flat_reading(8 << 20)
     asked = iter(range(100))
     result = stage(
         reading, crew=crew, pace_bytes_per_s=1000, stop=lambda: next(asked) > crew.threads, deadline=soon()
     )
-    assert isinstance(result, Stopped)
+    assert isinstance(result, StagingStopped)
 
 
-def test_a_deadline_that_is_over_names_the_progress(crew: Crew) -> None:
+def test_a_deadline_that_is_over_names_the_progress(crew: CopyThreads) -> None:
     with pytest.raises(DeadlineExceeded, match=rf"staging, 0 of {8 << 20} bytes done"):
         stage(flat_reading(8 << 20), crew=crew, pace_bytes_per_s=None, stop=never, deadline=Deadline.after(0))
 
 
-def test_a_deadline_ends_a_wait_for_the_pace(crew: Crew) -> None:
+def test_a_deadline_ends_a_wait_for_the_pace(crew: CopyThreads) -> None:
     reading = flat_reading(8 << 20)
     with pytest.raises(DeadlineExceeded, match=r"staging, [1-9]"):
         stage(reading, crew=crew, pace_bytes_per_s=1000, stop=never, deadline=Deadline.after(0.2))
@@ -353,7 +362,7 @@ def test_a_deadline_ends_a_wait_for_the_pace(crew: Crew) -> None:
 
 
 @pytest.mark.parametrize("failing", [0, 5])
-def test_an_error_in_one_thread_ends_the_others_and_is_raised_once(crew: Crew, failing: int) -> None:
+def test_an_error_in_one_thread_ends_the_others_and_is_raised_once(crew: CopyThreads, failing: int) -> None:
     def watch(number: int) -> None:
         if number >= failing:
             raise OSError(f"read {number}")
@@ -364,7 +373,7 @@ def test_an_error_in_one_thread_ends_the_others_and_is_raised_once(crew: Crew, f
     assert len(reading.reads) <= failing
 
 
-def test_an_offer_that_changed_before_the_first_read_is_not_read(crew: Crew) -> None:
+def test_an_offer_that_changed_before_the_first_read_is_not_read(crew: CopyThreads) -> None:
     reading = flat_reading(1 << 20)
     reading.generation = 1
     with pytest.raises(OfferChanged):
@@ -372,7 +381,7 @@ def test_an_offer_that_changed_before_the_first_read_is_not_read(crew: Crew) -> 
     assert reading.reads == []
 
 
-def test_an_offer_that_changes_under_the_last_read_is_noticed(crew: Crew) -> None:
+def test_an_offer_that_changes_under_the_last_read_is_noticed(crew: CopyThreads) -> None:
     reading = flat_reading(1 << 20)
     reading.watch = lambda _: setattr(reading, "generation", 1)
     with pytest.raises(OfferChanged):
@@ -414,7 +423,7 @@ def test_a_pace_must_be_positive() -> None:
         Pace(0)
 
 
-def test_a_paced_stage_takes_its_time_in_small_steps(crew: Crew) -> None:
+def test_a_paced_stage_takes_its_time_in_small_steps(crew: CopyThreads) -> None:
     reading = flat_reading(8 << 20, row_limit_bytes=128 << 10)
     began_s = time.monotonic()
     result = stage(reading, crew=crew, pace_bytes_per_s=32 << 20, stop=never, deadline=soon())
@@ -424,7 +433,7 @@ def test_a_paced_stage_takes_its_time_in_small_steps(crew: Crew) -> None:
     assert np.array_equal(reading.targets[0], reading.sources[0])
 
 
-def test_a_shared_job_reports_its_bytes(crew: Crew) -> None:
+def test_a_shared_job_reports_its_bytes(crew: CopyThreads) -> None:
     done: list[int] = []
     sizes = np.full(1000, 4096, dtype=np.int64)
     outcome = share(
@@ -442,10 +451,10 @@ def test_a_shared_job_reports_its_bytes(crew: Crew) -> None:
 # Reading back.
 
 
-def digest_of(layout: Layout, memories: Sequence[Bytes], crew: Crew) -> digest.Lanes:
+def digest_of(layout: Layout, memories: Sequence[Bytes], crew: CopyThreads) -> digest.Lanes:
     shadow = [Memory.from_array(memory) for memory in memories]
     lanes = ShadowDigest(layout, choose_kernels()).of(shadow, crew=crew, stop=never, deadline=soon())
-    assert not isinstance(lanes, Stopped)
+    assert not isinstance(lanes, StagingStopped)
     return lanes
 
 
@@ -456,7 +465,7 @@ SPECS = [
 ]
 
 
-def test_digests_of_many_threads_are_the_references(crew: Crew) -> None:
+def test_digests_of_many_threads_are_the_references(crew: CopyThreads) -> None:
     layout = packed(SPECS)
     memory = np.random.default_rng(3).integers(0, 256, layout.memories_bytes[0], dtype=np.uint8)
     lanes = digest_of(layout, [memory], crew)
@@ -464,7 +473,7 @@ def test_digests_of_many_threads_are_the_references(crew: Crew) -> None:
         assert np.array_equal(own, digest.partial(memory, placement, spec))
 
 
-def test_a_flipped_bit_changes_the_digest_of_its_tensor_alone(crew: Crew) -> None:
+def test_a_flipped_bit_changes_the_digest_of_its_tensor_alone(crew: CopyThreads) -> None:
     layout = packed(SPECS)
     memory = np.random.default_rng(3).integers(0, 256, layout.memories_bytes[0], dtype=np.uint8)
     before = digest_of(layout, [memory], crew)
@@ -472,14 +481,14 @@ def test_a_flipped_bit_changes_the_digest_of_its_tensor_alone(crew: Crew) -> Non
     assert (digest_of(layout, [memory], crew) != before).any(axis=1).tolist() == [True, False, False]
 
 
-def test_two_sets_of_memory_take_turns_and_are_let_go(crew: Crew) -> None:
+def test_two_sets_of_memory_take_turns_and_are_let_go(crew: CopyThreads) -> None:
     layout = packed(SPECS[1:2])
     arrays = [np.full(layout.memories_bytes[0], fill, dtype=np.uint8) for fill in (1, 2, 3)]
     sets = [[Memory.from_array(array)] for array in arrays]
     reader = ShadowDigest(layout, choose_kernels())
     for number in (0, 1, 0, 1, 2, 0):
         lanes = reader.of(sets[number], crew=crew, stop=never, deadline=soon())
-        assert not isinstance(lanes, Stopped)
+        assert not isinstance(lanes, StagingStopped)
         assert np.array_equal(lanes, digest_of(layout, [arrays[number]], crew))
     gone = [weakref.ref(array) for array in arrays]
     reader.forget()
@@ -487,10 +496,10 @@ def test_two_sets_of_memory_take_turns_and_are_let_go(crew: Crew) -> None:
     assert [ref() for ref in gone] == [None] * 3
 
 
-def test_verifying_stops_and_keeps_its_deadline(crew: Crew) -> None:
+def test_verifying_stops_and_keeps_its_deadline(crew: CopyThreads) -> None:
     layout = packed(SPECS)
     shadow = [Memory.from_array(np.zeros(layout.memories_bytes[0], dtype=np.uint8))]
     reader = ShadowDigest(layout, choose_kernels())
-    assert isinstance(reader.of(shadow, crew=crew, stop=lambda: True, deadline=soon()), Stopped)
+    assert isinstance(reader.of(shadow, crew=crew, stop=lambda: True, deadline=soon()), StagingStopped)
     with pytest.raises(DeadlineExceeded, match="verifying"):
         reader.of(shadow, crew=crew, stop=never, deadline=Deadline.after(0))

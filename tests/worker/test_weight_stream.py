@@ -22,11 +22,11 @@ from liveweight.plan.digest_sums import lanes_from_bytes
 from liveweight.spec.deadline import Deadline
 from liveweight.spec.layout import Layout, packed
 from liveweight.trainer.offers.live import SharedModule
-from liveweight.trainer.offers.single_source import Offers
+from liveweight.trainer.offers.single_source import SingleSourceOffers
 from liveweight.transports.port import Reader, Reading
 from liveweight.transports.registry import TRANSPORTS
 from liveweight.wire.messages.values import Offer
-from liveweight.worker.weight_stream import Readable, WeightStream
+from liveweight.worker.weight_stream import ReadableOffer, WeightStream
 from tests.support.wire import SECRET, leaving_nothing
 
 CELLS = [(name, kind) for name, mode in sorted(TRANSPORTS.items()) for kind in mode.offers]
@@ -200,10 +200,10 @@ class Counting:
         self.reader, self._offer, self._layout, self._digests = reader, offer, layout, digests
         self.binds, self.damages = 0, False
 
-    def open(self, deadline: Deadline) -> Readable:
+    def open(self, deadline: Deadline) -> ReadableOffer:
         del deadline
         lanes = lanes_from_bytes(self._digests, len(self._layout.tensors))
-        return Readable(
+        return ReadableOffer(
             offer=self._offer,
             manifest=self._layout.manifest(),
             lanes=lanes,
@@ -249,7 +249,7 @@ def counting(short_path: Path) -> Iterator[Counting]:
     with source(short_path, "ipc", "frozen") as publisher:
         publisher.offer(1)
         offers = publisher._offers
-        assert isinstance(offers, Offers)
+        assert isinstance(offers, SingleSourceOffers)
         assert offers.current is not None
         made = publisher._shelf
         assert made is not None

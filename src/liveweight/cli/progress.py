@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 SEPARATOR = " · "
 
 
-class Line:
+class ProgressLine:
     """The steps of one engine so far. Alone it grows as they are taken; beside others it is written when it ends."""
 
     def __init__(self, name: str, write: Callable[[str], None], *, alone: bool) -> None:
@@ -38,10 +38,10 @@ class Line:
         self._steps = []
 
 
-class ToldReplica:
+class ProgressReplica:
     """A replica whose line says how far its round has come. `ranks` is how many of them it has."""
 
-    def __init__(self, replica: Replica, line: Line, *, ranks: int, verify: bool) -> None:
+    def __init__(self, replica: Replica, line: ProgressLine, *, ranks: int, verify: bool) -> None:
         self._replica, self._line, self._ranks, self._verify = replica, line, ranks, verify
         self._tensors, self._optional = 0, dict[str, int]()
         self._reached: set[str] = set()
@@ -51,7 +51,7 @@ class ToldReplica:
         """See Replica."""
         return self._replica.name
 
-    def standing(self, deadline: Deadline) -> m.Standing:
+    def standing(self, deadline: Deadline) -> m.ReplicaState:
         """See Replica."""
         standing = self._replica.standing(deadline)
         self._tensors = len(standing.expected.tensors)

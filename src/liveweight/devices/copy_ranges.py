@@ -12,7 +12,7 @@ from typing import TypeAlias, TypeVar
 
 import numpy as np
 
-from liveweight.devices.copy_threads import Turns, run_once
+from liveweight.devices.copy_threads import WorkQueue, run_once
 from liveweight.devices.device import Device
 from liveweight.spec.digest import SEEDS, Lanes
 from liveweight.spec.table import Table
@@ -55,7 +55,7 @@ def run_shared(run: Callable[[int, int], Result], shares: Sequence[Range], threa
     """Every range once, by that many threads. Returns, or raises the first failure, when no thread runs any more."""
     if threads <= 1 or len(shares) <= 1:
         return [run(first, last) for first, last in shares]
-    turns, done = Turns(len(shares)), dict[int, Result]()
+    turns, done = WorkQueue(len(shares)), dict[int, Result]()
 
     def work(_: int, number: int) -> None:
         done[number] = run(*shares[number])

@@ -46,7 +46,7 @@ class _Job:
 _Jobs: TypeAlias = "queue.SimpleQueue[_Job | None]"
 
 
-class Crew:
+class CopyThreads:
     """`threads` lanes: the thread that calls `run`, and helpers that live until `close`. One job at a time.
 
     A crew of one has no helpers: its jobs run in the caller's thread, without a hand-over.
@@ -105,7 +105,7 @@ class Crew:
         for helper in self._helpers:
             helper.join()
 
-    def __enter__(self) -> Crew:
+    def __enter__(self) -> CopyThreads:
         return self
 
     def __exit__(
@@ -134,7 +134,7 @@ def run_once(threads: int, work: Work, *, name: str) -> None:
         raise job.errors[0]
 
 
-class Turns:
+class WorkQueue:
     """Numbers from 0 on, each handed out once, in order, to whichever lane of a crew is free; until some lane ends it."""
 
     def __init__(self, count: int) -> None:

@@ -13,8 +13,8 @@ from contextlib import AbstractContextManager, contextmanager
 from typing import TYPE_CHECKING, Any, Protocol
 
 from liveweight.devices.cpu import allocate_tensors, out_of_memory
-from liveweight.devices.cuda_handle import Handle, decode_handle, encode_handle
-from liveweight.devices.kernels import Chosen, Kernels
+from liveweight.devices.cuda_handle import CudaHandle, decode_handle, encode_handle
+from liveweight.devices.kernels import ChosenKernels, Kernels
 from liveweight.devices.memory import Memory
 from liveweight.errors import LayoutInvalid, MessageInvalid, Unavailable
 
@@ -49,7 +49,7 @@ class Driver(Protocol):
     def share(self, storage: torch.UntypedStorage) -> tuple[Any, ...]:
         """torch's eight values for one opening of a storage."""
 
-    def open(self, index: int, handle: Handle) -> torch.UntypedStorage:
+    def open(self, index: int, handle: CudaHandle) -> torch.UntypedStorage:
         """The storage of another process."""
 
     def pin(self, index: int, address: int, size_bytes: int) -> None:
@@ -113,7 +113,7 @@ class TorchDriver:
         values: tuple[Any, ...] = storage._share_cuda_()  # type: ignore[no-untyped-call]
         return values
 
-    def open(self, index: int, handle: Handle) -> torch.UntypedStorage:
+    def open(self, index: int, handle: CudaHandle) -> torch.UntypedStorage:
         """The storage, for as long as it is held here."""
         import torch
 
@@ -183,11 +183,11 @@ class CudaDevice:
         """Lends and borrows by IPC handle."""
         return self
 
-    def choose(self) -> Chosen:
+    def choose(self) -> ChosenKernels:
         """torch's kernels, on a side stream."""
         from liveweight.devices.torch_kernels import TorchKernels
 
-        return Chosen(
+        return ChosenKernels(
             kernels=TorchKernels(self.torch_device, aside=lambda: self._driver.aside(self._index)),
             name=f"torch ({self.name})",
             reason=f"the native ones do not reach the memory of {self.name}",
@@ -248,7 +248,7 @@ class CudaDevice:
             raise Unavailable(f"memory of {self.name} cannot be lent: {error}") from error
         _, raw, size, offset, counter, counter_offset, event, waits = values
         return encode_handle(
-            Handle(
+            CudaHandle(
                 gpu=self._gpu,
                 size_bytes=size,
                 offset_bytes=offset,

@@ -23,7 +23,7 @@ _Size = Annotated[int, msgspec.Meta(ge=1, lt=_SIZE_LIMIT)]
 _Offset = Annotated[int, msgspec.Meta(ge=0, lt=_SIZE_LIMIT)]
 
 
-class Handle(
+class CudaHandle(
     msgspec.Struct, frozen=True, kw_only=True, array_like=True, tag="cuda_ipc", forbid_unknown_fields=True
 ):
     """A storage of another process: which GPU has it, where in which allocation, and torch's counter of its one reader."""
@@ -40,10 +40,10 @@ class Handle(
     waits: bool
 
 
-_decoder: msgspec.msgpack.Decoder[Handle] = msgpack_decoder(Handle)
+_decoder: msgspec.msgpack.Decoder[CudaHandle] = msgpack_decoder(CudaHandle)
 
 
-def encode_handle(handle: Handle) -> bytes:
+def encode_handle(handle: CudaHandle) -> bytes:
     """The bytes of a handle."""
     encoded = msgspec.msgpack.encode(handle)
     if len(encoded) > HANDLE_BYTES:
@@ -51,7 +51,7 @@ def encode_handle(handle: Handle) -> bytes:
     return encoded
 
 
-def decode_handle(encoded: bytes) -> Handle:
+def decode_handle(encoded: bytes) -> CudaHandle:
     """The handle in these bytes; a WireError, and nothing else, for any other bytes."""
     if len(encoded) > HANDLE_BYTES:
         raise MessageTooLarge(len(encoded), HANDLE_BYTES)

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Protocol
 
 from liveweight.devices import cpu
-from liveweight.devices.kernels import Chosen, Kernels, choose
+from liveweight.devices.kernels import ChosenKernels, Kernels, choose
 from liveweight.devices.memory import Memory
 
 if TYPE_CHECKING:
@@ -46,7 +46,7 @@ class Device(Protocol):
     def handles(self) -> Handles | None:
         """How its memory is lent; None: as pages that others map."""
 
-    def choose(self) -> Chosen:
+    def choose(self) -> ChosenKernels:
         """The kernels that write and digest its memory. A run is over when it returns: no read or write of it is still queued."""
 
     def allocate(self, sizes_bytes: Sequence[int], what: str) -> list[torch.Tensor]:
@@ -79,7 +79,7 @@ class CpuDevice:
 
         return torch.device("cpu")
 
-    def choose(self) -> Chosen:
+    def choose(self) -> ChosenKernels:
         """The native kernels, or NumPy's."""
         return choose()
 

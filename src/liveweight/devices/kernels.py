@@ -80,7 +80,7 @@ Bound: TypeAlias = BoundCopy
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Chosen:
+class ChosenKernels:
     """An implementation, its name with the instruction set, and why it is not the native one; None if it is."""
 
     kernels: Kernels
@@ -88,19 +88,19 @@ class Chosen:
     reason: str | None = None
 
 
-def choose() -> Chosen:
+def choose() -> ChosenKernels:
     """The native kernels, or NumPy's where those were not built. Importing decides it, so it is the same all day."""
     try:
         from liveweight.devices.native_kernels import NativeKernels
     except ImportError as error:
         from liveweight.devices.numpy_kernels import NumpyKernels
 
-        return Chosen(kernels=NumpyKernels(), name="numpy", reason=str(error))
+        return ChosenKernels(kernels=NumpyKernels(), name="numpy", reason=str(error))
     native = NativeKernels()
-    return Chosen(kernels=native, name=f"native ({native.simd})")
+    return ChosenKernels(kernels=native, name=f"native ({native.simd})")
 
 
-def choose_kernels(bus: Bus | None = None, chosen: Chosen | None = None) -> Kernels:
+def choose_kernels(bus: Bus | None = None, chosen: ChosenKernels | None = None) -> Kernels:
     """The kernels to use: the host's, or those that a device chose. With a bus, it is said which."""
     chosen = choose() if chosen is None else chosen
     if bus is not None:

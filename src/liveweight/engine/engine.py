@@ -12,25 +12,25 @@ from typing import Self
 
 from liveweight.engine.config import EngineConfig
 from liveweight.engine.models.spec import ModelSpec
-from liveweight.engine.serving.awaiting_weights import Awaiting
+from liveweight.engine.serving.awaiting_weights import AwaitingWeights
 from liveweight.engine.serving.cache_sizes import cache_blocks, context_of
-from liveweight.engine.serving.counters import Limits
-from liveweight.engine.serving.engine_loop import OnFailure, Pump
+from liveweight.engine.serving.counters import SchedulerLimits
+from liveweight.engine.serving.engine_loop import EngineLoop, OnFailure
 from liveweight.engine.serving.pauses import Pauses
-from liveweight.engine.serving.rank_processes import Launch, Ranks, launch
+from liveweight.engine.serving.rank_processes import Launch, RankProcesses, launch
 from liveweight.engine.serving.requests import Sampling, Sink
 from liveweight.engine.serving.scheduler import Scheduler
 from liveweight.engine.serving.sequence import Sequence as Running
-from liveweight.engine.serving.sleeping import Napped, Sleeping, Tag
+from liveweight.engine.serving.sleeping import EngineSleep, SleepResult, Tag
 from liveweight.engine.serving.step_stream import weights_text
 from liveweight.engine.status import PauseMode, Pausing, Status
 from liveweight.engine.text.stream import TextStream
 from liveweight.engine.text.tokenizer import Tokenizer
-from liveweight.engine.updates.leader_client import Desk, Standing
-from liveweight.engine.updates.live_updates import Inbox
-from liveweight.engine.updates.requested_update import Updated, Wish
-from liveweight.engine.updates.update_services import Offices
-from liveweight.engine.updates.verifying import Answer, Question
+from liveweight.engine.updates.leader_client import LeaderClient, UpdateStatus
+from liveweight.engine.updates.live_updates import DecisionInbox
+from liveweight.engine.updates.requested_update import RequestedVersion, UpdateResult
+from liveweight.engine.updates.update_services import UpdateServices
+from liveweight.engine.updates.verifying import VerificationRequest, VerificationResult
 from liveweight.errors import EngineStopping, RankLost, RequestInvalid, RoundAborted, WireError, WrongState
 from liveweight.observe.bus import Bus
 from liveweight.spec.manifest import Version
@@ -48,19 +48,19 @@ class Engine:
         blocks = cache_blocks(config, self.spec, self.context)
         self._numbers = itertools.count(1)
         with ExitStack() as stack:
-            inbox = Inbox()
+            inbox = DecisionInbox()
             bus = bus or Bus()
-            self._awaiting = Awaiting(bus, begins=config.await_weights)
+            self._awaiting = AwaitingWeights(bus, begins=config.await_weights)
             stack.callback(self._awaiting.close)
-            self._offices = offices = Offices(config, self.name, inbox, bus, stack)
+            self._offices = offices = UpdateServices(config, self.name, inbox, bus, stack)
             self._desk, self._saving = offices.desk, offices.saving
             told = config if self._saving is None else self._saving.told(config)
-            ranks = Ranks(told, blocks=blocks, context=self.context, launch=launch)
+            ranks = RankProcesses(told, blocks=blocks, context=self.context, launch=launch)
             self._resources = stack.pop_all()
         self.start = ranks.begin.version
         """What it was started on."""
         inbox.on_decision(ranks.wake)
-        self._pump = Pump(
+        self._pump = EngineLoop(
             self._scheduler(blocks, weights_text(self.start)),
             ranks,
             inbox,
@@ -165,14 +165,14 @@ class Engine:
         """Let requests run again."""
         self._pauses.resume()
 
-    def sleep(self, tags: Collection[Tag], timeout_s: float) -> Napped:
+    def sleep(self, tags: Collection[Tag], timeout_s: float) -> SleepResult:
         """Give the memory of these back: requests stand still until it is taken again. RoundOpen while a round is open."""
         with self._pump.lock:
             self._check_open()
             self._pump.check_whole()
         return self._sleeping.sleep(tags, timeout_s)
 
-    def wake(self, tags: Collection[Tag], timeout_s: float) -> Napped:
+    def wake(self, tags: Collection[Tag], timeout_s: float) -> SleepResult:
         """Take the memory of these again; requests go on when nothing is asleep any more. Errors leave it asleep."""
         with self._pump.lock:
             self._check_open()
@@ -193,7 +193,7 @@ class Engine:
         self._pump.ranks.wake()
         return len(ended)
 
-    def standing(self) -> Standing:
+    def standing(self) -> UpdateStatus:
         """What the engine's leader says of its rounds and versions. WrongState without live updates."""
         standing = self._with_desk("a question about live updates").standing()
         saving = None if self._saving is None else self._saving.status()
@@ -207,7 +207,7 @@ class Engine:
         """Go back to the version before; what serves then. WrongState where there is none, as after an undo."""
         return self._with_desk("an undo").undo(timeout_s)
 
-    def verify(self, question: Question) -> Answer:
+    def verify(self, question: VerificationRequest) -> VerificationResult:
         """Digest what all ranks hold now, and compare it. WrongState without live updates; see Verifying."""
         if self._verifying is None:
             raise WrongState("started without live updates", "a verification")
@@ -218,7 +218,7 @@ class Engine:
                 self._check_open()  # where the engine has lost a rank, that is the better word
             raise
 
-    def update_weights(self, wish: Wish) -> Updated:
+    def update_weights(self, wish: RequestedVersion) -> UpdateResult:
         """Take the engine to a version of its source. WrongState without one; RoundFailed where it serves what it served."""
         self._with_desk("an update")
         if self._requested is None:
@@ -257,7 +257,7 @@ class Engine:
     def _scheduler(self, blocks: int, weights: str) -> Scheduler:
         config = self.config
         drafts = config.draft and self.spec.draft_layers > 0
-        limits = Limits(
+        limits = SchedulerLimits(
             blocks=blocks,
             block_tokens=config.block_tokens,
             context=self.context,
@@ -269,15 +269,15 @@ class Engine:
         )
         return Scheduler(limits, weights=weights, ends=frozenset(self.spec.eos_ids))
 
-    def _sleeper(self) -> Sleeping:
+    def _sleeper(self) -> EngineSleep:
         desk, config = self._desk, self.config
-        sleeping = Sleeping(
+        sleeping = EngineSleep(
             self._pump, self._pauses, desk, world=config.tp, start=self.start, place=config.sleep_directory
         )
         self._resources.callback(sleeping.close)
         return sleeping
 
-    def _with_desk(self, wanted: str) -> Desk:
+    def _with_desk(self, wanted: str) -> LeaderClient:
         if self._desk is None:
             raise WrongState("started without live updates", wanted)
         return self._desk

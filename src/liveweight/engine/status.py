@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal, TypeAlias
 
-from liveweight.engine.serving.counters import Counts
+from liveweight.engine.serving.counters import SchedulerCounts
 from liveweight.errors import LiveWeightError
 from liveweight.spec.manifest import Version
 
@@ -30,7 +30,7 @@ class Status:
     weights: str
     paused: Pausing = "running"
     asleep: tuple[str, ...] = ()
-    counts: Counts = field(default_factory=Counts)
+    counts: SchedulerCounts = field(default_factory=SchedulerCounts)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

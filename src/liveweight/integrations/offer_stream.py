@@ -11,13 +11,13 @@ from contextlib import ExitStack
 from liveweight.devices.device import CPU
 from liveweight.errors import WrongState
 from liveweight.plan.digest_sums import lanes_from_bytes
-from liveweight.rounds.read_lease import SourceHold
+from liveweight.rounds.read_lease import ReadLease
 from liveweight.spec.deadline import Deadline
 from liveweight.transports.registry import mode
 from liveweight.wire.credentials import Secret
 from liveweight.wire.host_identity import this_host
 from liveweight.wire.waker import Waker
-from liveweight.worker.weight_stream import Readable, WeightStream
+from liveweight.worker.weight_stream import ReadableOffer, WeightStream
 
 MARGIN_S = 5.0
 
@@ -31,9 +31,9 @@ class HeldOffer:
         self._cancel = Waker()
         self._stack = ExitStack()
 
-    def open(self, deadline: Deadline) -> Readable:
+    def open(self, deadline: Deadline) -> ReadableOffer:
         """Ask the source for the version, and make a reader of its mode."""
-        hold = SourceHold(
+        hold = ReadLease(
             self._source,
             self._secret,
             requester=f"a stream of {this_host()}/{os.getpid()}",
@@ -47,7 +47,7 @@ class HeldOffer:
         reader = mode(held.offer.mode).reader(self._secret, kernels, CPU)
         self._stack.callback(reader.close)
         digests, tensors = held.digests, len(held.manifest.tensors)
-        return Readable(
+        return ReadableOffer(
             offer=held.offer,
             manifest=held.manifest,
             lanes=None if digests is None else lanes_from_bytes(digests, tensors),

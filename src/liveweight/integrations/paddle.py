@@ -15,7 +15,7 @@ from liveweight.errors import ManifestInvalid, Refused
 from liveweight.spec.dtype import DType
 from liveweight.spec.manifest import Manifest
 from liveweight.trainer.sources.host_tensor import HostTensor
-from liveweight.trainer.sources.tied_tensors import Census, take_census
+from liveweight.trainer.sources.tied_tensors import UniqueTensors, take_census
 
 
 def paddle_source(
@@ -54,7 +54,7 @@ class PaddleSource:
         self._paddle, self._layer = paddle, layer
         self._transposed = _transposed(paddle, layer, transpose)
         self._rename = rename or (lambda name: name)
-        self._taken: tuple[list[str], Census] | None = None
+        self._taken: tuple[list[str], UniqueTensors] | None = None
 
     @property
     def held(self) -> bool:
@@ -77,7 +77,7 @@ class PaddleSource:
             copied = not _on_host(found.owner)
             yield name, self._described(names[number], state[names[number]].cpu()) if copied else found
 
-    def _take(self) -> tuple[list[str], Census]:
+    def _take(self) -> tuple[list[str], UniqueTensors]:
         state = self._state()
         absent = sorted(self._transposed - set(state))
         if absent:

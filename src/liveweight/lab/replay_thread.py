@@ -17,7 +17,7 @@ LEAVE_S = 10.0
 T = TypeVar("T")
 
 
-class Replaying(Generic[T]):
+class ReplayThread(Generic[T]):
     """Hands what is put to `judge`. `put` is for any thread, and waits while `backlog` are behind (0: never); it ends with the `with`."""
 
     def __init__(self, judge: Callable[[T], None], *, backlog: int = 0) -> None:

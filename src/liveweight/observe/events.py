@@ -13,7 +13,7 @@ from typing import Literal, TypeAlias, TypedDict
 OfferKind: TypeAlias = Literal["live", "frozen", "ring"]
 
 
-class Outcome(StrEnum):
+class RoundOutcome(StrEnum):
     """How a round ended."""
 
     COMMITTED = "committed"
@@ -80,7 +80,7 @@ class OverwritingBegan(RoundEvent):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Staged(RoundEvent):
+class RankStaged(RoundEvent):
     """A rank has read all regions it owns into its shadow; in place, over its live weights."""
 
     rank: int
@@ -89,14 +89,14 @@ class Staged(RoundEvent):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Verified(MemberEvent):
+class RankVerified(MemberEvent):
     """What lies in the shadow has the manifest's digests."""
 
     took_s: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Voted(MemberEvent):
+class VoteCast(MemberEvent):
     """A vote was cast. `objection` is None for a yes, which holds for `lease_s`."""
 
     lease_s: float
@@ -104,14 +104,14 @@ class Voted(MemberEvent):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Committed(MemberEvent):
+class RoundCommitted(MemberEvent):
     """The new weights are live. `stall_s` is how long decoding stood still for it."""
 
     stall_s: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Aborted(MemberEvent):
+class RoundGivenUp(MemberEvent):
     """The round was given up before its commit and its shadow dropped. `rank` is who failed, if one did."""
 
     step: str
@@ -120,7 +120,7 @@ class Aborted(MemberEvent):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Undone(RoundEvent):
+class RoundUndone(RoundEvent):
     """The weights of before are live again. `version` is the one that was taken back."""
 
     serving: str
@@ -138,7 +138,7 @@ class LeaseExpired(RoundEvent):
 class RoundEnded(RoundEvent):
     """The last event of every round. `serving` is None where none of ours serves, or is known to."""
 
-    outcome: Outcome
+    outcome: RoundOutcome
     took_s: float
     verified: bool
     serving: str | None
@@ -178,7 +178,7 @@ class OfferMade(Event):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Frozen(Event):
+class SourceFrozen(Event):
     """A trainer rank's share is copied into its arena; its parameters may change now."""
 
     version: str
@@ -234,7 +234,7 @@ class SnapshotSaved(Event):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SnapshotLeft(Event):
+class SnapshotAbandoned(Event):
     """Other weights came before the version was written; nothing of it is left."""
 
     replica: str
@@ -280,12 +280,12 @@ class FleetEvent(Event):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Confirmed(FleetEvent):
+class VersionConfirmed(FleetEvent):
     """A publisher found its version installed already."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class StoodBack(FleetEvent):
+class MarkedBehind(FleetEvent):
     """Other replicas serve this version and this one does not: it is to take no requests until a round has brought it one."""
 
     reason: str
@@ -311,12 +311,12 @@ AnyStep: TypeAlias = (
     RoundOpened
     | StagingBegan
     | OverwritingBegan
-    | Staged
-    | Verified
-    | Voted
-    | Committed
-    | Aborted
-    | Undone
+    | RankStaged
+    | RankVerified
+    | VoteCast
+    | RoundCommitted
+    | RoundGivenUp
+    | RoundUndone
     | LeaseExpired
     | RoundEnded
 )
@@ -327,18 +327,18 @@ AnyEvent: TypeAlias = (
     | AuditBegan
     | Audited
     | OfferMade
-    | Frozen
+    | SourceFrozen
     | LiveOfferImpossible
     | ModeFailed
     | BucketDamaged
     | ReadersRevoked
     | SnapshotSaved
-    | SnapshotLeft
+    | SnapshotAbandoned
     | SnapshotFailed
     | RecoveryBegan
     | Recovered
-    | Confirmed
-    | StoodBack
+    | VersionConfirmed
+    | MarkedBehind
     | PeerRefused
     | KernelsChosen
 )

@@ -15,13 +15,13 @@ from liveweight.observe.bus import Bus
 _LOGGER = logging.getLogger("liveweight")
 
 _LEVEL_OF = {
-    ev.Outcome.COMMITTED: INFO,
-    ev.Outcome.UNCHANGED: INFO,
-    ev.Outcome.UNDONE: INFO,
-    ev.Outcome.REFUSED: WARNING,
-    ev.Outcome.ABORTED: WARNING,
-    ev.Outcome.TORN: ERROR,
-    ev.Outcome.UNKNOWN: ERROR,
+    ev.RoundOutcome.COMMITTED: INFO,
+    ev.RoundOutcome.UNCHANGED: INFO,
+    ev.RoundOutcome.UNDONE: INFO,
+    ev.RoundOutcome.REFUSED: WARNING,
+    ev.RoundOutcome.ABORTED: WARNING,
+    ev.RoundOutcome.TORN: ERROR,
+    ev.RoundOutcome.UNKNOWN: ERROR,
 }
 
 
@@ -55,7 +55,7 @@ def line_of(event: ev.AnyEvent) -> tuple[int, str]:
             return INFO, f"{event.replica}: digested {_named(event.serving)} in {event.took_s:.3f} s, {found}"
         case (
             ev.OfferMade()
-            | ev.Frozen()
+            | ev.SourceFrozen()
             | ev.LiveOfferImpossible()
             | ev.ModeFailed()
             | ev.BucketDamaged()
@@ -63,11 +63,15 @@ def line_of(event: ev.AnyEvent) -> tuple[int, str]:
         ):
             return _source(event)
         case (
-            ev.SnapshotSaved() | ev.SnapshotLeft() | ev.SnapshotFailed() | ev.RecoveryBegan() | ev.Recovered()
+            ev.SnapshotSaved()
+            | ev.SnapshotAbandoned()
+            | ev.SnapshotFailed()
+            | ev.RecoveryBegan()
+            | ev.Recovered()
         ):
             level, text = _kept(event)
             return level, f"{event.replica}: {text}"
-        case ev.Confirmed() | ev.StoodBack():
+        case ev.VersionConfirmed() | ev.MarkedBehind():
             return _found(event)
         case ev.PeerRefused():
             return WARNING, f"{event.code} refused a peer: {event.reason}"
@@ -79,11 +83,11 @@ def line_of(event: ev.AnyEvent) -> tuple[int, str]:
             assert_never(event)
 
 
-def _found(event: ev.Confirmed | ev.StoodBack) -> tuple[int, str]:
+def _found(event: ev.VersionConfirmed | ev.MarkedBehind) -> tuple[int, str]:
     match event:
-        case ev.Confirmed():
+        case ev.VersionConfirmed():
             return DEBUG, f"{event.replica}: {event.version} was installed already"
-        case ev.StoodBack():
+        case ev.MarkedBehind():
             return (
                 WARNING,
                 f"{event.replica}: takes no requests before a round, behind {event.version}: {event.reason}",
@@ -99,19 +103,19 @@ def _step(event: ev.AnyStep) -> tuple[int, str]:
             return DEBUG, f"staging {event.version}"
         case ev.OverwritingBegan():
             return DEBUG, f"overwriting its weights with {event.version}"
-        case ev.Staged():
+        case ev.RankStaged():
             return DEBUG, f"staged {event.size_bytes} bytes of {event.version} in {event.took_s:.3f} s"
-        case ev.Verified():
+        case ev.RankVerified():
             return DEBUG, f"verified {event.version} in {event.took_s:.3f} s"
-        case ev.Voted(objection=None):
+        case ev.VoteCast(objection=None):
             return DEBUG, f"voted yes to {event.version}, for {event.lease_s:.1f} s"
-        case ev.Voted():
+        case ev.VoteCast():
             return WARNING, f"voted no to {event.version}: {event.objection}"
-        case ev.Committed():
+        case ev.RoundCommitted():
             return INFO, f"committed {event.version}, decoding stood still for {event.stall_s:.3f} s"
-        case ev.Aborted():
+        case ev.RoundGivenUp():
             return WARNING, f"{event.code} aborted {event.version} in {event.step}: {event.reason}"
-        case ev.Undone():
+        case ev.RoundUndone():
             return INFO, f"took back {event.version}, {event.serving} serves again"
         case ev.LeaseExpired():
             return WARNING, f"heard no decision on {event.version} within {event.lease_s:.1f} s"
@@ -123,7 +127,7 @@ def _step(event: ev.AnyStep) -> tuple[int, str]:
 
 def _source(
     event: ev.OfferMade
-    | ev.Frozen
+    | ev.SourceFrozen
     | ev.LiveOfferImpossible
     | ev.ModeFailed
     | ev.BucketDamaged
@@ -133,7 +137,7 @@ def _source(
         case ev.OfferMade():
             holds = f"{event.tensors} tensors, {event.size_bytes} bytes"
             return INFO, f"offered {event.version} ({event.kind}): {holds}"
-        case ev.Frozen():
+        case ev.SourceFrozen():
             froze = f"{event.size_bytes} bytes of {event.version} in {event.took_s:.3f} s"
             return DEBUG, f"trainer rank {event.rank}: froze {froze}"
         case ev.LiveOfferImpossible():
@@ -149,7 +153,7 @@ def _source(
 
 
 def _kept(
-    event: ev.SnapshotSaved | ev.SnapshotLeft | ev.SnapshotFailed | ev.RecoveryBegan | ev.Recovered,
+    event: ev.SnapshotSaved | ev.SnapshotAbandoned | ev.SnapshotFailed | ev.RecoveryBegan | ev.Recovered,
 ) -> tuple[int, str]:
     match event:
         case ev.RecoveryBegan():
@@ -159,7 +163,7 @@ def _kept(
         case ev.SnapshotSaved():
             saved = f"{event.size_bytes} bytes in {event.took_s:.3f} s"
             return INFO, f"saved {event.version} in {event.path}, {saved}"
-        case ev.SnapshotLeft():
+        case ev.SnapshotAbandoned():
             return INFO, f"left the snapshot of {event.version}: other weights came first"
         case ev.SnapshotFailed():
             return WARNING, f"{event.code} no snapshot of {event.version}, which serves on: {event.reason}"
@@ -172,7 +176,7 @@ def _recovery(event: ev.Recovered) -> str:
 
 
 def _ending(event: ev.RoundEnded) -> str:
-    checked = "" if event.verified or event.outcome is not ev.Outcome.COMMITTED else ", not verified"
+    checked = "" if event.verified or event.outcome is not ev.RoundOutcome.COMMITTED else ", not verified"
     return f"{event.outcome} after {event.took_s:.3f} s{checked}, serving {_named(event.serving)}"
 
 
@@ -181,7 +185,7 @@ def _who(event: ev.AnyStep) -> str:
         case (
             ev.StagingBegan(rank=rank)
             | ev.OverwritingBegan(rank=rank)
-            | ev.Staged(rank=rank)
+            | ev.RankStaged(rank=rank)
             | ev.MemberEvent(rank=int(rank))
         ):
             return f"{event.replica} rank {rank}"

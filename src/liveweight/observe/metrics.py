@@ -137,7 +137,7 @@ METRICS = (
 
 _SNAPSHOT_OUTCOMES: dict[type[ev.Event], str] = {
     ev.SnapshotSaved: "saved",
-    ev.SnapshotLeft: "left",
+    ev.SnapshotAbandoned: "left",
     ev.SnapshotFailed: "failed",
 }
 
@@ -166,16 +166,16 @@ class MetricsReader:
         match event:
             case ev.RoundEnded():
                 self._ended(event)
-            case ev.Staged():
+            case ev.RankStaged():
                 self._add(BYTES, event.size_bytes, "stage")
                 self._observe(STAGE_SECONDS, event.took_s)
-            case ev.Frozen():
+            case ev.SourceFrozen():
                 self._add(BYTES, event.size_bytes, "freeze")
                 self._observe(FREEZE_SECONDS, event.took_s)
-            case ev.Verified():
+            case ev.RankVerified():
                 self._observe(VERIFY_SECONDS, event.took_s, _scope(event.rank))
-            case ev.Committed() | ev.Undone():
-                rank = event.rank if isinstance(event, ev.Committed) else None
+            case ev.RoundCommitted() | ev.RoundUndone():
+                rank = event.rank if isinstance(event, ev.RoundCommitted) else None
                 self._observe(STALL_SECONDS, event.stall_s, _scope(rank))
             case ev.OfferMade():
                 self._add(OFFERS, 1, event.kind)
@@ -183,7 +183,7 @@ class MetricsReader:
                 self._add(LEASES_EXPIRED, 1)
             case ev.Audited():
                 self._add(AUDITS, 1, {True: "yes", False: "no", None: "unknown"}[event.match])
-            case ev.SnapshotSaved() | ev.SnapshotLeft() | ev.SnapshotFailed():
+            case ev.SnapshotSaved() | ev.SnapshotAbandoned() | ev.SnapshotFailed():
                 self._add(SNAPSHOTS, 1, _SNAPSHOT_OUTCOMES[type(event)])
             case ev.PeerRefused() | ev.Recovered() | ev.ModeFailed():
                 self._add(*_counted(event))
@@ -191,8 +191,8 @@ class MetricsReader:
                 pass  # what comes of them is counted, or told by the state
             case (
                 ev.RoundOpened()
-                | ev.Voted()
-                | ev.Aborted()
+                | ev.VoteCast()
+                | ev.RoundGivenUp()
                 | ev.LiveOfferImpossible()
                 | ev.BucketDamaged()
                 | ev.ReadersRevoked()

@@ -21,7 +21,7 @@ KEPT = -1
 """In place of an offered tensor's number: the expected one is filled from none, and stays as it is."""
 
 
-class Tally:
+class DigestSums:
     """The ranks' placements, grouped by tensor and region. Equal regions must agree; disjoint ones add up."""
 
     def __init__(self, layouts: Sequence[Layout]) -> None:

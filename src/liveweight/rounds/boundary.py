@@ -32,7 +32,7 @@ class Decision:
     kv_policy: KvPolicy | None = None
 
 
-class Decisions(Protocol):
+class DecisionSink(Protocol):
     """Where a leader leaves what was decided, from its own thread. At most one waits at a time."""
 
     def put(self, round_id: RoundId, decision: Decision) -> None:
@@ -42,7 +42,7 @@ class Decisions(Protocol):
         """Take it back, if it still waits; whether it did."""
 
 
-class Slot:
+class DecisionSlot:
     """Where the leader puts a decision and rank 0's main thread takes it. At most one waits at a time."""
 
     def __init__(self) -> None:
@@ -81,7 +81,7 @@ class Boundary(Protocol):
         """Rank 0 brings the decision or None; every rank returns with rank 0's."""
 
 
-class Alone:
+class SingleProcessBoundary:
     """A replica of one process: nobody to meet."""
 
     def meet(self, decision: Decision | None) -> Decision | None:
@@ -89,7 +89,7 @@ class Alone:
         return decision
 
 
-class Broadcast:
+class BroadcastBoundary:
     """The ranks of an SPMD program: one broadcast of three numbers per boundary, on the CPU."""
 
     def __init__(self, group: ProcessGroup | None, rank: int, world: int) -> None:

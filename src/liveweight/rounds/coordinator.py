@@ -23,7 +23,7 @@ from liveweight.errors import (
     WireError,
 )
 from liveweight.rounds.replica import ReplicaRefused
-from liveweight.rounds.replica_progress import Part
+from liveweight.rounds.replica_progress import ReplicaProgress
 from liveweight.spec.deadline import Deadline
 from liveweight.spec.manifest import Manifest, Version
 from liveweight.wire import messages as m
@@ -39,7 +39,7 @@ STANDING_S = 5.0
 
 
 @dataclass(slots=True)
-class Drive:
+class RoundCoordinator:
     """A round under way. Run once, by the driver thread.
 
     `meanwhile` is called once the round is open, while ranks stage; `look`, now and then until they have; `on_staged`, once they have (it
@@ -49,7 +49,7 @@ class Drive:
     `on_read` is called when no rank reads the source any more: once they have staged, or, where one is in place, after the commit.
     """
 
-    parts: Sequence[Part]
+    parts: Sequence[ReplicaProgress]
     order: m.Open
     manifest: Manifest
     quorum: int
@@ -109,7 +109,7 @@ class Drive:
         if in_place:
             self.on_read()
 
-    def _open(self, part: Part) -> None:
+    def _open(self, part: ReplicaProgress) -> None:
         try:
             opened = part.replica.open(self.order, self._patience)
         except ReplicaRefused as refused:
@@ -120,13 +120,13 @@ class Drive:
             opened = part.replica.open(self.order, self._patience)
         part.opened(opened)
 
-    def _verified(self, part: Part, digests: bytes | None) -> None:
+    def _verified(self, part: ReplicaProgress, digests: bytes | None) -> None:
         if digests is not None and part.round_id is not None:
             within = Deadline.after(max(LOOK_S, self._patience.remaining_s()))
             part.replica.compare(part.round_id, digests, within)
         self._until(part, "verified")
 
-    def _until(self, part: Part, phase: m.Phase) -> None:
+    def _until(self, part: ReplicaProgress, phase: m.Phase) -> None:
         """Wait until a replica has come that far; its failure, or the deadline, puts it out of the round."""
         while part.round_id is not None:
             try:
@@ -154,11 +154,11 @@ class Drive:
         spare = len(self.parts) > self.quorum
         return self.patience if spare and self.patience is not None else self.deadline
 
-    def _silent(self, part: Part, phase: m.Phase) -> DeadlineExceeded:
+    def _silent(self, part: ReplicaProgress, phase: m.Phase) -> DeadlineExceeded:
         """The whole time that it was waited for, not that of the last question."""
         return self._patience.exceeded(f"{part.replica.name} to be {phase}")
 
-    def _late(self, part: Part, progress: m.Progress, phase: m.Phase) -> ReplicaRefused:
+    def _late(self, part: ReplicaProgress, progress: m.Progress, phase: m.Phase) -> ReplicaRefused:
         missing = progress.missing
         who = f"rank {', '.join(map(str, missing))} of {part.replica.name}"
         late = self._patience.exceeded(f"{who} to be {phase}")
@@ -167,7 +167,7 @@ class Drive:
         rank = missing[0] if len(missing) == 1 else None
         return ReplicaRefused(fault_of(late, step=step, rank=rank, waited_s=late.waited_s), part.serving)
 
-    def _vote(self, part: Part, lease: Deadline) -> None:
+    def _vote(self, part: ReplicaProgress, lease: Deadline) -> None:
         if part.round_id is not None:
             part.replica.vote(part.round_id, self.lease_s, lease)
 
@@ -186,7 +186,7 @@ class Drive:
             raise OutcomeUnknown(f"{', '.join(unheard)} was told to commit and did not answer")
         raise self._failure()
 
-    def _commit_one(self, part: Part, deadline: Deadline) -> None:
+    def _commit_one(self, part: ReplicaProgress, deadline: Deadline) -> None:
         if part.round_id is None:
             return
         try:
@@ -195,7 +195,7 @@ class Drive:
             part.unheard = True
             raise
 
-    def _ask_again(self, part: Part) -> None:
+    def _ask_again(self, part: ReplicaProgress) -> None:
         """The answer to a commit was lost: what the replica serves now tells, if it can be reached."""
         try:
             standing = part.replica.standing(Deadline.after(STANDING_S))
@@ -210,10 +210,10 @@ class Drive:
         elif standing.torn is not None:
             part.fault = fault_of(Torn(standing.torn), step="commit")
 
-    def _in(self) -> list[Part]:
+    def _in(self) -> list[ReplicaProgress]:
         return [part for part in self.parts if part.fault is None]
 
-    def _each(self, name: str, step: Callable[[Part], None], *, keep_going: bool = False) -> None:
+    def _each(self, name: str, step: Callable[[ReplicaProgress], None], *, keep_going: bool = False) -> None:
         """One step on every replica that is still in, all at once; below the quorum the round fails."""
         self.step = name
         parts = self._in()
@@ -226,7 +226,7 @@ class Drive:
         if len(self._in()) < self.quorum and not keep_going:
             raise self._failure()
 
-    def _try(self, name: str, step: Callable[[Part], None], part: Part) -> None:
+    def _try(self, name: str, step: Callable[[ReplicaProgress], None], part: ReplicaProgress) -> None:
         try:
             step(part)
         except ReplicaRefused as refused:
@@ -245,7 +245,7 @@ class Drive:
         too_few = fault_of(RoundAborted("too few replicas committed"), step=self.step)
         return self._failed(part, part.fault or too_few)
 
-    def _failed(self, part: Part, fault: Fault) -> RoundFailed:
+    def _failed(self, part: ReplicaProgress, fault: Fault) -> RoundFailed:
         return RoundFailed(
             fault.to_error(),
             replica=part.replica.name,
@@ -275,7 +275,7 @@ class Drive:
             list(self.pool.map(lambda part: _abort_one(part, reason, deadline), opened))
 
 
-def _abort_one(part: Part, reason: str, deadline: Deadline) -> None:
+def _abort_one(part: ReplicaProgress, reason: str, deadline: Deadline) -> None:
     if part.round_id is None:
         return
     try:
@@ -286,7 +286,7 @@ def _abort_one(part: Part, reason: str, deadline: Deadline) -> None:
         part.readers = True  # out of reach: its lease ends the round, its readers are revoked
 
 
-def _stand_back(part: Part, version: Version) -> None:
+def _stand_back(part: ReplicaProgress, version: Version) -> None:
     """It hears of it when it listens again; one that is gone begins anew, as it was told to."""
     reason = "the others went on without it" if part.fault is None else part.fault.message
     try:

@@ -10,11 +10,11 @@ from liveweight.rounds.replica import Replica, ReplicaRefused
 from liveweight.spec.deadline import Deadline
 from liveweight.spec.manifest import Version
 from liveweight.spec.version_age import newest
-from liveweight.wire.messages import Standing
+from liveweight.wire.messages import ReplicaState
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ReplicaStanding:
+class ReplicaStatus:
     """How one replica is. `boot` names its incarnation; `restarted`: the publisher knew another one. `behind`: it does not serve the
     fleet's version, or cannot say so, and then `fault` says why."""
 
@@ -33,7 +33,7 @@ class Fleet:
     one of them serves; None: all serve what they were started on."""
 
     version: Version | None
-    replicas: tuple[ReplicaStanding, ...]
+    replicas: tuple[ReplicaStatus, ...]
 
     @property
     def behind(self) -> tuple[str, ...]:
@@ -41,7 +41,7 @@ class Fleet:
         return tuple(replica.name for replica in self.replicas if replica.behind)
 
 
-def ask(replica: Replica, deadline: Deadline) -> Standing | LiveWeightError:
+def ask(replica: Replica, deadline: Deadline) -> ReplicaState | LiveWeightError:
     """How it is now, or why that cannot be learned."""
     try:
         return replica.standing(deadline)
@@ -53,14 +53,14 @@ def ask(replica: Replica, deadline: Deadline) -> Standing | LiveWeightError:
 
 def fleet_of(
     replicas: Sequence[Replica],
-    said: Iterable[Standing | LiveWeightError],
+    said: Iterable[ReplicaState | LiveWeightError],
     *,
     published: Version | None,
     boots: Sequence[str | None],
 ) -> Fleet:
     """What the replicas said, put together. `boots` are the incarnations that were known before."""
     answers = list(said)
-    served = [(one.serving, one.serving_s) for one in answers if isinstance(one, Standing)]
+    served = [(one.serving, one.serving_s) for one in answers if isinstance(one, ReplicaState)]
     known = [(version, age_s) for version, age_s in served if version is not None]
     version = newest(known) if published is None else published
     return Fleet(
@@ -73,10 +73,10 @@ def fleet_of(
 
 
 def _standing(
-    name: str, said: Standing | LiveWeightError, version: Version | None, boot: str | None
-) -> ReplicaStanding:
-    if not isinstance(said, Standing):
-        return ReplicaStanding(
+    name: str, said: ReplicaState | LiveWeightError, version: Version | None, boot: str | None
+) -> ReplicaStatus:
+    if not isinstance(said, ReplicaState):
+        return ReplicaStatus(
             name=name,
             serving=None,
             state="out of reach",
@@ -85,7 +85,7 @@ def _standing(
             behind=version is not None,
             fault=said,
         )
-    return ReplicaStanding(
+    return ReplicaStatus(
         name=name,
         serving=said.serving,
         state=said.state,

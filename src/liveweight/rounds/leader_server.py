@@ -12,11 +12,18 @@ from collections import deque
 
 from liveweight.errors import ChannelClosed, DeadlineExceeded
 from liveweight.observe.bus import Bus
-from liveweight.rounds.boundary import Decision, Decisions
-from liveweight.rounds.leader.leader import Scheduler
-from liveweight.rounds.leader.round_record import Action, Decide, Reply, Say, Tell, Withdraw
-from liveweight.rounds.process_watch import Watch
-from liveweight.rounds.states import Overwriting, Released, Swapping, serving_version, torn_by
+from liveweight.rounds.boundary import Decision, DecisionSink
+from liveweight.rounds.leader.leader import Leader
+from liveweight.rounds.leader.round_record import (
+    Action,
+    EmitEvent,
+    NotifyRank,
+    PutDecision,
+    SendReply,
+    WithdrawDecision,
+)
+from liveweight.rounds.process_watch import ProcessWatch
+from liveweight.rounds.states import OverwritingState, ReleasedState, SwappingState, serving_version, torn_by
 from liveweight.spec.deadline import Deadline
 from liveweight.spec.manifest import Version
 from liveweight.wire.codec import Codec
@@ -31,7 +38,7 @@ PUBLISHER = -1
 """In the place of a rank's number: whoever opened the round."""
 
 
-class Leader:
+class LeaderServer:
     """Serves one replica until closed. Construct and close from one thread."""
 
     def __init__(
@@ -43,13 +50,13 @@ class Leader:
         boot: str,
         world: int,
         bus: Bus,
-        decisions: Decisions,
+        decisions: DecisionSink,
         takes_over: bool = False,
     ) -> None:
         """`takes_over`: it is known to be the one that peers want at that address, whoever listens there now."""
         self._decisions, self._bus = decisions, bus
-        self._scheduler = Scheduler(replica=replica, boot=boot, world=world)
-        self._watch: Watch[int] = Watch()
+        self._scheduler = Leader(replica=replica, boot=boot, world=world)
+        self._watch: ProcessWatch[int] = ProcessWatch()
         self._look_s = 0.0
         self._closing = False
         listener: Listener[Message] = Listener(address, secret, Codec(Message), takes_over=takes_over)
@@ -68,9 +75,9 @@ class Leader:
             members = self._scheduler.membership.members.values()
             return next((member.serving for member in members), None)
         match state:
-            case Swapping(base=base) | Overwriting(base=base):
+            case SwappingState(base=base) | OverwritingState(base=base):
                 return base
-            case Released(version=version):
+            case ReleasedState(version=version):
                 return version
             case _:
                 return serving_version(state)
@@ -139,18 +146,18 @@ class Leader:
         todo = deque(actions)
         while todo:
             match todo.popleft():
-                case Reply(peer=peer, call=call, body=body):
+                case SendReply(peer=peer, call=call, body=body):
                     self._send(listener, peer, body, call)
-                case Tell(rank=rank, body=body):
+                case NotifyRank(rank=rank, body=body):
                     member = self._scheduler.membership.members.get(rank)
                     if member is not None and not self._send(listener, member.peer, body, 0):
                         todo.extend(self._scheduler.on_lost(time.monotonic(), rank))
-                case Decide(round=round_id, undo=undo, timeout_s=timeout_s, kv_policy=policy):
+                case PutDecision(round=round_id, undo=undo, timeout_s=timeout_s, kv_policy=policy):
                     self._decisions.put(round_id, Decision(round_id.epoch, undo, timeout_s, policy))
-                case Withdraw(round=round_id):
+                case WithdrawDecision(round=round_id):
                     waited = self._decisions.withdraw(round_id)
                     todo.extend(self._scheduler.on_withdrawn(time.monotonic(), round_id, waited=waited))
-                case Say(event=event):
+                case EmitEvent(event=event):
                     self._bus.emit(event)
 
     def _send(self, listener: Listener[Message], peer: bytes, body: Message, call: int) -> bool:

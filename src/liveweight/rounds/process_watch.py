@@ -11,7 +11,7 @@ from liveweight.wire.host_identity import this_host
 Who = TypeVar("Who")
 
 
-class Watch(Generic[Who]):
+class ProcessWatch(Generic[Who]):
     """For one thread. Ends with `close`."""
 
     def __init__(self) -> None:

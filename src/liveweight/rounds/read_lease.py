@@ -21,7 +21,12 @@ from liveweight.wire.codec import Codec
 from liveweight.wire.credentials import Secret
 from liveweight.wire.messages import Message
 from liveweight.wire.messages.body import Refusal
-from liveweight.wire.messages.source import Held, Hold, NotHeld, Release
+from liveweight.wire.messages.source import (
+    AcquireReadLease,
+    ReadLeaseGranted,
+    ReadLeaseRefused,
+    ReleaseReadLease,
+)
 from liveweight.wire.waker import Waker
 
 CONNECT_S = 5.0
@@ -31,7 +36,7 @@ GRACE_S = 2.0
 """A source answers at the deadline that it was told; the one who asked waits for that answer."""
 
 
-class SourceHold:
+class ReadLease:
     """Used by one thread. `held` is what the source said; leaving the `with` gives it back."""
 
     def __init__(
@@ -50,7 +55,9 @@ class SourceHold:
         self._channel = _connected(address, secret, deadline, cancel)
         self._standing = True
         try:
-            body = Hold(requester=requester, version=version, lease_s=lease_s, wait_s=deadline.remaining_s())
+            body = AcquireReadLease(
+                requester=requester, version=version, lease_s=lease_s, wait_s=deadline.remaining_s()
+            )
             self.held = self._ask(body, deadline)
         except BaseException:
             self._channel.close()
@@ -73,7 +80,7 @@ class SourceHold:
         self._standing = False
         with suppress(LiveWeightError):
             self._channel.request(
-                Release(hold=self.held.hold),
+                ReleaseReadLease(hold=self.held.hold),
                 Deadline.after(RELEASE_S),
                 f"the source at {self._address} to take {self.held.version} back",
                 cancellable=False,
@@ -86,16 +93,16 @@ class SourceHold:
         self.release()
         self._channel.close()
 
-    def _ask(self, body: Hold, deadline: Deadline) -> Held:
+    def _ask(self, body: AcquireReadLease, deadline: Deadline) -> ReadLeaseGranted:
         wanted = "its newest version" if body.version is None else body.version
         later = Deadline(deadline.ends_s + GRACE_S, deadline.began_s)
         reply = self._channel.request(body, later, f"the source at {self._address} to hold {wanted}")
         match reply:
-            case Held():
+            case ReadLeaseGranted():
                 return reply
-            case NotHeld(changing=True):
+            case ReadLeaseRefused(changing=True):
                 raise deadline.exceeded(f"the source at {self._address} to make its next offer")
-            case NotHeld(offered=offered):
+            case ReadLeaseRefused(offered=offered):
                 raise VersionNotOffered(wanted, [str(version.label) for version in offered])
             case Refusal(fault=fault):
                 raise fault.to_error()

@@ -41,7 +41,7 @@ class Replica(Protocol):
     def name(self) -> str:
         """What reports and errors call it."""
 
-    def standing(self, deadline: Deadline) -> m.Standing:
+    def standing(self, deadline: Deadline) -> m.ReplicaState:
         """What it expects and serves; waits until all its ranks have joined."""
 
     def describe(self, structure: str, manifest: Manifest, deadline: Deadline) -> None:
@@ -117,11 +117,11 @@ class WireReplica:
         self._leave_the_dead()
         return self._channel is not None
 
-    def standing(self, deadline: Deadline) -> m.Standing:
+    def standing(self, deadline: Deadline) -> m.ReplicaState:
         """See Replica."""
         self._leave_the_dead()
         return self._ask(
-            m.Inquire(wait_s=deadline.remaining_s()), m.Standing, deadline, "say what it expects"
+            m.GetReplicaState(wait_s=deadline.remaining_s()), m.ReplicaState, deadline, "say what it expects"
         )
 
     def describe(self, structure: str, manifest: Manifest, deadline: Deadline) -> None:
@@ -137,7 +137,7 @@ class WireReplica:
 
     def status(self, round_id: RoundId, until: m.Phase, deadline: Deadline) -> m.Progress:
         """See Replica. The answer is due at the deadline; the wait for it lasts a little longer."""
-        body = m.Await(round=round_id, until=until, wait_s=deadline.remaining_s())
+        body = m.WaitFor(round=round_id, until=until, wait_s=deadline.remaining_s())
         return self._ask(body, m.Progress, _with_grace(deadline), f"be {until}")
 
     def compare(self, round_id: RoundId, digests: bytes, deadline: Deadline) -> None:
@@ -146,7 +146,7 @@ class WireReplica:
 
     def vote(self, round_id: RoundId, lease_s: float, deadline: Deadline) -> None:
         """See Replica."""
-        self._ask(m.Ask(round=round_id, lease_s=lease_s), m.Voted, deadline, "vote")
+        self._ask(m.RequestVote(round=round_id, lease_s=lease_s), m.Vote, deadline, "vote")
 
     def commit(self, round_id: RoundId, deadline: Deadline) -> m.Committed:
         """See Replica."""
@@ -165,7 +165,7 @@ class WireReplica:
     def stand_back(self, version: Version, reason: str, deadline: Deadline) -> None:
         """See Replica. A connection that is gone is not made anew for it."""
         if self._channel is not None:
-            self._channel.send(m.StandBack(version=version, reason=reason), deadline)
+            self._channel.send(m.MarkBehind(version=version, reason=reason), deadline)
 
     def undo(self, publisher: str, deadline: Deadline) -> m.Committed:
         """See Replica."""
@@ -179,7 +179,7 @@ class WireReplica:
 
     def rest(self, body: m.Sleep | m.Wake, deadline: Deadline) -> None:
         """Tell the leader that its engine gives memory back, or has it again. For the engine's own process."""
-        self._ask(body, m.Slept, deadline, "note that it sleeps or wakes up")
+        self._ask(body, m.SleepNoted, deadline, "note that it sleeps or wakes up")
 
     def interrupt(self) -> None:
         """See Replica."""

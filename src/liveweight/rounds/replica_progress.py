@@ -15,7 +15,7 @@ from liveweight.wire.messages.values import Fault, RoundId
 
 
 @dataclass(slots=True)
-class Part:
+class ReplicaProgress:
     """One replica's part of the round so far. `serving`: what it served when last heard of; `fault`: why it is out, since `failed_s`.
 
     `boot` is the replica's incarnation as far as it is known; `restarted`: in this round it was another one than before.

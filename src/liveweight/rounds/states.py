@@ -16,7 +16,7 @@ from liveweight.wire.messages.values import RoundId
 
 
 @dataclass(frozen=True, slots=True)
-class Serving:
+class ServingState:
     """Whole, on one version (None: weights of unknown origin); `undo` is the version in the shadow, if one is."""
 
     version: Version | None
@@ -25,7 +25,7 @@ class Serving:
 
 
 @dataclass(frozen=True, slots=True)
-class Torn:
+class TornState:
     """An in-place round failed: a mixture, which must never serve."""
 
     target: Version
@@ -33,48 +33,48 @@ class Torn:
 
 
 @dataclass(frozen=True, slots=True)
-class Staging:
+class StagingState:
     """A round reads into the shadow; live weights are the base's, or `torn`. In place it has only found its source."""
 
     base: Version | None
     target: Version
     round: RoundId
-    torn: Torn | None = None
+    torn: TornState | None = None
 
 
 @dataclass(frozen=True, slots=True)
-class Ready:
+class ReadyState:
     """The shadow holds the target, verified if that was asked; live weights are the base's, or `torn`."""
 
     base: Version | None
     target: Version
     round: RoundId
-    torn: Torn | None = None
+    torn: TornState | None = None
 
 
 @dataclass(frozen=True, slots=True)
-class Swapping:
+class SwappingState:
     """Shadow and live weights are being exchanged, for a commit or an undo; nothing serves until the outcome is known."""
 
     base: Version | None
     target: Version | None
     round: RoundId
     undo: bool = False
-    torn: Torn | None = None
+    torn: TornState | None = None
 
 
 @dataclass(frozen=True, slots=True)
-class Overwriting:
+class OverwritingState:
     """In place: live weights, the base's or `torn`, are being overwritten; nothing serves until the outcome is known."""
 
     base: Version | None
     target: Version
     round: RoundId
-    torn: Torn | None = None
+    torn: TornState | None = None
 
 
 @dataclass(frozen=True, slots=True)
-class Released:
+class ReleasedState:
     """Asleep: weights, KV cache or both were given back."""
 
     version: Version | None
@@ -82,16 +82,18 @@ class Released:
     kv_cache: bool
 
 
-State: TypeAlias = Serving | Staging | Ready | Swapping | Overwriting | Torn | Released
+State: TypeAlias = (
+    ServingState | StagingState | ReadyState | SwappingState | OverwritingState | TornState | ReleasedState
+)
 
 
 def open_round(state: State, target: Version, round_id: RoundId) -> State:
     """A round begins; the undo of the round before is given up. A torn rank may be healed by one."""
     match state:
-        case Serving(version=base):
-            return Staging(base, target, round_id)
-        case Torn():
-            return Staging(None, target, round_id, state)
+        case ServingState(version=base):
+            return StagingState(base, target, round_id)
+        case TornState():
+            return StagingState(None, target, round_id, state)
         case _:
             raise WrongState(describe(state), "open")
 
@@ -99,8 +101,8 @@ def open_round(state: State, target: Version, round_id: RoundId) -> State:
 def verified(state: State) -> State:
     """Everything is in the shadow, and is right."""
     match state:
-        case Staging(base=base, target=target, round=round_id, torn=torn):
-            return Ready(base, target, round_id, torn)
+        case StagingState(base=base, target=target, round=round_id, torn=torn):
+            return ReadyState(base, target, round_id, torn)
         case _:
             raise WrongState(describe(state), "verify")
 
@@ -108,8 +110,8 @@ def verified(state: State) -> State:
 def begin_swap(state: State) -> State:
     """The decision to commit has reached the boundary."""
     match state:
-        case Ready(base=base, target=target, round=round_id, torn=torn):
-            return Swapping(base, target, round_id, torn=torn)
+        case ReadyState(base=base, target=target, round=round_id, torn=torn):
+            return SwappingState(base, target, round_id, torn=torn)
         case _:
             raise WrongState(describe(state), "commit")
 
@@ -117,9 +119,9 @@ def begin_swap(state: State) -> State:
 def begin_undo(state: State, round_id: RoundId) -> State:
     """The decision to go back has reached the boundary."""
     match state:
-        case Serving(version=version, undo=undo, can_undo=True):
-            return Swapping(version, undo, round_id, undo=True)
-        case Serving():
+        case ServingState(version=version, undo=undo, can_undo=True):
+            return SwappingState(version, undo, round_id, undo=True)
+        case ServingState():
             raise WrongState(f"{describe(state)}, with no version before it", "undo")
         case _:
             raise WrongState(describe(state), "undo")
@@ -131,12 +133,12 @@ def settled(state: State, *, keep: bool) -> State:
     After a commit the undo is what was live before it; after an undo there is none: the way forward is a new round.
     """
     match state:
-        case Swapping(target=target, undo=undo, torn=torn) if keep and (undo or torn is not None):
-            return Serving(target)  # what is in the shadow now is not to come back
-        case Swapping(base=base, target=target) if keep:
-            return Serving(target, base, can_undo=True)
-        case Swapping(base=base, torn=torn):
-            return torn or Serving(base)
+        case SwappingState(target=target, undo=undo, torn=torn) if keep and (undo or torn is not None):
+            return ServingState(target)  # what is in the shadow now is not to come back
+        case SwappingState(base=base, target=target) if keep:
+            return ServingState(target, base, can_undo=True)
+        case SwappingState(base=base, torn=torn):
+            return torn or ServingState(base)
         case _:
             raise WrongState(describe(state), "settle")
 
@@ -144,10 +146,14 @@ def settled(state: State, *, keep: bool) -> State:
 def after_failure(state: State, cause: str) -> State:
     """What a failure leaves. Before a commit nothing was touched; in place there is no way back."""
     match state:
-        case Staging(base=base, torn=torn) | Ready(base=base, torn=torn) | Swapping(base=base, torn=torn):
-            return torn or Serving(base)
-        case Overwriting(target=target):
-            return Torn(target, cause)
+        case (
+            StagingState(base=base, torn=torn)
+            | ReadyState(base=base, torn=torn)
+            | SwappingState(base=base, torn=torn)
+        ):
+            return torn or ServingState(base)
+        case OverwritingState(target=target):
+            return TornState(target, cause)
         case _:
             raise WrongState(describe(state), "fail")
 
@@ -155,8 +161,8 @@ def after_failure(state: State, cause: str) -> State:
 def overwrite(state: State) -> State:
     """The decision to commit in place has reached the boundary."""
     match state:
-        case Ready(base=base, target=target, round=round_id, torn=torn):
-            return Overwriting(base, target, round_id, torn)
+        case ReadyState(base=base, target=target, round=round_id, torn=torn):
+            return OverwritingState(base, target, round_id, torn)
         case _:
             raise WrongState(describe(state), "overwrite")
 
@@ -164,8 +170,8 @@ def overwrite(state: State) -> State:
 def untouched(state: State) -> State:
     """An in-place round ended before it had written anything."""
     match state:
-        case Overwriting(base=base, torn=torn):
-            return torn or Serving(base)
+        case OverwritingState(base=base, torn=torn):
+            return torn or ServingState(base)
         case _:
             raise WrongState(describe(state), "leave untouched")
 
@@ -173,8 +179,8 @@ def untouched(state: State) -> State:
 def overwritten(state: State) -> State:
     """An in-place round came to its end, verified."""
     match state:
-        case Overwriting(target=target):
-            return Serving(target)
+        case OverwritingState(target=target):
+            return ServingState(target)
         case _:
             raise WrongState(describe(state), "finish overwriting")
 
@@ -182,10 +188,10 @@ def overwritten(state: State) -> State:
 def sleep(state: State, *, weights: bool, kv_cache: bool) -> State:
     """Give memory back; what is asleep stays asleep."""
     match state:
-        case Serving(version=version):
-            return Released(version, weights, kv_cache)
-        case Released(version=version, weights=w, kv_cache=k):
-            return Released(version, w or weights, k or kv_cache)
+        case ServingState(version=version):
+            return ReleasedState(version, weights, kv_cache)
+        case ReleasedState(version=version, weights=w, kv_cache=k):
+            return ReleasedState(version, w or weights, k or kv_cache)
         case _:
             raise WrongState(describe(state), "sleep")
 
@@ -193,10 +199,10 @@ def sleep(state: State, *, weights: bool, kv_cache: bool) -> State:
 def wake(state: State, *, weights: bool, kv_cache: bool) -> State:
     """Restore what was given back; serving again only when nothing is missing."""
     match state:
-        case Released(version=version, weights=w, kv_cache=k):
+        case ReleasedState(version=version, weights=w, kv_cache=k):
             w, k = w and not weights, k and not kv_cache
-            return Released(version, w, k) if w or k else Serving(version)
-        case Serving():
+            return ReleasedState(version, w, k) if w or k else ServingState(version)
+        case ServingState():
             return state
         case _:
             raise WrongState(describe(state), "wake up")
@@ -205,20 +211,25 @@ def wake(state: State, *, weights: bool, kv_cache: bool) -> State:
 def serving_version(state: State) -> Version | None:
     """What can be generated with now; None where nothing can, or its origin is unknown."""
     match state:
-        case Serving(version=version) | Staging(base=version) | Ready(base=version):
+        case ServingState(version=version) | StagingState(base=version) | ReadyState(base=version):
             return version
-        case Released(version=version, weights=False):
+        case ReleasedState(version=version, weights=False):
             return version
         case _:
             return None
 
 
-def torn_by(state: State) -> Torn | None:
+def torn_by(state: State) -> TornState | None:
     """What live weights are torn by, also while a round that is to heal them is under way."""
     match state:
-        case Torn():
+        case TornState():
             return state
-        case Staging(torn=torn) | Ready(torn=torn) | Swapping(torn=torn) | Overwriting(torn=torn):
+        case (
+            StagingState(torn=torn)
+            | ReadyState(torn=torn)
+            | SwappingState(torn=torn)
+            | OverwritingState(torn=torn)
+        ):
             return torn
         case _:
             return None
@@ -227,21 +238,23 @@ def torn_by(state: State) -> Torn | None:
 def describe(state: State) -> str:
     """A state as error messages say it."""
     match state:
-        case Serving(version=None):
+        case ServingState(version=None):
             return "serving weights that nobody named"
-        case Serving(version=version):
+        case ServingState(version=version):
             return f"serving {version}"
-        case Staging(torn=torn, target=target) | Ready(torn=torn, target=target) if torn is not None:
+        case StagingState(torn=torn, target=target) | ReadyState(torn=torn, target=target) if (
+            torn is not None
+        ):
             return f"{describe(torn)}, and about to be healed by {target}"
-        case Staging(base=base, target=target):
+        case StagingState(base=base, target=target):
             return f"staging {target} over {base}"
-        case Ready(base=base, target=target):
+        case ReadyState(base=base, target=target):
             return f"ready to go from {base} to {target}"
-        case Swapping(base=base, target=target):
+        case SwappingState(base=base, target=target):
             return f"going from {base} to {target}"
-        case Overwriting(target=target):
+        case OverwritingState(target=target):
             return f"overwriting with {target}"
-        case Torn(target=target, cause=cause):
+        case TornState(target=target, cause=cause):
             return f"torn by {target} ({cause})"
-        case Released(version=version):
+        case ReleasedState(version=version):
             return f"asleep at {version}"

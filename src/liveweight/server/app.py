@@ -19,14 +19,14 @@ from liveweight.errors import LiveWeightError
 from liveweight.server import health
 from liveweight.server.admin import routes as admin_routes
 from liveweight.server.admin import sleep_routes, update_routes, verify_routes
-from liveweight.server.admin.call_ids import Calls
+from liveweight.server.admin.call_ids import CallIds
 from liveweight.server.engine_bridge import Post
-from liveweight.server.engine_port import Engine
+from liveweight.server.engine_port import EnginePort
 from liveweight.server.errors import ApiError, error_response, http_response
 from liveweight.server.metrics import register
 from liveweight.server.openai import routes as openai_routes
-from liveweight.server.request_guard import Access, Guard
-from liveweight.server.route_context import Service
+from liveweight.server.request_guard import AccessRules, Guard
+from liveweight.server.route_context import RouteContext
 from liveweight.server.unexpected_errors import Unexpected
 from liveweight.server.validation_errors import refusal
 
@@ -35,14 +35,14 @@ WAITERS = 64
 
 
 def build_app(
-    engine: Engine, *, registry: CollectorRegistry, access: Access, first: Sequence[APIRouter] = ()
+    engine: EnginePort, *, registry: CollectorRegistry, access: AccessRules, first: Sequence[APIRouter] = ()
 ) -> FastAPI:
     """An app that serves the engine. Its lifespan must run; the engine is its caller's to stop. Routes of `first` go before ours."""
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         post, waiters = Post(asyncio.get_running_loop()), ThreadPoolExecutor(WAITERS, "liveweight-control")
-        app.state.service = Service(
+        app.state.service = RouteContext(
             engine=engine, post=post, registry=registry, waiters=waiters, created=int(time.time())
         )
         try:
@@ -63,7 +63,7 @@ def build_app(
     app.include_router(health.router)
     app.add_middleware(Guard, access=access)
     app.add_middleware(Unexpected)
-    app.add_middleware(Calls, paths=access.control_paths)  # added last, so it stands first
+    app.add_middleware(CallIds, paths=access.control_paths)  # added last, so it stands first
     app.add_exception_handler(RequestValidationError, _told_invalid)
     app.add_exception_handler(HTTPException, _told_http)
     for told in (ApiError, LiveWeightError):

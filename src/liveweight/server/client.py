@@ -152,11 +152,11 @@ def exchange(
     url: SplitResult, method: str, path: str, key: str | None, body: object, deadline: Deadline
 ) -> tuple[int, bytes]:
     """One request, one answer. Raises what http.client raises; TimeoutError at the deadline and a little."""
-    with closing(Asked(url, method, path, key, body, deadline)) as asked:
+    with closing(PendingCall(url, method, path, key, body, deadline)) as asked:
         return asked.answer()
 
 
-class Asked:
+class PendingCall:
     """A request that has been sent, for whoever sends another before the answer comes. Raises as `exchange` does."""
 
     def __init__(

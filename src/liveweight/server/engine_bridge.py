@@ -14,8 +14,8 @@ from types import TracebackType
 from typing import Self
 
 from liveweight.engine.serving.requests import Delta, Sink
-from liveweight.server.engine_port import Engine
-from liveweight.server.openai.generation_requests import Ask
+from liveweight.server.engine_port import EnginePort
+from liveweight.server.openai.generation_requests import EngineRequest
 
 
 class Post:
@@ -46,10 +46,10 @@ class Post:
             take(delta)
 
 
-class Exchange:
+class EngineBridge:
     """The engine's requests behind one HTTP request. Leaving the `with` cancels those that have not ended."""
 
-    def __init__(self, engine: Engine, post: Post, asks: Sequence[Ask]) -> None:
+    def __init__(self, engine: EnginePort, post: Post, asks: Sequence[EngineRequest]) -> None:
         self._engine, self._post, self._asks = engine, post, asks
         self._open: dict[int, int] = {}
         self._came: asyncio.Queue[tuple[int, Delta]] = asyncio.Queue()

@@ -8,17 +8,17 @@ from typing import Protocol
 from liveweight.engine.config import EngineConfig
 from liveweight.engine.models.spec import ModelSpec
 from liveweight.engine.serving.requests import Sampling, Sink
-from liveweight.engine.serving.sleeping import Napped, Tag
+from liveweight.engine.serving.sleeping import SleepResult, Tag
 from liveweight.engine.status import PauseMode, Pausing, Status
 from liveweight.engine.text import Tokenizer
-from liveweight.engine.updates.leader_client import Standing
-from liveweight.engine.updates.requested_update import Updated, Wish
-from liveweight.engine.updates.verifying import Answer, Question
+from liveweight.engine.updates.leader_client import UpdateStatus
+from liveweight.engine.updates.requested_update import RequestedVersion, UpdateResult
+from liveweight.engine.updates.verifying import VerificationRequest, VerificationResult
 from liveweight.errors import LiveWeightError
 from liveweight.spec.manifest import Version
 
 
-class Controls(Protocol):
+class EngineControls(Protocol):
     """What those who run a replica can see of it and tell it. For any thread but the event loop's: all of them may wait."""
 
     @property
@@ -29,16 +29,16 @@ class Controls(Protocol):
     def paused(self) -> Pausing:
         """Whether requests run, still finish, or stand still. Waits for nothing."""
 
-    def standing(self) -> Standing:
+    def standing(self) -> UpdateStatus:
         """What it serves, and how its rounds are and went. WrongState without live updates."""
 
     def undo(self, timeout_s: float) -> Version | None:
         """Go back to the version before; what serves then. WrongState without one, RoundOpen while a round is open."""
 
-    def update_weights(self, wish: Wish) -> Updated:
+    def update_weights(self, wish: RequestedVersion) -> UpdateResult:
         """Take it to a version of its source. WrongState without one; RoundFailed: it serves what it served."""
 
-    def verify(self, question: Question) -> Answer:
+    def verify(self, question: VerificationRequest) -> VerificationResult:
         """Digest what all ranks hold now, and compare it. WrongState without live updates, ManifestMismatch for unknown names,
         WeightsExchanged where rounds left no time for it, DeadlineExceeded with the ranks that did not answer."""
 
@@ -48,10 +48,10 @@ class Controls(Protocol):
     def resume(self) -> None:
         """Let requests run again."""
 
-    def sleep(self, tags: Collection[Tag], timeout_s: float) -> Napped:
+    def sleep(self, tags: Collection[Tag], timeout_s: float) -> SleepResult:
         """Give the memory of these back; requests stand still. RoundOpen while a round is open, WrongState while another such call runs."""
 
-    def wake(self, tags: Collection[Tag], timeout_s: float) -> Napped:
+    def wake(self, tags: Collection[Tag], timeout_s: float) -> SleepResult:
         """Take it again; requests go on when nothing is asleep any more. Errors leave it asleep."""
 
     def drop_cache(self, timeout_s: float) -> int:
@@ -61,7 +61,7 @@ class Controls(Protocol):
         """End these requests (None: all, waiting ones too) with what they have; how many of them there were."""
 
 
-class Engine(Controls, Protocol):
+class EnginePort(EngineControls, Protocol):
     """One replica. Every method may be called from any thread; but for `stop` and the controls none waits for a step."""
 
     config: EngineConfig

@@ -14,7 +14,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from liveweight.engine.status import Status
-from liveweight.server.engine_port import Engine
+from liveweight.server.engine_port import EnginePort
 
 REASONS = ("stop", "length", "abort", "error")
 
@@ -89,7 +89,7 @@ ENGINE_METRICS = (
 class EngineCollector(Collector):
     """Reads the table from the engine's status, once per scrape."""
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: EnginePort) -> None:
         self._engine = engine
 
     def collect(self) -> Iterator[Metric]:
@@ -104,6 +104,6 @@ class EngineCollector(Collector):
             yield metric
 
 
-def register(engine: Engine, registry: CollectorRegistry) -> None:
+def register(engine: EnginePort, registry: CollectorRegistry) -> None:
     """Let the registry show the engine's metrics."""
     registry.register(EngineCollector(engine))

@@ -5,17 +5,17 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
-from liveweight.server.engine_bridge import Exchange
+from liveweight.server.engine_bridge import EngineBridge
 
 
-class Directory:
+class OpenRequests:
     """Knows a request for as long as it is open, so it never grows beyond what the engine takes."""
 
     def __init__(self) -> None:
-        self._open: dict[str, Exchange] = {}
+        self._open: dict[str, EngineBridge] = {}
 
     @contextmanager
-    def listed(self, id_: str, exchange: Exchange) -> Iterator[None]:
+    def listed(self, id_: str, exchange: EngineBridge) -> Iterator[None]:
         """Known by this id until the block ends."""
         self._open[id_] = exchange
         try:

@@ -33,7 +33,7 @@ CONTROL_PATHS = frozenset(
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Access:
+class AccessRules:
     """What the guard lets through. Paths in `open_paths` need no key; without a key nothing does.
 
     `control_paths` need `control_key`, and where there is none, the key of all others.
@@ -54,7 +54,7 @@ class ClientGone(Exception):
 class Guard:
     """Middleware: checks the key, then reads the body within its limits, then lets the request in."""
 
-    def __init__(self, app: ASGIApp, access: Access) -> None:
+    def __init__(self, app: ASGIApp, access: AccessRules) -> None:
         self._app, self._access = app, access
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:

@@ -89,7 +89,7 @@ class CompletionChoiceAnswer(ChoiceAnswer):
     prompt_token_ids: NotRequired[list[int]]
 
 
-class Envelope(TypedDict):
+class ResponseEnvelope(TypedDict):
     """What answers of both routes have."""
 
     id: str
@@ -98,7 +98,7 @@ class Envelope(TypedDict):
     usage: UsageAnswer
 
 
-class CompletionAnswer(Envelope):
+class CompletionAnswer(ResponseEnvelope):
     """`/v1/completions`."""
 
     object: Literal["text_completion"]
@@ -126,7 +126,7 @@ class ChatChoiceAnswer(ChoiceAnswer):
     logprobs: ChatLogprobsAnswer | None
 
 
-class ChatAnswer(Envelope):
+class ChatAnswer(ResponseEnvelope):
     """`/v1/chat/completions`."""
 
     object: Literal["chat.completion"]

@@ -17,14 +17,14 @@ import uvicorn
 from starlette.types import ASGIApp
 
 from liveweight.errors import EngineConfigInvalid, LiveWeightError
-from liveweight.server.engine_port import Engine
+from liveweight.server.engine_port import EnginePort
 
 FLUSH_S = 5.0
 KEEP_ALIVE_S = 75  # longer than clients keep idle connections, so that none is reused while it closes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Serving:
+class ServerTimes:
     """How long things may take at the end: running requests, and telling that a rank was lost."""
 
     grace_s: float = 30.0
@@ -92,10 +92,10 @@ class _Server(uvicorn.Server):
 
 
 async def serve(
-    engine: Engine,
+    engine: EnginePort,
     app: ASGIApp,
     bound: socket.socket,
-    serving: Serving,
+    serving: ServerTimes,
     *,
     ready: Callable[[], None],
     ending: Ending,
@@ -128,7 +128,7 @@ async def serve(
     return None if failed.cancelled() or not failed.done() else failed.result()
 
 
-async def _stop(engine: Engine, grace_s: float, ending: Ending) -> None:
+async def _stop(engine: EnginePort, grace_s: float, ending: Ending) -> None:
     stopping = asyncio.create_task(asyncio.to_thread(engine.stop, grace_s))
     await _first(stopping, ending.now.wait())
     if not stopping.done():

@@ -9,16 +9,16 @@ import time
 
 from liveweight.errors import WrongState
 from liveweight.rounds.fleet import Fleet, ask, fleet_of
-from liveweight.rounds.replica_progress import Part
+from liveweight.rounds.replica_progress import ReplicaProgress
 from liveweight.rounds.report import Report
 from liveweight.rounds.undo_and_verify import Verification, go_back, look
 from liveweight.spec.deadline import Deadline
 from liveweight.spec.manifest import Version
-from liveweight.trainer.publisher import Publisher
-from liveweight.trainer.round_record import Round
+from liveweight.trainer.publisher import RoundPublisher
+from liveweight.trainer.round_record import PublisherRound
 
 
-class FleetPublisher(Publisher):
+class FleetPublisher(RoundPublisher):
     """A publisher that looks after its engines, too."""
 
     def undo(self) -> tuple[Version | None, ...]:
@@ -56,9 +56,11 @@ class FleetPublisher(Publisher):
         late = [number for number, replica in enumerate(found.replicas) if replica.behind]
         if not late:
             return None
-        parts = [Part(self._replicas[n], found.replicas[n].serving, boot=self._boots[n]) for n in late]
+        parts = [
+            ReplicaProgress(self._replicas[n], found.replicas[n].serving, boot=self._boots[n]) for n in late
+        ]
         deadline = Deadline.after(self.settings.timeout_s)
-        current = Round(published.version, published.made, parts, deadline, time.monotonic())
+        current = PublisherRound(published.version, published.made, parts, deadline, time.monotonic())
         drive = self._drive(current, quorum=1)
         try:
             drive.run()

@@ -20,19 +20,19 @@ from liveweight.rounds.replica import Replica, ReplicaRefused
 from liveweight.spec.deadline import Deadline
 from liveweight.spec.manifest import Manifest, OptionalGroup, Version, compare
 from liveweight.trainer.offers.freeze import CASTABLE
-from liveweight.trainer.offers.port import Offering
+from liveweight.trainer.offers.port import OfferMaker
 from liveweight.trainer.settings import PATIENCE
 from liveweight.trainer.sources.source import Source
 from liveweight.trainer.sources.stacked_experts import checkpoint_manifest
 from liveweight.transports.registry import Mode
-from liveweight.wire.messages import Standing
+from liveweight.wire.messages import ReplicaState
 from liveweight.wire.sockets import host_towards
 
 Answer = TypeVar("Answer")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Met:
+class HandshakeResult:
     """What all replicas expect, and the groups of it that every one of them can do without. `boots` are their incarnations, in order;
     None for one that was not met, which the quorum can do without. `serving` is what the first
     of them serves."""
@@ -43,7 +43,9 @@ class Met:
     serving: Version | None = None
 
 
-def meet_replicas(replicas: Sequence[Replica], deadline: Deadline, quorum: int | None = None) -> Met:
+def meet_replicas(
+    replicas: Sequence[Replica], deadline: Deadline, quorum: int | None = None
+) -> HandshakeResult:
     """What all replicas expect, once their ranks have joined; they must expect the same.
 
     Asked all at once. Where fewer than the quorum (None: all) can be asked in time, the first one's error is raised.
@@ -53,23 +55,25 @@ def meet_replicas(replicas: Sequence[Replica], deadline: Deadline, quorum: int |
     patience = deadline if quorum is None else deadline.within(PATIENCE * deadline.remaining_s())
     with ThreadPoolExecutor(len(replicas)) as pool:
         said = list(pool.map(lambda replica: ask(replica, patience), replicas))
-    standings = [one for one in said if isinstance(one, Standing)]
+    standings = [one for one in said if isinstance(one, ReplicaState)]
     needed = len(replicas) if quorum is None else max(1, min(quorum, len(replicas)))
     if len(standings) < needed:
-        raise next(one for one in said if not isinstance(one, Standing))
-    return Met(
+        raise next(one for one in said if not isinstance(one, ReplicaState))
+    return HandshakeResult(
         expected=_agreed(replicas, said),
         optional=tuple(
             group for group in standings[0].optional if all(group in one.optional for one in standings)
         ),
-        boots=tuple(one.boot if isinstance(one, Standing) else None for one in said),
+        boots=tuple(one.boot if isinstance(one, ReplicaState) else None for one in said),
         serving=standings[0].serving,
     )
 
 
-def _agreed(replicas: Sequence[Replica], said: Sequence[Standing | LiveWeightError]) -> Manifest:
+def _agreed(replicas: Sequence[Replica], said: Sequence[ReplicaState | LiveWeightError]) -> Manifest:
     """What those that were met expect."""
-    met = [(r.name, one.expected) for r, one in zip(replicas, said, strict=True) if isinstance(one, Standing)]
+    met = [
+        (r.name, one.expected) for r, one in zip(replicas, said, strict=True) if isinstance(one, ReplicaState)
+    ]
     first, expected = met[0]
     for name, other in met[1:]:
         if other.names_digest() != expected.names_digest():
@@ -102,17 +106,17 @@ def check_terms(
         raise Refused("a dtype is for a source that has no engines: they say which they expect")
 
 
-def own_terms(source: Source, dtype: str | None) -> Met:
+def own_terms(source: Source, dtype: str | None) -> HandshakeResult:
     """What is offered where no engine says what it expects: the source's tensors as checkpoints name them, in their dtypes or,
     floats, in that one."""
     own, known = checkpoint_manifest(source.manifest()), {castable.value: castable for castable in CASTABLE}
     if dtype is None:
-        return Met(expected=own, optional=())
+        return HandshakeResult(expected=own, optional=())
     wanted = known.get(dtype.removeprefix("torch."))
     if wanted is None:
         raise Refused(f"weights cannot be offered as {dtype}, only as {', '.join(sorted(known))}")
     tensors = [replace(spec, dtype=wanted) if spec.dtype in CASTABLE else spec for spec in own]
-    return Met(expected=Manifest(tensors=tuple(tensors)), optional=())
+    return HandshakeResult(expected=Manifest(tensors=tuple(tensors)), optional=())
 
 
 def own_host(given: str | None, chosen: Mode, replicas: Sequence[Replica], address: str | None) -> str | None:
@@ -129,7 +133,9 @@ def far_address(reached: Sequence[Replica | str]) -> str | None:
     return next((address for address in found if address.startswith("tcp://")), None)
 
 
-def describe_to(replicas: Sequence[Replica], offers: Offering, met: Met, deadline: Deadline) -> None:
+def describe_to(
+    replicas: Sequence[Replica], offers: OfferMaker, met: HandshakeResult, deadline: Deadline
+) -> None:
     """Compare manifests before training starts: here for the names, and at every replica that was met so that rounds can refer to it."""
     compare(met.expected, offers.manifest, met.optional)
     for replica in (one for one, boot in zip(replicas, met.boots, strict=True) if boot is not None):

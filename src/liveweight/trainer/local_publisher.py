@@ -15,9 +15,9 @@ from liveweight.rounds.replica import Replica
 from liveweight.spec.deadline import Deadline
 from liveweight.trainer.handshake import describe_to, meet_replicas
 from liveweight.trainer.offers.live import SharedModule
-from liveweight.trainer.offers.single_source import Offers
-from liveweight.trainer.offers.transfer_fallback import Way, Ways
-from liveweight.trainer.publisher import Publisher
+from liveweight.trainer.offers.single_source import SingleSourceOffers
+from liveweight.trainer.offers.transfer_fallback import OpenMode, TransferFallback
+from liveweight.trainer.publisher import RoundPublisher
 from liveweight.trainer.settings import PublisherSettings
 from liveweight.trainer.sources.source import Source
 from liveweight.transports.packing_source import RingSettings
@@ -26,11 +26,11 @@ from liveweight.wire.credentials import Secret
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Publishing:
+class ConnectedPublisher:
     """A publisher that has met its replica, and the offers it makes."""
 
-    publisher: Publisher
-    offers: Offers
+    publisher: RoundPublisher
+    offers: SingleSourceOffers
 
 
 def publishing_to(
@@ -46,15 +46,18 @@ def publishing_to(
     ring: RingSettings | None = None,
     transfer_mode: str = "ipc",
     files: Path | None = None,
-) -> Publishing:
+) -> ConnectedPublisher:
     """Meet replicas; everything ends with the stack. `shared`, if the source's parameters can be read where they lie. A mode that writes
     files writes them to `files`, where it is given."""
     chosen = mode(transfer_mode)
     outlet = chosen.outlet(files if files is not None and chosen.reach == "files" else directory, secret)
-    ways, deadline = Ways([Way(mode=chosen, outlet=outlet)], Bus()), Deadline.after(timeout_s)
+    ways, deadline = (
+        TransferFallback([OpenMode(mode=chosen, outlet=outlet)], Bus()),
+        Deadline.after(timeout_s),
+    )
     stack.callback(ways.close)
     met = meet_replicas(replicas, deadline)
-    offers = Offers(
+    offers = SingleSourceOffers(
         source=source,
         expected=met.expected,
         ways=ways,
@@ -65,11 +68,11 @@ def publishing_to(
         ring=ring,
     )
     describe_to(replicas, offers, met, deadline)
-    publisher = Publisher(
+    publisher = RoundPublisher(
         name=name,
         run=secrets.token_hex(4),
         replicas=replicas,
         offers=offers,
         settings=PublisherSettings(timeout_s=timeout_s),
     )
-    return Publishing(publisher=stack.enter_context(publisher), offers=offers)
+    return ConnectedPublisher(publisher=stack.enter_context(publisher), offers=offers)

@@ -17,18 +17,18 @@ from contextlib import nullcontext
 from typing import Self
 
 from liveweight.errors import OutcomeUnknown, Refused, RoundAborted, RoundFailed, WrongState
-from liveweight.rounds.coordinator import MARGIN_S, Drive
+from liveweight.rounds.coordinator import MARGIN_S, RoundCoordinator
 from liveweight.rounds.replica import Replica
-from liveweight.rounds.replica_progress import Part
+from liveweight.rounds.replica_progress import ReplicaProgress
 from liveweight.rounds.report import Report
 from liveweight.rounds.undo_and_verify import still_read
 from liveweight.spec.deadline import Deadline
 from liveweight.spec.manifest import Version
 from liveweight.trainer.labels import Labels
-from liveweight.trainer.offers.port import Offering
-from liveweight.trainer.offers.pull_server import OnOffer, Shelf
-from liveweight.trainer.offers.single_source import Made
-from liveweight.trainer.round_record import Round, report_of
+from liveweight.trainer.offers.port import OfferMaker
+from liveweight.trainer.offers.pull_server import OfferedVersion, PullServer
+from liveweight.trainer.offers.single_source import MadeOffer
+from liveweight.trainer.round_record import PublisherRound, report_of
 from liveweight.trainer.settings import GRACE_S, PublisherSettings, last_steps_s, patience_of
 from liveweight.wire import messages as m
 from liveweight.wire.host_identity import this_host
@@ -37,7 +37,7 @@ LAST_COMMIT_S = 5.0
 """How long closing waits for a commit that engines were told of already."""
 
 
-class Publisher:
+class RoundPublisher:
     """Publishes one source's versions to replicas. Every method is for the training loop's thread. What else it may ask of them is
     FleetPublisher's."""
 
@@ -47,9 +47,9 @@ class Publisher:
         name: str,
         run: str,
         replicas: Sequence[Replica],
-        offers: Offering,
+        offers: OfferMaker,
         settings: PublisherSettings,
-        shelf: Shelf | None = None,
+        shelf: PullServer | None = None,
         boots: Sequence[str | None] = (),
     ) -> None:
         """`shelf`: where engines may ask for what is offered; then there may be no replica to drive. `boots`: the replicas' incarnations
@@ -61,9 +61,9 @@ class Publisher:
             raise Refused(f"a quorum of {settings.quorum} of {len(self._replicas)} replicas")
         self._labels = Labels()
         self._boots = list(boots) or [None] * len(self._replicas)
-        self._last: Round | None = None
-        self._published: Round | None = None
-        self._round: Round | None = None
+        self._last: PublisherRound | None = None
+        self._published: PublisherRound | None = None
+        self._round: PublisherRound | None = None
         self._missed = 0
         self._closing = threading.Event()
         self._driver = ThreadPoolExecutor(1, thread_name_prefix="liveweight-driver")
@@ -106,7 +106,7 @@ class Publisher:
             return self._freeze_instead(label, current, current.strayed)
         return version
 
-    def _make(self, label: str | int) -> tuple[Version, Made]:
+    def _make(self, label: str | int) -> tuple[Version, MadeOffer]:
         """An offer, and, where engines may ask, the shelf that has it; whatever is raised, nothing is on offer there."""
         settings, shelf = self.settings, self._shelf
         with nullcontext() if shelf is None else shelf.changing():
@@ -115,10 +115,10 @@ class Publisher:
             )
             version = self._named(label, made)
             if shelf is not None:
-                shelf.put(OnOffer(version=version, digests=made.digests, offer=made.offer))
+                shelf.put(OfferedVersion(version=version, digests=made.digests, offer=made.offer))
         return version, made
 
-    def _read(self, version: Version, made: Made) -> Version:
+    def _read(self, version: Version, made: MadeOffer) -> Version:
         """Without engines to drive: parameters that are read, or packed, where they lie stand until one who asked has read them."""
         if self._shelf is not None and made.offer.kind != "frozen":
             try:
@@ -128,27 +128,27 @@ class Publisher:
                 self._offers.end(made.offer)
         return version
 
-    def _named(self, label: str | int, made: Made) -> Version:
+    def _named(self, label: str | int, made: MadeOffer) -> Version:
         digest = None if made.lanes is None else self._offers.content.of(made.lanes)
         version = Version(run=self.run, label=label, digest=digest)
         self._labels.check(version)
         return version
 
-    def _begin(self, version: Version, made: Made, began_s: float) -> Round:
+    def _begin(self, version: Version, made: MadeOffer, began_s: float) -> PublisherRound:
         served = [None] * len(self._replicas) if self._last is None else [p.serves for p in self._last.parts]
         parts = [
-            Part(replica, serving, boot=boot)
+            ReplicaProgress(replica, serving, boot=boot)
             for replica, serving, boot in zip(self._replicas, served, self._boots, strict=True)
         ]
         # The round's time; the freeze before it waits for nobody but slow readers, and for them `release_s`.
-        current = Round(version, made, parts, Deadline.after(self.settings.timeout_s), began_s)
+        current = PublisherRound(version, made, parts, Deadline.after(self.settings.timeout_s), began_s)
         current.drive = drive = self._drive(current, quorum=self.settings.quorum)
         current.outcome = self._driver.submit(self._run, current, drive)
         current.outcome.add_done_callback(lambda _: current.staged.set())
         self._round = self._last = current
         return current
 
-    def _freeze_instead(self, label: str | int, live: Round, reason: str) -> Version:
+    def _freeze_instead(self, label: str | int, live: PublisherRound, reason: str) -> Version:
         """Parameters lie elsewhere: the round of the live offer is given up, and one of a frozen offer takes its place."""
         self._round = None
         futures.wait([live.outcome], GRACE_S)
@@ -169,7 +169,7 @@ class Publisher:
         """How long votes, commits and aborts may take at the most, after the round's own deadline."""
         return last_steps_s(self.settings, len(self._replicas))
 
-    def _note(self, parts: Mapping[int, Part]) -> None:
+    def _note(self, parts: Mapping[int, ReplicaProgress]) -> None:
         """What became of these replicas, for what is asked of the round that was published last."""
         for number, part in parts.items():
             self._boots[number] = part.boot
@@ -200,7 +200,7 @@ class Publisher:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _drive(self, current: Round, *, quorum: int | None) -> Drive:
+    def _drive(self, current: PublisherRound, *, quorum: int | None) -> RoundCoordinator:
         made, settings = current.made, self.settings
         order = m.Open(
             publisher=self.name,
@@ -214,7 +214,7 @@ class Publisher:
             host=this_host(),
             pid=os.getpid(),
         )
-        return Drive(
+        return RoundCoordinator(
             parts=current.parts,
             order=order,
             manifest=self._offers.manifest,
@@ -231,19 +231,19 @@ class Publisher:
             look=self._offers.look,
         )
 
-    def _staged(self, current: Round) -> bytes | None:
+    def _staged(self, current: PublisherRound) -> bytes | None:
         """All ranks have staged; the digests that the round was opened without. In the driver's thread, as long as parameters stand."""
         opened, current.made = current.made, self._offers.staged(current.made)
         return current.made.digests if opened.digests is None else None
 
-    def _look_for_strays(self, current: Round) -> None:
+    def _look_for_strays(self, current: PublisherRound) -> None:
         """End the round of a live offer whose parameters lie elsewhere by now. In the driver's thread, while ranks stage and the
         training loop waits for them."""
         current.strayed = self._offers.strayed(current.made.offer)
         if current.strayed is not None:
             raise RoundAborted(f"a frozen offer takes the place of the live one: {current.strayed}")
 
-    def _run(self, current: Round, drive: Drive) -> Report:
+    def _run(self, current: PublisherRound, drive: RoundCoordinator) -> Report:
         missed, self._missed = self._missed, self._missed + 1
         try:
             drive.run()
@@ -259,7 +259,7 @@ class Publisher:
         self._missed = 0
         return self._reported(current, drive, missed)
 
-    def _reported(self, current: Round, drive: Drive, missed: int) -> Report:
+    def _reported(self, current: PublisherRound, drive: RoundCoordinator, missed: int) -> Report:
         verify, size_bytes = self.settings.verify, self._offers.size_bytes
         return report_of(current, drive, verify=verify, size_bytes=size_bytes, missed=missed)
 

@@ -7,30 +7,32 @@ import time
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 
-from liveweight.rounds.coordinator import Drive
-from liveweight.rounds.replica_progress import Part
+from liveweight.rounds.coordinator import RoundCoordinator
+from liveweight.rounds.replica_progress import ReplicaProgress
 from liveweight.rounds.report import Report
 from liveweight.spec.deadline import Deadline
 from liveweight.spec.manifest import Version
-from liveweight.trainer.offers.single_source import Made
+from liveweight.trainer.offers.single_source import MadeOffer
 
 
 @dataclass(slots=True)
-class Round:
+class PublisherRound:
     """`strayed`: why its live offer must not be committed. Known before `staged` is set."""
 
     version: Version
-    made: Made
-    parts: list[Part]
+    made: MadeOffer
+    parts: list[ReplicaProgress]
     deadline: Deadline
     began_s: float
-    drive: Drive | None = None
+    drive: RoundCoordinator | None = None
     outcome: Future[Report] = field(default_factory=Future)
     staged: threading.Event = field(default_factory=threading.Event)
     strayed: str | None = None
 
 
-def report_of(current: Round, drive: Drive, *, verify: bool, size_bytes: int, missed: int) -> Report:
+def report_of(
+    current: PublisherRound, drive: RoundCoordinator, *, verify: bool, size_bytes: int, missed: int
+) -> Report:
     """What is said of a round that reached its quorum; `missed` failed before it."""
     unchanged = all(part.unchanged for part in current.parts)
     return Report(

@@ -16,15 +16,15 @@ from liveweight.spec.deadline import Deadline
 from liveweight.wire.channel import Channel
 from liveweight.wire.codec import Codec
 from liveweight.wire.credentials import Secret
-from liveweight.wire.limits import Limits
+from liveweight.wire.limits import WireLimits
 from liveweight.wire.listener import Incoming, Listener
-from liveweight.wire.messages import Attach, Attached, Message, Refusal, Survey
+from liveweight.wire.messages import Attach, Attached, GetShardLayout, Message, Refusal
 from liveweight.wire.messages.values import Offer, fault_of
 
 _IDLE_S = 3600.0
 
 
-Question = TypeVar("Question", Attach, Survey)
+Question = TypeVar("Question", Attach, GetShardLayout)
 
 
 class AttachServer(Generic[Question]):
@@ -34,7 +34,7 @@ class AttachServer(Generic[Question]):
         self,
         address: str,
         secret: Secret,
-        limits: Limits,
+        limits: WireLimits,
         reply: Callable[[Question], Message],
         *,
         name: str,
@@ -90,7 +90,7 @@ class AttachServer(Generic[Question]):
 
 
 def ask_source(
-    offer: Offer, layout: str, secret: Secret, codec: Codec[Message], limits: Limits, deadline: Deadline
+    offer: Offer, layout: str, secret: Secret, codec: Codec[Message], limits: WireLimits, deadline: Deadline
 ) -> Attached:
     """Where the offer's memory lies, as the source says; its layout is the one that was offered."""
     with Channel(offer.source, secret, codec, limits, deadline=deadline, waits=False) as channel:

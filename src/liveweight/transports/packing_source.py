@@ -18,7 +18,7 @@ Put: TypeAlias = Callable[[Placement, Memory], None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Stock:
+class PackingSource:
     """`offered` is what ranks are told: tensors in the dtypes they are offered in, and the regions that there are.
 
     `held` says where the same tensors lie in `memories`, in their own dtypes; those of `foreign` it may leave out.
@@ -51,7 +51,7 @@ class RingSettings:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Damaged:
+class DamagedBucket:
     """A bucket that a rank found damaged and had packed again: its number, and the first tensor in it."""
 
     bucket: int
@@ -59,10 +59,10 @@ class Damaged:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RingTally:
+class RingCounts:
     """What a ring did for one offer: buckets and bytes that were packed, ranks that have staged, buckets that were packed again."""
 
     buckets: int
     size_bytes: int
     staged: int
-    damaged: tuple[Damaged, ...]
+    damaged: tuple[DamagedBucket, ...]

@@ -57,7 +57,7 @@ class Arena(Protocol):
         """Give the memory back; ranks that still map it keep it until they let go."""
 
 
-class Outlet(Protocol):
+class TransportSource(Protocol):
     """The source half, one per publisher. `offer` and `withdraw` are called from its driver thread; serving is a thread of its own."""
 
     @property

@@ -19,13 +19,13 @@ from liveweight.observe.events import OfferKind
 if TYPE_CHECKING:
     from liveweight.devices.device import Device
     from liveweight.devices.kernels import Kernels
-    from liveweight.transports.port import Outlet, Reader
+    from liveweight.transports.port import Reader, TransportSource
     from liveweight.wire.credentials import Secret
 
 Reach: TypeAlias = Literal["one host", "any host", "files"]
 
 
-class MakeOutlet(Protocol):
+class MakeTransportSource(Protocol):
     """Makes the source half, with sockets in that directory and arenas on that device (None: the host).
 
     `host` is an address of this host that ranks of other hosts reach, for modes that reach them; None: ranks are on this host.
@@ -33,7 +33,7 @@ class MakeOutlet(Protocol):
 
     def __call__(
         self, directory: Path, secret: Secret, device: Device | None = None, host: str | None = None
-    ) -> Outlet: ...
+    ) -> TransportSource: ...
 
 
 class MakeReader(Protocol):
@@ -55,7 +55,7 @@ class Mode:
     offers: tuple[OfferKind, ...]
     summary: str
     extra: str | None
-    outlet: MakeOutlet
+    outlet: MakeTransportSource
     reader: MakeReader
     devices: tuple[str, ...] = ("cpu", "cuda")
     sharded: bool = True
@@ -94,11 +94,11 @@ def check_device(chosen: Mode, offer: OfferKind, device: Device) -> None:
 
 def _ipc_outlet(
     directory: Path, secret: Secret, device: Device | None = None, host: str | None = None
-) -> Outlet:
+) -> TransportSource:
     del host  # its ranks are on this one
-    from liveweight.transports.ipc.source import IpcOutlet
+    from liveweight.transports.ipc.source import IpcSource
 
-    return IpcOutlet(directory, secret, device=device)
+    return IpcSource(directory, secret, device=device)
 
 
 def _ipc_reader(secret: Secret, kernels: Kernels, device: Device | None = None) -> Reader:
@@ -110,11 +110,11 @@ def _ipc_reader(secret: Secret, kernels: Kernels, device: Device | None = None) 
 
 def _snapshot_outlet(
     directory: Path, secret: Secret, device: Device | None = None, host: str | None = None
-) -> Outlet:
+) -> TransportSource:
     del host  # files have none
-    from liveweight.transports.snapshot.source import SnapshotOutlet
+    from liveweight.transports.snapshot.source import SnapshotSource
 
-    return SnapshotOutlet(directory, secret, device=device)
+    return SnapshotSource(directory, secret, device=device)
 
 
 def _snapshot_reader(secret: Secret, kernels: Kernels, device: Device | None = None) -> Reader:
@@ -125,10 +125,10 @@ def _snapshot_reader(secret: Secret, kernels: Kernels, device: Device | None = N
 
 def _nixl_outlet(
     name: str, directory: Path, secret: Secret, device: Device | None = None, host: str | None = None
-) -> Outlet:
-    from liveweight.transports.nixl.source import NixlOutlet
+) -> TransportSource:
+    from liveweight.transports.nixl.source import NixlSource
 
-    return NixlOutlet(directory, secret, name=name, device=device, host=host)
+    return NixlSource(directory, secret, name=name, device=device, host=host)
 
 
 def _nixl_reader(name: str, secret: Secret, kernels: Kernels, device: Device | None = None) -> Reader:

@@ -25,21 +25,21 @@ from liveweight.transports.port import GoOn, Reader, Reading, patient
 from liveweight.wire.channel import Channel
 from liveweight.wire.codec import Codec
 from liveweight.wire.credentials import Secret
-from liveweight.wire.limits import Limits
-from liveweight.wire.messages import Message, Refusal, Survey, Surveyed
+from liveweight.wire.limits import WireLimits
+from liveweight.wire.messages import GetShardLayout, Message, Refusal, ShardLayout
 from liveweight.wire.messages.values import Offer, Shard, fault_of
 from liveweight.wire.sockets import nobody_listens
 
 _DIVISIONS_KEPT = 4
 
 
-class Surveyor:
+class ShardServer:
     """Tells engine ranks what each of a trainer's ranks holds, on a thread of its own. Lives at the trainer's rank 0."""
 
     def __init__(self, address: str, secret: Secret, layouts: Sequence[Layout]) -> None:
         self._layouts = {layout.fingerprint: layout for layout in layouts}
         self._server = AttachServer(
-            address, secret, Limits(), self._reply, name="liveweight-surveyor", asked=Survey
+            address, secret, WireLimits(), self._reply, name="liveweight-surveyor", asked=GetShardLayout
         )
         self._server.start()
 
@@ -52,12 +52,12 @@ class Surveyor:
         """End the thread and remove the socket. Twice is fine."""
         self._server.close()
 
-    def _reply(self, body: Survey) -> Message:
+    def _reply(self, body: GetShardLayout) -> Message:
         known = self._layouts.get(body.layout)
         if known is None:
             refused = VersionNotOffered(f"layout {body.layout}", list(self._layouts))
             return Refusal(fault=fault_of(refused, step="attach"))
-        return Surveyed(layout=known)
+        return ShardLayout(layout=known)
 
 
 class _AskingReader(Reader, Protocol):
@@ -185,9 +185,11 @@ def survey(source: str, layouts: Sequence[str], secret: Secret, deadline: Deadli
     found: dict[str, Layout] = {}
     with Channel(source, secret, Codec[Message](Message), deadline=deadline, waits=False) as channel:
         for wanted in layouts:
-            reply = channel.request(Survey(layout=wanted), deadline, "trainer rank 0 to say who holds what")
+            reply = channel.request(
+                GetShardLayout(layout=wanted), deadline, "trainer rank 0 to say who holds what"
+            )
             match reply:
-                case Surveyed(layout=layout) if layout.fingerprint == wanted:
+                case ShardLayout(layout=layout) if layout.fingerprint == wanted:
                     found[wanted] = layout
                 case Refusal(fault=fault):
                     raise fault.to_error()

@@ -22,7 +22,7 @@ _FIELDS = 9
 """Router's peer, empty, version, request, domain, address, identity, mechanism, the client's public key."""
 
 
-class Door:
+class Authenticator:
     """Answers libzmq's question whether a client may enter. Its thread ends when the context does."""
 
     def __init__(self, context: Context, admitted: bytes) -> None:

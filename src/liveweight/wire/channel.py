@@ -17,8 +17,8 @@ from liveweight.errors import ChannelClosed, MessageInvalid
 from liveweight.spec.deadline import Deadline
 from liveweight.wire.codec import NOTIFICATION, Codec, Envelope, Message
 from liveweight.wire.credentials import Secret
-from liveweight.wire.limits import Limits
-from liveweight.wire.link import State, establish
+from liveweight.wire.limits import WireLimits
+from liveweight.wire.link import LinkState, establish
 from liveweight.wire.sockets import Context, put, take, terminate, unix_path, wait
 from liveweight.wire.waker import Waker
 
@@ -36,7 +36,7 @@ class Channel(Generic[Message]):
         address: str,
         secret: Secret,
         codec: Codec[Message],
-        limits: Limits | None = None,
+        limits: WireLimits | None = None,
         *,
         deadline: Deadline,
         cancel: Waker | None = None,
@@ -52,7 +52,7 @@ class Channel(Generic[Message]):
         unix_path(address)
         self.address = address
         self._codec = codec
-        self._limits = limits or Limits()
+        self._limits = limits or WireLimits()
         self._cancel = cancel
         self._closed = False
         self._calls = itertools.count(NOTIFICATION + 1)
@@ -176,7 +176,7 @@ class Channel(Generic[Message]):
         state = self._hear()
         parts = take(self._link.socket, parts=1)
         if parts is None:
-            if state is State.GONE:
+            if state is LinkState.GONE:
                 raise ChannelClosed(f"{self.address} is gone")
             return None
         if len(parts) > 1:
@@ -185,7 +185,7 @@ class Channel(Generic[Message]):
 
     def _send_frame(self, frame: bytes, deadline: Deadline, cancel: Waker | None = None) -> None:
         while True:
-            if self._hear() is State.GONE:
+            if self._hear() is LinkState.GONE:
                 raise ChannelClosed(f"{self.address} is gone")
             if put(self._link.socket, frame):
                 return
@@ -197,7 +197,7 @@ class Channel(Generic[Message]):
         if self._closed:
             raise ChannelClosed(f"this channel to {self.address} was closed")
 
-    def _hear(self) -> State:
+    def _hear(self) -> LinkState:
         self._must_be_open()
         return self._link.hear()
 

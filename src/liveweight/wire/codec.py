@@ -20,9 +20,9 @@ import msgspec
 
 from liveweight.errors import MessageInvalid, MessageTooLarge, ProtocolMismatch
 from liveweight.spec.decoding import msgpack_decoder
-from liveweight.wire.limits import Limits
+from liveweight.wire.limits import WireLimits
 
-PROTOCOL = 6
+PROTOCOL = 7
 """The version that this release speaks."""
 
 REFUSAL = 0
@@ -76,14 +76,14 @@ class Codec(Generic[Message]):
         self._decoder: msgspec.msgpack.Decoder[Envelope[Message]]
         self._decoder = msgpack_decoder(Envelope.__class_getitem__(types))  # type: ignore[attr-defined]
 
-    def encode(self, body: Message, *, call: int, limits: Limits) -> bytes:
+    def encode(self, body: Message, *, call: int, limits: WireLimits) -> bytes:
         """The frame of a message. Raises MessageTooLarge when no peer with these limits would take it."""
         frame = self.greeting + self._encoder.encode(Envelope(call, body))
         if len(frame) > limits.message_bytes:
             raise MessageTooLarge(len(frame), limits.message_bytes)
         return frame
 
-    def decode(self, frame: bytes, *, limits: Limits) -> Envelope[Message]:
+    def decode(self, frame: bytes, *, limits: WireLimits) -> Envelope[Message]:
         """The message in a frame; a WireError, and nothing else, for any other bytes."""
         if len(frame) > limits.message_bytes:
             raise MessageTooLarge(len(frame), limits.message_bytes)

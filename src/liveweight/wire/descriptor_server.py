@@ -22,7 +22,7 @@ from liveweight.errors import AddressUnusable, ChannelClosed, MessageInvalid, Wi
 from liveweight.wire import descriptor_proof
 from liveweight.wire.credentials import Secret, socket_directory
 from liveweight.wire.descriptors import COUNT, TOKEN_BYTES_MAX, check_token, close_all, peer_user
-from liveweight.wire.limits import Limits
+from liveweight.wire.limits import WireLimits
 from liveweight.wire.sockets import refuse_if_taken, unlink_if_same
 from liveweight.wire.waker import Waker
 
@@ -49,7 +49,7 @@ class DescriptorServer:
     after `limits.handshake_s`, and drops the oldest when there are more than `limits.clients`.
     """
 
-    def __init__(self, path: Path, secret: Secret, limits: Limits | None = None) -> None:
+    def __init__(self, path: Path, secret: Secret, limits: WireLimits | None = None) -> None:
         """Listen at that path, in a directory that is ours alone. What an ended process left there is replaced."""
         self.path = path
         self.refused = 0
@@ -57,7 +57,7 @@ class DescriptorServer:
         self.last_refusal: WireError | None = None
         """Why the last of them was ended."""
         self._secret = secret
-        self._limits = limits or Limits()
+        self._limits = limits or WireLimits()
         self._lock = Lock()
         self._held: dict[bytes, list[int]] = {}
         self._clients: dict[socket.socket, _Client] = {}

@@ -25,7 +25,7 @@ from liveweight.errors import AddressUnusable, ChannelClosed, MessageInvalid, Wr
 from liveweight.spec.deadline import Deadline
 from liveweight.wire import descriptor_proof
 from liveweight.wire.credentials import Secret
-from liveweight.wire.limits import Limits
+from liveweight.wire.limits import WireLimits
 from liveweight.wire.sockets import milliseconds
 
 TOKEN_BYTES_MAX = 64
@@ -37,7 +37,7 @@ Result = TypeVar("Result")
 
 
 def fetch(
-    path: Path, secret: Secret, token: bytes, deadline: Deadline, limits: Limits | None = None
+    path: Path, secret: Secret, token: bytes, deadline: Deadline, limits: WireLimits | None = None
 ) -> list[int]:
     """The descriptors registered under the token at that socket, now the caller's to close; all close on exec.
 
@@ -50,7 +50,7 @@ def fetch(
         talk.connect()
         _prove(talk, secret)
         talk.send(bytes((len(token),)) + token)
-        fetched = talk.descriptors((limits or Limits()).descriptors)
+        fetched = talk.descriptors((limits or WireLimits()).descriptors)
     if not fetched:
         raise WrongState(f"{path} has nothing under token {token.hex()}", "fetch")
     return fetched

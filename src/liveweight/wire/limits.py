@@ -12,7 +12,7 @@ DESCRIPTORS_PER_MESSAGE = 253
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Limits:
+class WireLimits:
     """What one socket accepts. Both sides of a channel should hold the same value."""
 
     message_bytes: int = 64 * 1024 * 1024

@@ -17,7 +17,7 @@ from zmq.utils.monitor import parse_monitor_message
 from liveweight.errors import AddressUnusable, ChannelClosed, WrongSecret
 from liveweight.spec.deadline import Deadline
 from liveweight.wire.credentials import Secret, client_keys, server_keys
-from liveweight.wire.limits import Limits
+from liveweight.wire.limits import WireLimits
 from liveweight.wire.sockets import Context, configure, make, milliseconds, nobody_listens, signals_held, wait
 from liveweight.wire.waker import Waker
 
@@ -38,7 +38,7 @@ _EVENTS = (
 _numbers = itertools.count()
 
 
-class State(enum.Enum):
+class LinkState(enum.Enum):
     """What is known about a link. All but the first two are ends."""
 
     CONNECTING = "connecting"
@@ -49,19 +49,19 @@ class State(enum.Enum):
     GONE = "gone"
 
 
-def after(state: State, event: int) -> State:
+def after(state: LinkState, event: int) -> LinkState:
     """The state that follows an event of ZMQ's monitor."""
     match state, event:
-        case State.UP, zmq.EVENT_DISCONNECTED:
-            return State.GONE
-        case State.CONNECTING, zmq.EVENT_HANDSHAKE_SUCCEEDED:
-            return State.UP
-        case State.CONNECTING, zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL:
-            return State.REFUSED
-        case State.CONNECTING, zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_DISCONNECTED:
-            return State.DROPPED
-        case State.CONNECTING, zmq.EVENT_CLOSED | zmq.EVENT_CONNECT_RETRIED:
-            return State.ABSENT
+        case LinkState.UP, zmq.EVENT_DISCONNECTED:
+            return LinkState.GONE
+        case LinkState.CONNECTING, zmq.EVENT_HANDSHAKE_SUCCEEDED:
+            return LinkState.UP
+        case LinkState.CONNECTING, zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL:
+            return LinkState.REFUSED
+        case LinkState.CONNECTING, zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_DISCONNECTED:
+            return LinkState.DROPPED
+        case LinkState.CONNECTING, zmq.EVENT_CLOSED | zmq.EVENT_CONNECT_RETRIED:
+            return LinkState.ABSENT
         case _:
             return state
 
@@ -69,8 +69,8 @@ def after(state: State, event: int) -> State:
 class Link:
     """A DEALER socket and its monitor. `state` is what `hear` last learned."""
 
-    def __init__(self, context: Context, address: str, secret: Secret, limits: Limits) -> None:
-        self.state = State.CONNECTING
+    def __init__(self, context: Context, address: str, secret: Secret, limits: WireLimits) -> None:
+        self.state = LinkState.CONNECTING
         with signals_held(), ExitStack() as acquired:
             self.socket = make(context, zmq.DEALER)
             acquired.callback(self.socket.close)
@@ -85,7 +85,7 @@ class Link:
             acquired.callback(self.socket.monitor, None, 0)
             self._acquired = acquired.pop_all()
 
-    def _connect(self, address: str, secret: Secret, limits: Limits) -> None:
+    def _connect(self, address: str, secret: Secret, limits: WireLimits) -> None:
         keys = client_keys(secret)
         configure(self.socket, address, limits)
         self.socket.reconnect_ivl = _NEVER_AGAIN_MS
@@ -98,7 +98,7 @@ class Link:
         self.monitor.connect(events)
         self.socket.connect(address)
 
-    def hear(self) -> State:
+    def hear(self) -> LinkState:
         """Take in the news of the monitor."""
         while True:
             try:
@@ -107,9 +107,9 @@ class Link:
                 return self.state
             self.state = after(self.state, news["event"])
 
-    def settle(self, deadline: Deadline, cancel: Waker | None = None) -> State:
+    def settle(self, deadline: Deadline, cancel: Waker | None = None) -> LinkState:
         """Wait until the hand-shake has ended, or the deadline; or until it is cancelled."""
-        while self.hear() is State.CONNECTING and not deadline.over:
+        while self.hear() is LinkState.CONNECTING and not deadline.over:
             if cancel is None:
                 wait(deadline, {self.monitor: zmq.POLLIN})
             elif cancel.woken:
@@ -128,7 +128,7 @@ def establish(
     context: Context,
     address: str,
     secret: Secret,
-    limits: Limits,
+    limits: WireLimits,
     deadline: Deadline,
     cancel: Waker | None = None,
     *,
@@ -148,11 +148,11 @@ def establish(
         except BaseException:
             link.close()
             raise
-        if state is State.UP:
+        if state is LinkState.UP:
             return link
         link.close()
-        drops += state is State.DROPPED
-        if state is State.REFUSED or drops > _DROPS_TOLERATED:
+        drops += state is LinkState.DROPPED
+        if state is LinkState.REFUSED or drops > _DROPS_TOLERATED:
             raise WrongSecret(f"{address}: {state.value}; the peer does not hold our secret, or we not its")
         if not waits and nobody_listens(address, deadline):
             raise ChannelClosed(f"{address} is gone: nobody listens there")
@@ -163,5 +163,5 @@ def establish(
         pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
 
 
-def _missing(state: State) -> str:
-    return "the hand-shake did not end" if state is State.CONNECTING else state.value
+def _missing(state: LinkState) -> str:
+    return "the hand-shake did not end" if state is LinkState.CONNECTING else state.value

@@ -15,10 +15,10 @@ import zmq
 
 from liveweight.errors import AddressUnusable, ChannelClosed, MessageInvalid, ProtocolMismatch, WireError
 from liveweight.spec.deadline import Deadline
-from liveweight.wire.authenticator import DOMAIN, Door
+from liveweight.wire.authenticator import DOMAIN, Authenticator
 from liveweight.wire.codec import REFUSAL, Codec, Message, version_of
 from liveweight.wire.credentials import Secret, client_keys, server_keys, socket_directory
-from liveweight.wire.limits import Limits
+from liveweight.wire.limits import WireLimits
 from liveweight.wire.sockets import (
     Context,
     configure,
@@ -60,7 +60,7 @@ class Listener(Generic[Message]):
         address: str,
         secret: Secret,
         codec: Codec[Message],
-        limits: Limits | None = None,
+        limits: WireLimits | None = None,
         *,
         takes_over: bool = False,
     ):
@@ -71,7 +71,7 @@ class Listener(Generic[Message]):
         self.last_refusal: WireError | None = None
         """Why the last of them was dropped."""
         self._codec = codec
-        self._limits = limits or Limits()
+        self._limits = limits or WireLimits()
         path = unix_path(address)
         if path is not None:
             socket_directory(path.parent)
@@ -82,7 +82,7 @@ class Listener(Generic[Message]):
             acquired.callback(self._waker.close)
             context: Context = zmq.Context()
             acquired.callback(terminate, context)
-            acquired.callback(Door(context, client_keys(secret).public).close)
+            acquired.callback(Authenticator(context, client_keys(secret).public).close)
             self._socket = make(context, zmq.ROUTER)
             acquired.callback(self._socket.close)
             with signals_held():

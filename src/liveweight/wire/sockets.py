@@ -20,7 +20,7 @@ import zmq
 
 from liveweight.errors import AddressUnusable, ChannelClosed, Unavailable
 from liveweight.spec.deadline import Deadline
-from liveweight.wire.limits import Limits
+from liveweight.wire.limits import WireLimits
 
 Context: TypeAlias = "zmq.Context[zmq.Socket[bytes]]"
 Socket: TypeAlias = "zmq.Socket[bytes]"
@@ -141,7 +141,7 @@ def unlink_if_same(path: Path, bound: os.stat_result) -> None:
         path.unlink(missing_ok=True)
 
 
-def configure(target: Socket, address: str, limits: Limits) -> None:
+def configure(target: Socket, address: str, limits: WireLimits) -> None:
     """Set what both sides of a channel have in common."""
     target.linger = 0
     target.sndhwm = target.rcvhwm = limits.queue

@@ -27,7 +27,7 @@ from liveweight.spec.deadline import Deadline
 from liveweight.wire.channel import Channel
 from liveweight.wire.messages import Message, Refusal, Settled, Swapped
 from liveweight.wire.messages.values import Fault, fault_of
-from liveweight.worker.shadow_lock import Turnstile
+from liveweight.worker.shadow_lock import ShadowLock
 from liveweight.worker.targets.target import Target
 
 Hook: TypeAlias = Callable[[], None]
@@ -36,7 +36,7 @@ Hook: TypeAlias = Callable[[], None]
 GRACE_S = 5.0
 
 
-class Held(enum.Enum):
+class LiveSide(enum.Enum):
     """Which weights are live in the middle of an exchange."""
 
     BEFORE = "those of before"
@@ -50,7 +50,7 @@ class _Exchange:
 
     decision: Decision
     began_s: float = field(default_factory=time.monotonic)
-    held: Held = Held.BEFORE
+    held: LiveSide = LiveSide.BEFORE
     hooks_due: bool = False
     fault: Fault | None = None
     outcome: Settled | None = None
@@ -68,7 +68,7 @@ class Committer:
         target: Target,
         hooks: Sequence[Hook],
         channel: Channel[Message],
-        turnstile: Turnstile,
+        turnstile: ShadowLock,
     ) -> None:
         self._rank, self._seat, self._boot = rank, seat, boot
         self._target, self._hooks = target, hooks
@@ -108,29 +108,29 @@ class Committer:
             current.fault = self._fault(WrongState("not holding that round's version", "commit"), "commit")
             return
         try:
-            self._swap(current, Held.AFTER)
+            self._swap(current, LiveSide.AFTER)
             self._run_hooks(current)
         except (
             Exception
         ) as error:  # targets and hooks are foreign code: whatever they raise, the leader hears it
-            current.fault = self._fault(error, "hooks" if current.held is Held.AFTER else "commit")
+            current.fault = self._fault(error, "hooks" if current.held is LiveSide.AFTER else "commit")
 
     def _finish(self, current: _Exchange, deadline: Deadline) -> Settled:
         """Hear the outcome, unless it is known; go back if that is it. Only then may the rank serve again."""
         if current.outcome is None:
             current.outcome = self._ask(current, deadline)
-        if current.held is Held.UNKNOWN:
+        if current.held is LiveSide.UNKNOWN:
             raise Torn(f"rank {self._rank} was interrupted in the middle of an exchange; it needs a restart")
-        if not current.outcome.keep and current.held is Held.AFTER:
-            self._swap(current, Held.BEFORE)
+        if not current.outcome.keep and current.held is LiveSide.AFTER:
+            self._swap(current, LiveSide.BEFORE)
         if current.hooks_due:
             self._run_hooks(current)
         self._current, self._turnstile.staged, self._turnstile.doubt = None, None, False
         return current.outcome
 
-    def _swap(self, current: _Exchange, to: Held) -> None:
+    def _swap(self, current: _Exchange, to: LiveSide) -> None:
         """One exchange. What cannot be undone stays noted as unknown."""
-        came_from, current.held = current.held, Held.UNKNOWN
+        came_from, current.held = current.held, LiveSide.UNKNOWN
         self._turnstile.exchanges += 1
         try:
             self._target.swap()

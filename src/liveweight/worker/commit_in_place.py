@@ -18,8 +18,8 @@ from liveweight.wire.channel import Channel
 from liveweight.wire.messages import Message, Settled, Swapped
 from liveweight.wire.messages.values import Fault, Overwritten, fault_of
 from liveweight.worker.commit import GRACE_S, Hook, hear_outcome
-from liveweight.worker.overwriting import Errand, Overwrites
-from liveweight.worker.shadow_lock import Turnstile
+from liveweight.worker.overwriting import OverwriteQueue, OverwriteRequest
+from liveweight.worker.shadow_lock import ShadowLock
 
 
 @dataclass(slots=True)
@@ -28,7 +28,7 @@ class _Commit:
 
     decision: Decision
     began_s: float = field(default_factory=time.monotonic)
-    errand: Errand | None = None
+    errand: OverwriteRequest | None = None
     done: Overwritten | None = None
     hooks_due: bool = False
     fault: Fault | None = None
@@ -46,8 +46,8 @@ class InPlaceCommitter:
         boot: str,
         hooks: Sequence[Hook],
         channel: Channel[Message],
-        turnstile: Turnstile,
-        overwrites: Overwrites,
+        turnstile: ShadowLock,
+        overwrites: OverwriteQueue,
     ) -> None:
         self._rank, self._seat, self._boot = rank, seat, boot
         self._hooks, self._channel, self._turnstile = hooks, channel, turnstile

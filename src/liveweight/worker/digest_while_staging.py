@@ -13,7 +13,7 @@ from typing import Self
 
 import numpy as np
 
-from liveweight.devices.copy_threads import Crew, run_once
+from liveweight.devices.copy_threads import CopyThreads, run_once
 from liveweight.devices.kernels import BoundDigest, Kernels
 from liveweight.devices.memory import Memory
 from liveweight.plan.digest_order import copies_before
@@ -21,7 +21,7 @@ from liveweight.plan.digests import row_bytes
 from liveweight.spec.deadline import Deadline
 from liveweight.spec.digest import SEEDS, Lanes
 from liveweight.spec.table import Table
-from liveweight.worker.staging import BATCH_BYTES, LOOK_S, Outcome, Stop, Stopped, share
+from liveweight.worker.staging import BATCH_BYTES, LOOK_S, Outcome, StagingStopped, Stop, share
 
 
 class Readings:
@@ -43,10 +43,10 @@ class Readings:
         return same and (self.copies is copies or np.array_equal(self.copies, copies))
 
 
-class DigestAhead:
+class DigestWhileStaging:
     """One round's digests. `landed` is called by the lanes that stage; a thread of its own digests meanwhile; `rest` comes afterwards."""
 
-    def __init__(self, readings: Readings, crew: Crew, *, smallest_batch_bytes: int) -> None:
+    def __init__(self, readings: Readings, crew: CopyThreads, *, smallest_batch_bytes: int) -> None:
         self._readings, self._crew, self._smallest = readings, crew, smallest_batch_bytes
         self._sums = [np.zeros((readings.slots, SEEDS), dtype=np.uint32) for _ in range(crew.threads + 1)]
         self._bytes_before = np.concatenate([[0], np.cumsum(readings.sizes_bytes)])
@@ -69,7 +69,7 @@ class DigestAhead:
             self._changed.notify_all()
 
     def during(self, work: Callable[[], Outcome]) -> Outcome:
-        """See Beside."""
+        """See ConcurrentWork."""
         outcome: list[Outcome] = []
 
         def run(lane: int) -> None:
@@ -86,7 +86,7 @@ class DigestAhead:
         run_once(2, run, name="liveweight-digest")
         return outcome[0]
 
-    def rest(self, *, stop: Stop, deadline: Deadline) -> Lanes | Stopped:
+    def rest(self, *, stop: Stop, deadline: Deadline) -> Lanes | StagingStopped:
         """The digest of every placement, once nothing is copied any more: what is left is read now."""
         left, begin = self._readings.bound, self._taken
 
@@ -103,7 +103,7 @@ class DigestAhead:
             smallest_batch_bytes=self._smallest,
         )
         total: Lanes = np.sum(self._sums, axis=0, dtype=np.uint32)
-        return outcome if isinstance(outcome, Stopped) else total
+        return outcome if isinstance(outcome, StagingStopped) else total
 
     def _digest(self) -> None:
         """The thread's work, until nothing is copied any more."""

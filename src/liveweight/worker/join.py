@@ -16,7 +16,7 @@ from liveweight.worker.targets.target import Target
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Content:
+class JoinContent:
     """What is known of the weights that a rank joins with: digests of its placements, 16 bytes each, and the version's tensors with
     theirs, which one rank tells for all."""
 
@@ -30,7 +30,7 @@ def join(
     rank: int,
     target: Target,
     serving: Version | None,
-    content: Content | None = None,
+    content: JoinContent | None = None,
     optional: Sequence[OptionalGroup] = (),
     in_place: bool = False,
     met: str = "",

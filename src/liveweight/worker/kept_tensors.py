@@ -14,7 +14,7 @@ from liveweight.spec.manifest import OptionalGroup
 from liveweight.worker.targets.target import Target
 
 
-class Keeping:
+class KeptTensors:
     """One rank's optional groups. Used by the staging thread, which holds the turnstile: no exchange changes live weights meanwhile."""
 
     def __init__(self, target: Target, optional: Iterable[OptionalGroup]) -> None:

@@ -12,18 +12,18 @@ import time
 from collections import deque
 from collections.abc import Callable
 
-from liveweight.devices.copy_threads import Crew
+from liveweight.devices.copy_threads import CopyThreads
 from liveweight.devices.kernels import Kernels
 from liveweight.errors import LiveWeightError, Unavailable, WrongState
 from liveweight.observe.bus import Bus
 from liveweight.observe.events import AuditBegan
 from liveweight.plan.digest_sums import lanes_to_bytes
 from liveweight.spec.deadline import Deadline
-from liveweight.wire.messages import Digest, Digested
+from liveweight.wire.messages import DigestLive, LiveDigests
 from liveweight.wire.messages.values import fault_of
 from liveweight.worker.shadow_digest import ShadowDigest
-from liveweight.worker.shadow_lock import Turnstile
-from liveweight.worker.staging import Pace, Stopped
+from liveweight.worker.shadow_lock import ShadowLock
+from liveweight.worker.staging import Pace, StagingStopped
 from liveweight.worker.targets.target import ReadBack, Target
 
 DOUBT_S = 5.0
@@ -31,7 +31,7 @@ DOUBT_S = 5.0
 LOOK_S = 0.1
 
 
-class Auditor:
+class LiveVerifier:
     """Digests one rank's live weights. Asked, heard and closed by the agent's thread; `wake` is called from its own."""
 
     def __init__(
@@ -40,7 +40,7 @@ class Auditor:
         rank: int,
         target: Target,
         kernels: Kernels,
-        turnstile: Turnstile,
+        turnstile: ShadowLock,
         pace_bytes_per_s: float | None,
         replica: str,
         bus: Bus,
@@ -49,13 +49,13 @@ class Auditor:
         self._rank, self._target, self._kernels = rank, target, kernels
         self._replica, self._bus = replica, bus
         self._turnstile, self._pace_bytes_per_s, self._wake = turnstile, pace_bytes_per_s, wake
-        self._orders: queue.SimpleQueue[tuple[Digest, Deadline] | None] = queue.SimpleQueue()
-        self._answers: deque[Digested] = deque()
+        self._orders: queue.SimpleQueue[tuple[DigestLive, Deadline] | None] = queue.SimpleQueue()
+        self._answers: deque[LiveDigests] = deque()
         self._digest: ShadowDigest | None = None
         self._thread: threading.Thread | None = None
         self._closing = False
 
-    def ask(self, order: Digest) -> None:
+    def ask(self, order: DigestLive) -> None:
         """Take an order; its answer comes in time, after those of earlier ones."""
         self._orders.put((order, Deadline.after(order.timeout_s)))
         if self._thread is None:
@@ -63,7 +63,7 @@ class Auditor:
             self._thread = threading.Thread(target=self._run, name=name, daemon=True)
             self._thread.start()
 
-    def answers(self) -> list[Digested]:
+    def answers(self) -> list[LiveDigests]:
         """What has been answered since the last call."""
         found = []
         while self._answers:
@@ -78,12 +78,12 @@ class Auditor:
             self._thread.join()
 
     def _run(self) -> None:
-        with Crew(1) as crew:
+        with CopyThreads(1) as crew:
             while (taken := self._orders.get()) is not None and not self._closing:
                 self._answers.append(self._answer(*taken, crew))
                 self._wake()
 
-    def _answer(self, order: Digest, deadline: Deadline, crew: Crew) -> Digested:
+    def _answer(self, order: DigestLive, deadline: Deadline, crew: CopyThreads) -> LiveDigests:
         began_s, fault, lanes, beside = time.monotonic(), None, None, ReadBack()
         try:
             lanes, beside = self._read(order, deadline, crew)
@@ -94,7 +94,7 @@ class Auditor:
                 else Unavailable(f"{type(error).__name__}: {error}")
             )
             fault = fault_of(ours, step="verify", rank=self._rank, waited_s=deadline.waited_s())
-        return Digested(
+        return LiveDigests(
             audit=order.audit,
             rank=self._rank,
             lanes=lanes,
@@ -104,7 +104,9 @@ class Auditor:
             unread=beside.unread,
         )
 
-    def _read(self, order: Digest, deadline: Deadline, crew: Crew) -> tuple[bytes | None, ReadBack]:
+    def _read(
+        self, order: DigestLive, deadline: Deadline, crew: CopyThreads
+    ) -> tuple[bytes | None, ReadBack]:
         """The digests, and what serves beside them; None if weights were exchanged meanwhile.
 
         The count is read before it is certain that no exchange is under way: one that begins later raises it.
@@ -130,7 +132,7 @@ class Auditor:
             if changed():  # in the middle of an exchange tensors are not where they were
                 return None, ReadBack()
             raise
-        if isinstance(lanes, Stopped) or changed():
+        if isinstance(lanes, StagingStopped) or changed():
             return None, ReadBack()
         return lanes_to_bytes(lanes), beside
 

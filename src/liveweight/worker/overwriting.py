@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import msgspec
 import numpy as np
 
-from liveweight.devices.copy_threads import Crew
+from liveweight.devices.copy_threads import CopyThreads
 from liveweight.errors import ChannelClosed, LiveWeightError, RoundAborted, Unavailable, WrongState
 from liveweight.observe import events
 from liveweight.observe.bus import Bus
@@ -27,14 +27,14 @@ from liveweight.transports.port import GoOn, Reading, patient
 from liveweight.wire.messages import Stage
 from liveweight.wire.messages.values import Fault, Overwritten, RoundId, fault_of
 from liveweight.worker.shadow_digest import ShadowDigest
-from liveweight.worker.staging import BATCH_BYTES, Stop, Stopped, cut, stage
+from liveweight.worker.staging import BATCH_BYTES, StagingStopped, Stop, cut, stage
 from liveweight.worker.targets.target import Target
 
 _TARGET_MEMORY = 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class InPlace:
+class InPlaceSettings:
     """How many bytes a thread reads at a time, and how many of `draft`, the tensors of an engine's MTP layer. A chunk ends with a row of
     the transfer's table, which has 2 MB at most.
 
@@ -59,7 +59,7 @@ class InPlace:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Found:
+class LocatedSource:
     """A source that was found, bound to live memory; nothing was read of it."""
 
     order: Stage
@@ -67,7 +67,7 @@ class Found:
     layout: Layout
 
 
-class Errand:
+class OverwriteRequest:
     """One overwriting, on its way between the threads. It runs, or is taken back, never both."""
 
     def __init__(self, epoch: int, deadline: Deadline) -> None:
@@ -101,21 +101,21 @@ class Errand:
             return self._end
 
 
-class Overwrites:
+class OverwriteQueue:
     """Where a rank's two threads meet. `ask` is for the main thread, everything else for the agent's."""
 
-    def __init__(self, settings: InPlace) -> None:
+    def __init__(self, settings: InPlaceSettings) -> None:
         self.settings = settings
         self.wake: Callable[[], None] = lambda: None
         """Called when something was asked for."""
         self._lock = threading.Lock()
-        self._asked: Errand | None = None
+        self._asked: OverwriteRequest | None = None
         self._closed = False
-        self._found: Found | None = None
+        self._found: LocatedSource | None = None
 
-    def ask(self, epoch: int, deadline: Deadline) -> Errand:
+    def ask(self, epoch: int, deadline: Deadline) -> OverwriteRequest:
         """Overwrite with what that round has found, by the deadline."""
-        errand = Errand(epoch, deadline)
+        errand = OverwriteRequest(epoch, deadline)
         with self._lock:
             if self._closed:
                 errand.finish(
@@ -126,7 +126,7 @@ class Overwrites:
         self.wake()
         return errand
 
-    def hold(self, found: Found) -> None:
+    def hold(self, found: LocatedSource) -> None:
         """A source was found; one that was held before is let go."""
         self.let_go()
         self._found = found
@@ -137,7 +137,7 @@ class Overwrites:
             found, self._found = self._found, None
             found.reading.end()
 
-    def take(self) -> tuple[Errand, Found] | None:
+    def take(self) -> tuple[OverwriteRequest, LocatedSource] | None:
         """What is to be done now, if anything is. What cannot be done is answered here."""
         with self._lock:
             errand, self._asked = self._asked, None
@@ -195,11 +195,11 @@ class Overwriter:
     replica: str
     target: Target
     digest: ShadowDigest
-    crew: Crew
+    crew: CopyThreads
     bus: Bus
-    settings: InPlace
+    settings: InPlaceSettings
 
-    def run(self, errand: Errand, found: Found, stop: Stop) -> Fault | None:
+    def run(self, errand: OverwriteRequest, found: LocatedSource, stop: Stop) -> Fault | None:
         """Overwrite, digest what is live then if that was asked, and tell the main thread. Whatever goes wrong is told too."""
         who = self._who(found.order)
         reading = _Noted(found.reading, lambda: self.bus.emit(events.OverwritingBegan(**who, rank=self.rank)))
@@ -221,7 +221,9 @@ class Overwriter:
             errand.finish(msgspec.structs.replace(done, begun=reading.begun), fault)
         return fault
 
-    def _overwrite(self, errand: Errand, found: Found, reading: _Noted, stop: Stop) -> Overwritten:
+    def _overwrite(
+        self, errand: OverwriteRequest, found: LocatedSource, reading: _Noted, stop: Stop
+    ) -> Overwritten:
         self.settings.synchronise()
         order = found.order
         self.bus.emit(events.StagingBegan(**self._who(order), rank=self.rank))
@@ -233,23 +235,25 @@ class Overwriter:
             deadline=errand.deadline,
             ends=self.settings.ends(reading.rows, found.layout),
         )
-        if isinstance(done, Stopped):
+        if isinstance(done, StagingStopped):
             raise RoundAborted("the round was given up while its weights were overwritten")
         self.settings.synchronise()
         self.bus.emit(
-            events.Staged(**self._who(order), rank=self.rank, size_bytes=done.size_bytes, took_s=done.seconds)
+            events.RankStaged(
+                **self._who(order), rank=self.rank, size_bytes=done.size_bytes, took_s=done.seconds
+            )
         )
         return Overwritten(begun=True, size_bytes=done.size_bytes, stage_s=done.seconds)
 
-    def _verified(self, errand: Errand, order: Stage, done: Overwritten, stop: Stop) -> Overwritten:
+    def _verified(self, errand: OverwriteRequest, order: Stage, done: Overwritten, stop: Stop) -> Overwritten:
         if not order.verify:
             return done
         began_s = time.monotonic()
         lanes = self.digest.of(self.target.live(), crew=self.crew, stop=stop, deadline=errand.deadline)
-        if isinstance(lanes, Stopped):
+        if isinstance(lanes, StagingStopped):
             raise RoundAborted("the round was given up while its weights were verified")
         verify_s = time.monotonic() - began_s
-        self.bus.emit(events.Verified(**self._who(order), rank=self.rank, took_s=verify_s))
+        self.bus.emit(events.RankVerified(**self._who(order), rank=self.rank, took_s=verify_s))
         return msgspec.structs.replace(done, verify_s=verify_s, lanes=lanes_to_bytes(lanes))
 
     def _who(self, order: Stage) -> events.RoundFacts:

@@ -23,11 +23,11 @@ from liveweight.wire.credentials import Secret
 from liveweight.wire.messages import Message, Settled
 from liveweight.worker.commit import Committer, Hook
 from liveweight.worker.commit_in_place import InPlaceCommitter
-from liveweight.worker.join import Content, join
-from liveweight.worker.overwriting import InPlace, Overwrites
+from liveweight.worker.join import JoinContent, join
+from liveweight.worker.overwriting import InPlaceSettings, OverwriteQueue
 from liveweight.worker.shadow_digest import ShadowDigest
-from liveweight.worker.shadow_lock import Turnstile
-from liveweight.worker.staging_thread import Agent, StagingSettings
+from liveweight.worker.shadow_lock import ShadowLock
+from liveweight.worker.staging_thread import StagingSettings, StagingThread
 from liveweight.worker.targets.target import Target
 
 
@@ -39,10 +39,10 @@ class _Seat(TypedDict):
     boot: str
     hooks: Sequence[Hook]
     channel: Channel[Message]
-    turnstile: Turnstile
+    turnstile: ShadowLock
 
 
-class Member:
+class WorkerRank:
     """One rank, joined to the leader at `address`. Every method is for the main thread.
 
     `optional` are the groups of tensors that an offer may leave out; of such a round the rank keeps what it has. `content` is what is
@@ -65,14 +65,14 @@ class Member:
         bus: Bus,
         deadline: Deadline,
         optional: Sequence[OptionalGroup] = (),
-        content: Content | None = None,
+        content: JoinContent | None = None,
         live_kernels: Kernels | None = None,
-        in_place: InPlace | None = None,
+        in_place: InPlaceSettings | None = None,
         met: str = "",
         on_failure: Callable[[], None] | None = None,
     ) -> None:
-        self._turnstile = turnstile = Turnstile()
-        overwrites = None if in_place is None else Overwrites(in_place)
+        self._turnstile = turnstile = ShadowLock()
+        overwrites = None if in_place is None else OverwriteQueue(in_place)
         with ExitStack() as stack:
             orders = stack.enter_context(_channel(address, secret, deadline))
             joined = join(
@@ -102,7 +102,7 @@ class Member:
                 self._committer = Committer(target=target, **seat)
             else:
                 self._committer = InPlaceCommitter(overwrites=overwrites, **seat)
-            self._agent = Agent(
+            self._agent = StagingThread(
                 rank=rank,
                 channel=orders,
                 target=target,

@@ -14,15 +14,15 @@ from typing import TYPE_CHECKING, Self
 from liveweight.devices.kernels import Kernels
 from liveweight.errors import ChannelClosed, Torn
 from liveweight.observe.bus import Bus
-from liveweight.rounds.boundary import Alone, Boundary, Broadcast, Slot
-from liveweight.rounds.leader_server import Leader
+from liveweight.rounds.boundary import Boundary, BroadcastBoundary, DecisionSlot, SingleProcessBoundary
+from liveweight.rounds.leader_server import LeaderServer
 from liveweight.spec.deadline import Deadline
 from liveweight.spec.manifest import Version
 from liveweight.transports.port import Reader
 from liveweight.wire.credentials import Secret
 from liveweight.worker.commit import Hook
-from liveweight.worker.overwriting import InPlace
-from liveweight.worker.rank import Member
+from liveweight.worker.overwriting import InPlaceSettings
+from liveweight.worker.rank import WorkerRank
 from liveweight.worker.staging_thread import StagingSettings
 from liveweight.worker.targets.target import Target
 
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 RESOLVE_S = 5.0
 
 
-class Receiver:
+class RankReceiver:
     """One rank. Every method is for the main thread.
 
     Rank 0 listens at `address`, where publishers find the replica; the others connect there. A replica of several ranks meets over
@@ -56,20 +56,22 @@ class Receiver:
         hooks: Sequence[Hook] = (),
         settings: StagingSettings | None = None,
         bus: Bus | None = None,
-        in_place: InPlace | None = None,
+        in_place: InPlaceSettings | None = None,
         timeout_s: float = 60.0,
     ) -> None:
         self._torn: str | None = None
         self.rank, self.world, self.version = rank, world, serving
         bus = bus or Bus()
         deadline = Deadline.after(timeout_s)
-        self._boundary: Boundary = Alone() if world == 1 else Broadcast(group, rank, world)
-        self._slot = Slot()
+        self._boundary: Boundary = (
+            SingleProcessBoundary() if world == 1 else BroadcastBoundary(group, rank, world)
+        )
+        self._slot = DecisionSlot()
         with ExitStack() as stack:
-            self._leader: Leader | None = None
+            self._leader: LeaderServer | None = None
             if rank == 0:
                 boot = secrets.token_hex(8)
-                self._leader = Leader(
+                self._leader = LeaderServer(
                     address=address,
                     secret=secret,
                     replica=replica or address,
@@ -81,7 +83,7 @@ class Receiver:
                 stack.callback(self._leader.close)
                 address = self._leader.address
             self.address = address
-            self._member = Member(
+            self._member = WorkerRank(
                 target,
                 address=address,
                 secret=secret,
@@ -125,7 +127,7 @@ class Receiver:
 
     def regroup(self, group: ProcessGroup | None) -> None:
         """Meet over a new group, after the old one failed. Every rank calls it."""
-        self._boundary = Broadcast(group, self.rank, self.world)
+        self._boundary = BroadcastBoundary(group, self.rank, self.world)
 
     def close(self) -> None:
         """Leave the replica: threads, channels and mappings end. The weights stay as they are."""

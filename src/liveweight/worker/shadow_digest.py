@@ -13,7 +13,7 @@ from typing import Protocol
 
 import numpy as np
 
-from liveweight.devices.copy_threads import Crew
+from liveweight.devices.copy_threads import CopyThreads
 from liveweight.devices.kernels import BoundDigest, Kernels
 from liveweight.devices.memory import Memory
 from liveweight.plan.digests import plan_digests, row_bytes, split
@@ -22,8 +22,8 @@ from liveweight.spec.digest import SEEDS, Lanes
 from liveweight.spec.layout import Layout
 from liveweight.spec.table import Table
 from liveweight.transports.port import Reading
-from liveweight.worker.digest_while_staging import DigestAhead, Readings
-from liveweight.worker.staging import SMALLEST_BATCH_BYTES, Beside, Pace, Stop, Stopped, share
+from liveweight.worker.digest_while_staging import DigestWhileStaging, Readings
+from liveweight.worker.staging import SMALLEST_BATCH_BYTES, ConcurrentWork, Pace, StagingStopped, Stop, share
 
 ROW_BYTES = 2 << 20
 BATCH_LANES = 32
@@ -37,10 +37,10 @@ class Digesting(Protocol):
     """The digest of a shadow that a round fills."""
 
     @property
-    def beside(self) -> Beside | None:
+    def beside(self) -> ConcurrentWork | None:
         """What works while the shadow fills; None: nothing does."""
 
-    def rest(self, *, stop: Stop, deadline: Deadline) -> Lanes | Stopped:
+    def rest(self, *, stop: Stop, deadline: Deadline) -> Lanes | StagingStopped:
         """Once all copies are done: the digest of every placement of the layout, in its order."""
 
 
@@ -63,33 +63,37 @@ class ShadowDigest:
         self,
         memories: Sequence[Memory],
         *,
-        crew: Crew,
+        crew: CopyThreads,
         stop: Stop,
         deadline: Deadline,
         names: Collection[str] | None = None,
         pace: Pace | None = None,
-    ) -> Lanes | Stopped:
+    ) -> Lanes | StagingStopped:
         """The digest of every placement of the layout, in its order; or Stopped. Raises DeadlineExceeded.
 
         With `names`, of those tensors alone: the others' are zero.
         """
         lanes, outcome = self._read(memories, crew, stop, deadline, names=names, pace=pace)
-        return outcome if isinstance(outcome, Stopped) else lanes
+        return outcome if isinstance(outcome, StagingStopped) else lanes
 
-    def all_of(self, memories: Sequence[Memory], *, crew: Crew, deadline: Deadline) -> Lanes:
+    def all_of(self, memories: Sequence[Memory], *, crew: CopyThreads, deadline: Deadline) -> Lanes:
         """The same, and nobody stops it."""
         return self._read(memories, crew, lambda: False, deadline)[0]
 
-    def begin(self, reading: Reading, memories: Sequence[Memory], crew: Crew, *, ahead: bool) -> Digesting:
+    def begin(
+        self, reading: Reading, memories: Sequence[Memory], crew: CopyThreads, *, ahead: bool
+    ) -> Digesting:
         """The digest of what this reading fills: taken afterwards or, with `ahead`, as far as possible meanwhile."""
-        return self._ahead(reading.rows, memories, crew) if ahead else Afterwards(self, memories, crew)
+        return (
+            self._ahead(reading.rows, memories, crew) if ahead else DigestAfterStaging(self, memories, crew)
+        )
 
-    def _ahead(self, copies: Table, memories: Sequence[Memory], crew: Crew) -> DigestAhead:
+    def _ahead(self, copies: Table, memories: Sequence[Memory], crew: CopyThreads) -> DigestWhileStaging:
         found = next((known for known in self._readings if known.fit(copies, memories)), None)
         if found is None:
             found = Readings(self._rows, copies, self._slots, memories, self._kernels)
         self._readings = [*(known for known in self._readings if known is not found), found][-KEPT:]
-        return DigestAhead(found, crew, smallest_batch_bytes=self._smallest_batch_bytes)
+        return DigestWhileStaging(found, crew, smallest_batch_bytes=self._smallest_batch_bytes)
 
     def forget(self) -> None:
         """Let go of all memories. Called before they are given back: what is bound keeps them alive."""
@@ -99,13 +103,13 @@ class ShadowDigest:
     def _read(
         self,
         memories: Sequence[Memory],
-        crew: Crew,
+        crew: CopyThreads,
         stop: Stop,
         deadline: Deadline,
         *,
         names: Collection[str] | None = None,
         pace: Pace | None = None,
-    ) -> tuple[Lanes, int | Stopped]:
+    ) -> tuple[Lanes, int | StagingStopped]:
         """The sums so far, and whether they are of everything."""
         if names is None:
             bound, sizes_bytes = self._binding(memories), self._sizes_bytes
@@ -146,14 +150,14 @@ class ShadowDigest:
 
 
 @dataclass(frozen=True, slots=True)
-class Afterwards:
+class DigestAfterStaging:
     """A Digesting that reads everything at the end."""
 
     digest: ShadowDigest
     memories: Sequence[Memory]
-    crew: Crew
-    beside: Beside | None = None
+    crew: CopyThreads
+    beside: ConcurrentWork | None = None
 
-    def rest(self, *, stop: Stop, deadline: Deadline) -> Lanes | Stopped:
+    def rest(self, *, stop: Stop, deadline: Deadline) -> Lanes | StagingStopped:
         """See Digesting."""
         return self.digest.of(self.memories, crew=self.crew, stop=stop, deadline=deadline)

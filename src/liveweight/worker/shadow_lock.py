@@ -15,7 +15,7 @@ from liveweight.spec.deadline import Deadline
 from liveweight.wire.messages.values import RoundId
 
 
-class Turnstile:
+class ShadowLock:
     """Who owns the shadow: the agent while it stages, the main thread while it exchanges.
 
     Remembers which round lies staged in it, and whether the outcome of an exchange is unknown: then the shadow is the way back,

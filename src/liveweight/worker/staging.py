@@ -15,7 +15,7 @@ from typing import Protocol, TypeAlias, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from liveweight.devices.copy_threads import Crew, Turns
+from liveweight.devices.copy_threads import CopyThreads, WorkQueue
 from liveweight.plan.copies import row_bytes
 from liveweight.spec.deadline import Deadline
 from liveweight.spec.table import Table
@@ -43,7 +43,7 @@ Rows: TypeAlias = Callable[[int, int, int], None]
 Outcome = TypeVar("Outcome")
 
 
-class Beside(Protocol):
+class ConcurrentWork(Protocol):
     """Work on what has been read, beside the reads."""
 
     def landed(self, first: int, last: int) -> None:
@@ -62,7 +62,7 @@ class StageResult:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Stopped:
+class StagingStopped:
     """The caller's `stop` ended the work before its end; so much was done."""
 
     done_bytes: int
@@ -96,13 +96,13 @@ class Pace:
 def stage(
     reading: Reading,
     *,
-    crew: Crew,
+    crew: CopyThreads,
     pace_bytes_per_s: float | None,
     stop: Stop,
     deadline: Deadline,
     ends: Table | None = None,
-    beside: Beside | None = None,
-) -> StageResult | Stopped:
+    beside: ConcurrentWork | None = None,
+) -> StageResult | StagingStopped:
     """Read every row into the shadow, and check before and after that the source did not change. Called from the staging thread.
 
     `ends` says where batches of rows end; by default their sizes do. `beside` works on rows that are there. When it returns or raises,
@@ -119,10 +119,10 @@ def stage(
             if beside is None
             else beside.during(lambda: reads.all_of(sizes, crew, pace, ends))
         )
-        if isinstance(outcome, Stopped):
+        if isinstance(outcome, StagingStopped):
             return outcome
         if reads.ended:
-            return Stopped(done_bytes=outcome, size_bytes=int(sizes.sum()))
+            return StagingStopped(done_bytes=outcome, size_bytes=int(sizes.sum()))
         reading.check()
         return StageResult(size_bytes=outcome, seconds=time.monotonic() - began_s)
     finally:
@@ -136,10 +136,12 @@ class _Reads:
     reading: Reading
     stop: Stop
     deadline: Deadline
-    beside: Beside | None
+    beside: ConcurrentWork | None
     ended: bool = False
 
-    def all_of(self, sizes: Table, crew: Crew, pace: Pace | None, ends: Table | None) -> int | Stopped:
+    def all_of(
+        self, sizes: Table, crew: CopyThreads, pace: Pace | None, ends: Table | None
+    ) -> int | StagingStopped:
         if ends is None and self.beside is not None:
             ends = cut(sizes, BESIDE_BATCH_BYTES)
         return share(
@@ -169,14 +171,14 @@ def share(
     sizes_bytes: Table,
     work: Rows,
     *,
-    crew: Crew,
+    crew: CopyThreads,
     stop: Stop,
     deadline: Deadline,
     what: str,
     pace: Pace | None = None,
     smallest_batch_bytes: int = SMALLEST_BATCH_BYTES,
     ends: Table | None = None,
-) -> int | Stopped:
+) -> int | StagingStopped:
     """Work through rows of these sizes, in batches that whichever thread is free takes next; the bytes done, or Stopped.
 
     `smallest_batch_bytes` is for work that costs something per call; with `ends`, batches end there.
@@ -184,7 +186,7 @@ def share(
     """
     size = int(sizes_bytes.sum())
     if stop():
-        return Stopped(done_bytes=0, size_bytes=size)
+        return StagingStopped(done_bytes=0, size_bytes=size)
     if ends is None:
         ends = cut(sizes_bytes, max(smallest_batch_bytes, _batch_bytes(size, crew.threads, pace)))
     job = _Job(
@@ -195,10 +197,10 @@ def share(
         deadline=deadline,
         what=what,
         pace=pace,
-        turns=Turns(len(ends)),
+        turns=WorkQueue(len(ends)),
     )
     crew.run(job.work_through)
-    return Stopped(done_bytes=job.done_bytes, size_bytes=size) if job.stopped else job.done_bytes
+    return StagingStopped(done_bytes=job.done_bytes, size_bytes=size) if job.stopped else job.done_bytes
 
 
 def cut(sizes_bytes: Table, batch_bytes: int) -> npt.NDArray[np.int64]:
@@ -228,7 +230,7 @@ class _Job:
     deadline: Deadline
     what: str
     pace: Pace | None
-    turns: Turns
+    turns: WorkQueue
     done_bytes: int = 0
     stopped: bool = False
     _lock: threading.Lock = field(default_factory=threading.Lock, init=False)

@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from liveweight.devices.copy_threads import Crew
+from liveweight.devices.copy_threads import CopyThreads
 from liveweight.devices.kernels import Kernels
 from liveweight.devices.memory import Memory
 from liveweight.errors import ChannelClosed, DeadlineExceeded, LiveWeightError, Unavailable, WrongState
@@ -25,22 +25,22 @@ from liveweight.spec.manifest import OptionalGroup
 from liveweight.transports.port import Reader, Reading
 from liveweight.wire.channel import Channel
 from liveweight.wire.messages import (
-    Digest,
-    Drop,
-    Dropped,
-    Failed,
+    DigestLive,
+    DropShadow,
     Message,
+    ShadowDropped,
     Stage,
     Staged,
+    StagingFailed,
     Verified,
 )
 from liveweight.wire.messages.values import RoundId, fault_of
-from liveweight.worker.kept_tensors import Keeping
-from liveweight.worker.live_verification import Auditor
-from liveweight.worker.overwriting import Found, Overwriter, Overwrites, round_facts
+from liveweight.worker.kept_tensors import KeptTensors
+from liveweight.worker.live_verification import LiveVerifier
+from liveweight.worker.overwriting import LocatedSource, OverwriteQueue, Overwriter, round_facts
 from liveweight.worker.shadow_digest import Digesting, ShadowDigest
-from liveweight.worker.shadow_lock import Turnstile
-from liveweight.worker.staging import Stopped, stage
+from liveweight.worker.shadow_lock import ShadowLock
+from liveweight.worker.staging import StagingStopped, stage
 from liveweight.worker.targets.target import Target
 
 IDLE_S = 60.0
@@ -57,7 +57,7 @@ class StagingSettings:
     pace_bytes_per_s: float | None = None
 
 
-class Agent:
+class StagingThread:
     """Serves one rank until closed. Construct and close from the rank's main thread; what `settings` says is for the next round."""
 
     def __init__(
@@ -69,23 +69,23 @@ class Agent:
         digest: ShadowDigest,
         readers: Mapping[str, Reader],
         settings: StagingSettings,
-        turnstile: Turnstile,
+        turnstile: ShadowLock,
         kernels: Kernels,
         replica: str,
         bus: Bus,
         optional: Sequence[OptionalGroup] = (),
-        overwrites: Overwrites | None = None,
+        overwrites: OverwriteQueue | None = None,
         on_failure: Callable[[], None] | None = None,
     ) -> None:
         self._rank, self._channel, self._target = rank, channel, target
         self._digest, self._readers, self.settings = digest, readers, settings
         self._turnstile, self._replica, self._bus, self._overwrites = turnstile, replica, bus, overwrites
-        self._keeping = Keeping(target, optional)
+        self._keeping = KeptTensors(target, optional)
         self._pending: deque[Message] = deque()
         self._closing, self._on_failure, self._waker = False, on_failure, channel.waker()
         self.failure: BaseException | None = None
         """Why the agent has ended, if it did not by `close`; the next boundary says so, and `on_failure` is called on its thread."""
-        self._auditor = Auditor(
+        self._auditor = LiveVerifier(
             rank=rank,
             target=target,
             kernels=kernels,
@@ -95,7 +95,7 @@ class Agent:
             bus=bus,
             wake=self._waker.wake,
         )
-        self._crew = Crew(settings.threads)
+        self._crew = CopyThreads(settings.threads)
         if overwrites is not None:
             overwrites.wake = self._waker.wake
         self._thread = threading.Thread(target=self._run, name=f"liveweight-agent-{rank}", daemon=True)
@@ -127,11 +127,11 @@ class Agent:
         message = self._pending.popleft() if self._pending else self._receive()
         self._tell_digests()
         match message:
-            case Digest():
+            case DigestLive():
                 self._auditor.ask(message)
             case Stage():
                 self._round(message)
-            case Drop(round=round_id):
+            case DropShadow(round=round_id):
                 self._drop(round_id)
             case _:
                 pass
@@ -170,14 +170,14 @@ class Agent:
         except Exception as error:  # foreign: it is told, and ends this round, not the rank
             self._report_failure(order, step, Unavailable(f"{type(error).__name__}: {error}"), deadline)
 
-    def _find(self, order: Stage, overwrites: Overwrites, deadline: Deadline) -> None:
+    def _find(self, order: Stage, overwrites: OverwriteQueue, deadline: Deadline) -> None:
         """In place, before the vote: the source is there and is what was offered. It is read when all are to commit."""
         began_s = time.monotonic()
         overwrites.let_go()
         reading = self._bind(order, self._target.live(), deadline)
         if reading is None:
             return
-        overwrites.hold(Found(order=order, reading=reading, layout=self._keeping.layout(order.keep)))
+        overwrites.hold(LocatedSource(order=order, reading=reading, layout=self._keeping.layout(order.keep)))
         reading.check()
         self._turnstile.staged = order.round
         seconds = time.monotonic() - began_s
@@ -216,12 +216,12 @@ class Agent:
             deadline=deadline,
             beside=digesting.beside,
         )
-        if isinstance(done, Stopped):
+        if isinstance(done, StagingStopped):
             return None
         seconds = time.monotonic() - began_s
         self._send(Staged(round=order.round, rank=self._rank, size_bytes=done.size_bytes, seconds=seconds))
         self._bus.emit(
-            events.Staged(**self._who(order), rank=self._rank, size_bytes=done.size_bytes, took_s=seconds)
+            events.RankStaged(**self._who(order), rank=self._rank, size_bytes=done.size_bytes, took_s=seconds)
         )
         return digesting
 
@@ -244,22 +244,22 @@ class Agent:
     def _verify(self, order: Stage, digesting: Digesting, deadline: Deadline) -> bool:
         began_s = time.monotonic()
         lanes = digesting.rest(stop=lambda: self._stop(order.round), deadline=deadline)
-        if isinstance(lanes, Stopped):
+        if isinstance(lanes, StagingStopped):
             return False
         seconds = time.monotonic() - began_s
         self._send(Verified(round=order.round, rank=self._rank, lanes=lanes_to_bytes(lanes), seconds=seconds))
-        self._bus.emit(events.Verified(**self._who(order), rank=self._rank, took_s=seconds))
+        self._bus.emit(events.RankVerified(**self._who(order), rank=self._rank, took_s=seconds))
         return True
 
     def _stop(self, round_id: RoundId) -> bool:
         """Whether the round was given up meanwhile. Called by staging and verifying, in this thread."""
         while (message := self._channel.receive_now()) is not None:
-            if isinstance(message, Digest):  # beside the round, not after it
+            if isinstance(message, DigestLive):  # beside the round, not after it
                 self._auditor.ask(message)
             else:
                 self._pending.append(message)
         self._tell_digests()
-        return self._closing or any(isinstance(m, Drop) and m.round == round_id for m in self._pending)
+        return self._closing or any(isinstance(m, DropShadow) and m.round == round_id for m in self._pending)
 
     def _tell_digests(self) -> None:
         for answer in self._auditor.answers():
@@ -271,7 +271,7 @@ class Agent:
         with self._turnstile.lock:
             if self._turnstile.staged == round_id:
                 self._turnstile.staged = None
-        self._send(Dropped(round=round_id, rank=self._rank))
+        self._send(ShadowDropped(round=round_id, rank=self._rank))
 
     def _report_failure(self, order: Stage, step: str, error: LiveWeightError, deadline: Deadline) -> None:
         if self._overwrites is not None:
@@ -279,7 +279,7 @@ class Agent:
         for reader in self._readers.values():
             reader.forget(order.offer.source)
         fault = fault_of(error, step=step, rank=self._rank, waited_s=deadline.waited_s())
-        self._send(Failed(round=order.round, fault=fault))
+        self._send(StagingFailed(round=order.round, fault=fault))
 
     def _send(self, message: Message) -> None:
         self._channel.send(message, Deadline.after(SEND_S))

@@ -13,7 +13,7 @@ from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol, Self, TypeAlias
 
-from liveweight.devices.copy_threads import Crew
+from liveweight.devices.copy_threads import CopyThreads
 from liveweight.devices.cpu import allocate_tensors
 from liveweight.devices.kernels import Kernels
 from liveweight.devices.memory import Memory
@@ -26,7 +26,7 @@ from liveweight.spec.manifest import Manifest, TensorSpec
 from liveweight.spec.region import whole
 from liveweight.transports.port import Reader
 from liveweight.wire.messages.values import Offer
-from liveweight.worker.staging import Stopped, stage
+from liveweight.worker.staging import StagingStopped, stage
 
 if TYPE_CHECKING:
     import torch
@@ -39,7 +39,7 @@ Named: TypeAlias = "tuple[str, torch.Tensor]"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Readable:
+class ReadableOffer:
     """An offer, its tensors, the digests of these where they are known, and who reads it."""
 
     offer: Offer
@@ -49,10 +49,10 @@ class Readable:
     kernels: Kernels
 
 
-class Access(Protocol):
+class OfferAccess(Protocol):
     """How a stream gets at its offer."""
 
-    def open(self, deadline: Deadline) -> Readable:
+    def open(self, deadline: Deadline) -> ReadableOffer:
         """Called in the reading thread, first of all."""
 
     def interrupt(self) -> None:
@@ -72,7 +72,7 @@ class WeightStream:
 
     def __init__(
         self,
-        access: Access,
+        access: OfferAccess,
         *,
         timeout_s: float,
         prefetch: int = 2,
@@ -119,7 +119,7 @@ def _tensors(reading: _Reading) -> Generator[Named, None, None]:
 class _Reading:
     """The thread that reads ahead. It holds no reference to the stream: losing that one ends this."""
 
-    def __init__(self, access: Access, deadline: Deadline, prefetch: int, chunk_bytes: int) -> None:
+    def __init__(self, access: OfferAccess, deadline: Deadline, prefetch: int, chunk_bytes: int) -> None:
         self._access, self._deadline, self._chunk_bytes = access, deadline, chunk_bytes
         self._ready: queue.Queue[list[Named] | BaseException | None] = queue.Queue(prefetch)
         self._stopping = threading.Event()
@@ -159,7 +159,7 @@ class _Reading:
         """Read everything; how it ended."""
         try:
             source, done = self._access.open(self._deadline), 0
-            with Crew(1) as crew:
+            with CopyThreads(1) as crew:
                 for specs in _chunks(source.manifest, self._chunk_bytes):
                     chunk = self._chunk(source, done, specs, crew)
                     if chunk is None or not self._put(chunk):
@@ -173,7 +173,7 @@ class _Reading:
         return None
 
     def _chunk(
-        self, source: Readable, first: int, specs: Sequence[TensorSpec], crew: Crew
+        self, source: ReadableOffer, first: int, specs: Sequence[TensorSpec], crew: CopyThreads
     ) -> list[Named] | None:
         """Some tensors, read and compared with their digests; None if the caller wants no more."""
         layout = _apart(specs)
@@ -183,7 +183,7 @@ class _Reading:
         done = stage(
             reading, crew=crew, pace_bytes_per_s=None, stop=self._stopping.is_set, deadline=self._deadline
         )
-        if isinstance(done, Stopped):
+        if isinstance(done, StagingStopped):
             return None
         if source.lanes is not None:
             _check(source, layout, shadow, source.lanes[first : first + len(specs)])
@@ -201,7 +201,7 @@ class _Reading:
         return False
 
 
-def _check(source: Readable, layout: Layout, shadow: Sequence[Memory], wanted: Lanes) -> None:
+def _check(source: ReadableOffer, layout: Layout, shadow: Sequence[Memory], wanted: Lanes) -> None:
     """Raise DigestMismatch with the names of tensors that are not what was offered."""
     plan = plan_digests(layout)
     found = source.kernels.bind_digest(plan.rows, shadow, plan.slots).run(0, len(plan.rows))

@@ -30,7 +30,7 @@ from liveweight.engine.models.spec import ModelSpec
 from liveweight.engine.rank.checkpoint_loading import load
 from liveweight.engine.rank.hooks import hooks_of
 from liveweight.errors import EngineConfigInvalid
-from liveweight.plan.digest_sums import Tally
+from liveweight.plan.digest_sums import DigestSums
 from liveweight.worker.targets.torch_target import TensorTarget, module_target
 from tests.support.engine.decoders import (
     DENSE,
@@ -326,7 +326,7 @@ def test_the_ranks_pieces_cover_every_tensor_of_the_checkpoint(
         model = loaded(directory, group, draft=True)
         return module_target(model, model.pieces()).layout
 
-    tally = Tally(on_ranks(ranks, layout))  # refuses what overlaps in part or is left to nobody
+    tally = DigestSums(on_ranks(ranks, layout))  # refuses what overlaps in part or is left to nobody
     expected = {name: tuple(tensor.shape) for name, tensor in tensors_of(directory).items()}
     assert {spec.name: spec.shape for spec in tally.expected} == expected
     aliases = {spec.name: spec.aliases for spec in tally.expected if spec.aliases}

@@ -18,7 +18,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from liveweight.engine import _attention
-from liveweight.engine.rank.attention import AttentionKernels, AttentionPlan, Chosen, PagedAttention, choose
+from liveweight.engine.rank.attention import (
+    AttentionKernels,
+    AttentionPlan,
+    ChosenAttention,
+    PagedAttention,
+    choose,
+)
 from liveweight.engine.rank.attention_native import NativeAttention
 from liveweight.engine.rank.attention_torch import TorchAttention
 
@@ -111,7 +117,7 @@ class Case:
             block_tokens=shape.tokens,
             dtype=shape.dtype,
             device="cpu",
-            chosen=Chosen(kernels=kernels, name=kernels.name),
+            chosen=ChosenAttention(kernels=kernels, name=kernels.name),
         )
         made.layers[1].keys.copy_(self.keys)
         made.layers[1].values.copy_(self.values)
@@ -278,7 +284,7 @@ def test_weights_are_exponentials_to_six_digits(kernels: str) -> None:
         block_tokens=2,
         dtype=torch.float32,
         device="cpu",
-        chosen=Chosen(kernels=KERNELS[kernels](), name=kernels),
+        chosen=ChosenAttention(kernels=KERNELS[kernels](), name=kernels),
     )
     cache.layers[0].keys.zero_()
     cache.layers[0].values.zero_()
@@ -438,7 +444,9 @@ def test_a_cache_of_impossible_sizes_is_refused() -> None:
             PagedAttention(**right | wrong)
     with pytest.raises(ValueError, match="float16"):
         native = NativeAttention()
-        PagedAttention(**right | {"dtype": torch.float16, "chosen": Chosen(kernels=native, name=native.name)})
+        PagedAttention(
+            **right | {"dtype": torch.float16, "chosen": ChosenAttention(kernels=native, name=native.name)}
+        )
 
 
 def raw() -> list[Any]:

@@ -15,13 +15,13 @@ import pytest
 
 import liveweight as lw
 from liveweight.engine.config import Restarts
-from liveweight.engine.recovery.restart_budget import Budget
+from liveweight.engine.recovery.restart_budget import RestartBudget
 from liveweight.engine.recovery.restarting_engine import GENERATION, RestartingEngine
-from liveweight.engine.serving.rank_processes import Process
+from liveweight.engine.serving.rank_processes import RankProcess
 from liveweight.engine.serving.requests import Delta
 from liveweight.engine.status import RecoveryStatus
-from liveweight.engine.updates.requested_update import Wish
-from liveweight.engine.updates.verifying import Question
+from liveweight.engine.updates.requested_update import RequestedVersion
+from liveweight.engine.updates.verifying import VerificationRequest
 from liveweight.errors import LiveWeightError, RankLost, RoundFailed, WeightsPending
 from liveweight.lab.torture.faults import cut
 from liveweight.lab.torture.leaks import kinds_of
@@ -73,7 +73,7 @@ def test_ranks_killed_under_load_ten_times_in_a_row_come_back_at_the_same_versio
             kill(engine, number % 2)
             recovered(engine, number)
             assert engine.standing().serving == version
-            verdict = engine.verify(Question()).verdict
+            verdict = engine.verify(VerificationRequest()).verdict
             assert (verdict.match, verdict.digest) == (True, version.digest)
             assert tokens_of(engine) == expected
     assert (recovery_of(engine).origin, recovery_of(engine).behind) == ("snapshot", None)
@@ -103,10 +103,10 @@ def test_restarts_leave_no_descriptor_and_no_thread_behind(
             """Restart it, and let it do all that opens a connection."""
             kill(engine, 0)
             recovered(engine, number)
-            assert engine.update_weights(Wish(call=f"call {number}")).version.label == "offered"
+            assert engine.update_weights(RequestedVersion(call=f"call {number}")).version.label == "offered"
             trainer.publish(number)
-            assert engine.verify(Question()).verdict.match
-            assert engine.verify(Question(against="source")).verdict.match is False
+            assert engine.verify(VerificationRequest()).verdict.match
+            assert engine.verify(VerificationRequest(against="source")).verdict.match is False
             back = engine.undo(WITHIN_S)
             assert trainer.fleet().behind
             assert back is not None
@@ -146,7 +146,7 @@ def test_a_replica_of_one_rank_and_a_tied_model_with_a_draft_come_back(
     kill(engine, 0)
     recovered(engine, 1)
     assert engine.standing().serving == version
-    assert engine.verify(Question()).verdict.digest == version.digest
+    assert engine.verify(VerificationRequest()).verdict.digest == version.digest
     assert tokens_of(engine) == expected
 
 
@@ -259,10 +259,10 @@ def test_a_rank_killed_while_it_writes_leaves_nothing_that_counts(
 def test_ranks_killed_during_the_recovery_are_replaced_in_their_turn(
     elastic: Elastic, publisher: Any, models: Models, moment: str
 ) -> None:
-    victims: list[Process] = []
+    victims: list[RankProcess] = []
     doomed = threading.Event()
 
-    def started(rank: int, process: Process) -> None:
+    def started(rank: int, process: RankProcess) -> None:
         if rank == 1 and doomed.is_set():
             victims.append(process)
             if moment == "starting":
@@ -298,7 +298,7 @@ def test_a_newer_offer_of_the_source_goes_before_an_older_snapshot(
     ) as source:
         source.offer(7)
         engine = elastic(models.directory(), updates={"source": source.address}, snapshots={"every": 1000})
-        version = engine.update_weights(Wish(call="test")).version
+        version = engine.update_weights(RequestedVersion(call="test")).version
         expected = tokens_of(engine)
         kill(engine, 0)
         recovered(engine, 1)
@@ -327,7 +327,7 @@ def test_while_ranks_are_replaced_requests_are_refused_and_a_pause_outlasts_them
     seen: list[object] = []
     engines: list[RestartingEngine] = []
 
-    def started(rank: int, process: Process) -> None:
+    def started(rank: int, process: RankProcess) -> None:
         del process
         if rank == 0 and engines:
             engine = engines[0]
@@ -384,9 +384,9 @@ def test_it_gives_up_after_a_few_starts_that_fail_and_says_why(
 
 
 def test_it_can_be_stopped_in_the_middle_of_a_recovery(elastic: Elastic, models: Models) -> None:
-    held, processes = threading.Event(), list[Process]()
+    held, processes = threading.Event(), list[RankProcess]()
 
-    def started(rank: int, process: Process) -> None:
+    def started(rank: int, process: RankProcess) -> None:
         processes.append(process)
         if rank == 1 and len(processes) > 2:
             os.kill(process.pid, signal.SIGSTOP)  # it never comes to its start
@@ -401,14 +401,14 @@ def test_it_can_be_stopped_in_the_middle_of_a_recovery(elastic: Elastic, models:
 
 def test_the_budget_counts_starts_in_a_row_and_within_a_time() -> None:
     cause = RankLost("rank 1 was killed")
-    row = Budget(Restarts(attempts=2, limit=10, wait_s=1.0))
+    row = RestartBudget(Restarts(attempts=2, limit=10, wait_s=1.0))
     row.spend(0.0, cause)
     assert row.wait_s() == 0.0
     row.spend(0.0, cause)
     assert row.wait_s() == 1.0
     with pytest.raises(RankLost, match="2 starts in a row that failed; the last: rank 1 was killed"):
         row.spend(0.0, cause)
-    often = Budget(Restarts(limit=3, window_s=10.0))
+    often = RestartBudget(Restarts(limit=3, window_s=10.0))
     for now_s in (0.0, 1.0, 2.0):
         often.spend(now_s, cause)
         often.succeeded()

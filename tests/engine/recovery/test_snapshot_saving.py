@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from liveweight.engine.recovery.restarting_engine import RestartingEngine
-from liveweight.engine.updates.verifying import Question
+from liveweight.engine.updates.verifying import VerificationRequest
 from liveweight.observe.bus import Bus, Recorder
-from liveweight.observe.events import SnapshotFailed, SnapshotLeft, SnapshotSaved
-from liveweight.transports.snapshot.disk.open_snapshot import Snapshot
+from liveweight.observe.events import SnapshotAbandoned, SnapshotFailed, SnapshotSaved
+from liveweight.transports.snapshot.disk.open_snapshot import OpenSnapshot
 from liveweight.transports.snapshot.disk.store import Store
 from liveweight.transports.snapshot.verify import verify
 from tests.support.engine.elastic import Gate, saved
@@ -29,7 +29,7 @@ def labels(store: Store) -> list[str | int]:
     """The versions of the complete snapshots, each of them whole."""
     found = []
     for path in store.complete():
-        with Snapshot(path) as snapshot:
+        with OpenSnapshot(path) as snapshot:
             verify(snapshot)
             found.append(snapshot.commit.version.label)
     return found
@@ -51,10 +51,10 @@ def test_every_commit_is_saved_as_it_is_installed_and_the_last_ones_are_kept(
         version = with_it.publish(label).version
         saved(engine, version)
     assert labels(store) == [2, 3]
-    with Snapshot(store.newest()) as snapshot:
+    with OpenSnapshot(store.newest()) as snapshot:
         commit = snapshot.commit
         assert commit.version == version == engine.standing().serving
-        assert engine.verify(Question(against="manifest", manifest=commit.manifest)).verdict.match
+        assert engine.verify(VerificationRequest(against="manifest", manifest=commit.manifest)).verdict.match
     with_it.undo()
     undone = engine.standing().serving
     assert undone is not None
@@ -78,7 +78,7 @@ def test_a_snapshot_that_a_commit_overtakes_leaves_nothing_and_the_newer_version
     saved(engine, version)
     assert labels(store) == [2]
     assert list(store.root.iterdir()) == [store.newest()]
-    assert [event.version for event in recorder.of(SnapshotLeft)] == ["1"]
+    assert [event.version for event in recorder.of(SnapshotAbandoned)] == ["1"]
 
 
 def test_only_every_nth_commit_is_saved(
@@ -134,7 +134,7 @@ def test_weights_that_were_damaged_in_memory_are_not_saved_as_the_version_that_t
         os.kill(pid, signal.SIGUSR1)
 
     def differs_everywhere() -> bool:
-        found = engine.verify(Question()).verdict.mismatches
+        found = engine.verify(VerificationRequest()).verdict.mismatches
         return [one.ranks for one in found if one.name == FLIPPED] == [(0, 1)]
 
     until(differs_everywhere, "ranks whose final norm was damaged")

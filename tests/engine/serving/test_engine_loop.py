@@ -17,15 +17,15 @@ import torch
 
 from liveweight.engine.rank.attention import AttentionPlan
 from liveweight.engine.rank.slots import Slots
-from liveweight.engine.rank.step_runner import Runner
-from liveweight.engine.serving.counters import Limits
-from liveweight.engine.serving.engine_loop import Pump
+from liveweight.engine.rank.step_runner import StepRunner
+from liveweight.engine.serving.counters import SchedulerLimits
+from liveweight.engine.serving.engine_loop import EngineLoop
 from liveweight.engine.serving.rank_processes import Done
 from liveweight.engine.serving.requests import Delta, Sampling
 from liveweight.engine.serving.scheduler import Scheduler
 from liveweight.engine.serving.sequence import Sequence
-from liveweight.engine.serving.step_stream import Exchange, Exchanged, Step, StepDone
-from liveweight.engine.updates.live_updates import Inbox
+from liveweight.engine.serving.step_stream import Step, StepDone, Swap, SwapDone
+from liveweight.engine.updates.live_updates import DecisionInbox
 from liveweight.errors import Torn
 from liveweight.rounds.boundary import Decision
 from liveweight.wire.messages.values import KvPolicy, RoundId
@@ -83,7 +83,7 @@ class Stage:
     def __init__(
         self, *, policy: KvPolicy, luck: float | None, depth: int, blocks: int, in_place: bool = False
     ) -> None:
-        limits = Limits(
+        limits = SchedulerLimits(
             blocks=blocks, block_tokens=4, context=32, max_running=4, max_waiting=50, batch_tokens=16,
             width=1 if luck is None else 2,
         )  # fmt: skip
@@ -92,21 +92,21 @@ class Stage:
         model: Any = Oracle(luck)
         cells: Any = self.cells
         slots = Slots(limits.max_running, context=limits.context, block_tokens=limits.block_tokens)
-        self.runner = Runner(model, cells, slots, weights="0 0", speaks=True)
-        self.inbox, self.policy = Inbox(), policy
-        self.entries: deque[Step | Exchange] = deque()
+        self.runner = StepRunner(model, cells, slots, weights="0 0", speaks=True)
+        self.inbox, self.policy = DecisionInbox(), policy
+        self.entries: deque[Step | Swap] = deque()
         self.heard: list[Heard] = []
         self.rounds = self.crossed = 0
         self.turn: Callable[[], list[tuple[Done, ...]]] = list
         ranks: Any = self
-        self.pump = Pump(
+        self.pump = EngineLoop(
             self.scheduler, ranks, self.inbox, depth=depth, kv_policy="recompute", in_place=in_place
         )
 
     # What a pump asks of its ranks.
 
-    def send(self, entry: Step | Exchange) -> None:
-        self.crossed += isinstance(entry, Step) and any(isinstance(e, Exchange) for e in self.entries)
+    def send(self, entry: Step | Swap) -> None:
+        self.crossed += isinstance(entry, Step) and any(isinstance(e, Swap) for e in self.entries)
         self.entries.append(entry)
 
     def wait(self) -> list[tuple[Done, ...]]:
@@ -136,19 +136,19 @@ class Stage:
 
     def tear(self) -> list[tuple[Done, ...]]:
         """Let an exchange, the oldest entry, leave a mixture."""
-        assert isinstance(self.entries.popleft(), Exchange)
-        return [(Exchanged("", "told to tear"),)]
+        assert isinstance(self.entries.popleft(), Swap)
+        return [(SwapDone("", "told to tear"),)]
 
     def carry_out(self, *, keep: bool) -> list[tuple[Done, ...]]:
         """Let the rank carry out the oldest entry; an exchange stays, or goes back."""
         if not self.entries:
             return []
         entry = self.entries.popleft()
-        if isinstance(entry, Exchange):
+        if isinstance(entry, Swap):
             if keep:
                 self.cells.version = (self.cells.version + 1) % VERSIONS
                 self.runner.weights = f"{self.cells.version} {self.cells.version}"
-            return [(Exchanged(self.runner.weights),)]
+            return [(SwapDone(self.runner.weights),)]
         results: list[StepDone] = []
         self.runner.run(entry, results.append)
         return [(results[0],)]

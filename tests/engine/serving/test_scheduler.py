@@ -15,8 +15,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from liveweight.engine.rank.slots import Slots
-from liveweight.engine.rank.step_runner import Runner
-from liveweight.engine.serving.counters import Limits
+from liveweight.engine.rank.step_runner import StepRunner
+from liveweight.engine.serving.counters import SchedulerLimits
 from liveweight.engine.serving.requests import Sampling
 from liveweight.engine.serving.scheduler import Scheduler
 from liveweight.engine.serving.sequence import Sequence
@@ -38,14 +38,14 @@ class World:
             "batch_tokens": 16,
             "width": 1 if luck is None else 2,
         }
-        self.limits = Limits(**(sizes | limits))
+        self.limits = SchedulerLimits(**(sizes | limits))
         self.scheduler = Scheduler(self.limits, weights="w", ends=frozenset({EOS}))
         cells: Any = Cells(self.limits.blocks, self.limits.block_tokens, self.limits.context)
         model: Any = Oracle(luck)
         slots = Slots(
             self.limits.max_running, context=self.limits.context, block_tokens=self.limits.block_tokens
         )
-        self.runner = Runner(model, cells, slots, weights="w", speaks=True)
+        self.runner = StepRunner(model, cells, slots, weights="w", speaks=True)
         self.depth = depth
         self.stream: deque[Step] = deque()
         self.numbers = 0

@@ -17,7 +17,7 @@ from liveweight.engine.engine import Engine
 from liveweight.engine.init_model.checkpoint import init_model
 from liveweight.engine.init_model.sizes import SIZES, Size
 from liveweight.engine.serving.sleeping import TAGS, Tag
-from liveweight.engine.updates.verifying import Question
+from liveweight.engine.updates.verifying import VerificationRequest
 from liveweight.errors import Damage, OutOfSpace, RoundFailed, RoundOpen, WrongState
 from tests.support.engine.engines import WITHIN_S, Answer, Models, ask, greedy
 from tests.support.processes.http_server import serving
@@ -104,7 +104,7 @@ def test_nothing_runs_while_it_sleeps_and_wrong_orders_are_refused(
     with pytest.raises(WrongState, match="asleep at initial"):
         engine.undo(WITHIN_S)
     with pytest.raises(WrongState, match="asleep at initial"):
-        engine.verify(Question(timeout_s=WITHIN_S))
+        engine.verify(VerificationRequest(timeout_s=WITHIN_S))
     with pytest.raises(RoundFailed, match="asleep at initial") as refused:
         made.publish("step_1")
     assert isinstance(refused.value.cause, WrongState)

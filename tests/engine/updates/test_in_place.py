@@ -14,8 +14,8 @@ from typer.testing import CliRunner
 import liveweight as lw
 from liveweight.cli.main import app
 from liveweight.engine.engine import Engine
-from liveweight.engine.updates.requested_update import Wish
-from liveweight.engine.updates.verifying import Question
+from liveweight.engine.updates.requested_update import RequestedVersion
+from liveweight.engine.updates.verifying import VerificationRequest
 from liveweight.errors import RoundFailed, Torn, WrongState
 from liveweight.observe.bus import Bus
 from liveweight.observe.events import AnyEvent, OfferMade
@@ -67,7 +67,7 @@ def test_requests_wait_while_their_weights_are_overwritten_and_go_on_under_the_n
             with publisher(engine, directories[label]) as sender:
                 assert sender.publish(label).verified
             asked.went_on()
-            verdict = engine.verify(Question()).verdict
+            verdict = engine.verify(VerificationRequest()).verdict
             assert (verdict.match, str(verdict.serving)) == (True, str(label))
     seen = {token.weights.partition("@")[0] for _, answer in asked.answers for token in answer.tokens}
     assert seen == {"initial", "1", "2"}
@@ -114,7 +114,7 @@ def assert_torn(engine: Engine) -> None:
     with pytest.raises(Torn, match="holds a mixture since 1 failed"):
         ask(engine, [1, 2, 3], greedy(4))
     with pytest.raises(Torn):
-        engine.verify(Question())
+        engine.verify(VerificationRequest())
     with pytest.raises(WrongState, match="torn by 1"):
         engine.undo(WITHIN_S)
 
@@ -162,11 +162,11 @@ def test_an_operator_heals_a_torn_engine_from_its_source(
         source.offer("good")
         engine = start(models.directory(), tp=2, updates=IN_PLACE | {"source": address})
         Damaging(publisher, engine, new).tear(1)
-        updated = engine.update_weights(Wish(call="c", pause="keep"))
+        updated = engine.update_weights(RequestedVersion(call="c", pause="keep"))
         assert (updated.outcome, str(updated.version)) == ("committed", "good")
         assert answers(engine, PROMPTS, greedy(4))[0].finish == "length"
         assert engine.status().state == "running"
-        assert engine.verify(Question()).verdict.match
+        assert engine.verify(VerificationRequest()).verdict.match
 
 
 def test_an_engine_that_restarts_its_ranks_comes_back_from_its_snapshot_when_it_is_torn(
@@ -183,7 +183,7 @@ def test_an_engine_that_restarts_its_ranks_comes_back_from_its_snapshot_when_it_
     assert running.wait().finish == "abort"
     recovered(engine, 1)
     assert engine.standing().serving == version
-    assert engine.verify(Question()).verdict.match
+    assert engine.verify(VerificationRequest()).verdict.match
     assert [answer.ids for answer in answers(engine, PROMPTS, greedy(8))] == expected
 
 
@@ -199,5 +199,5 @@ def test_a_draft_that_was_torn_is_not_kept(start: Start, publisher: Any, models:
     damaged = Damaging(publisher, engine, bare)
     damaged.tear(4)  # the draft was not part of it
     damaged.publisher.publish(5)
-    assert engine.verify(Question()).verdict.match
+    assert engine.verify(VerificationRequest()).verdict.match
     assert isinstance(ask(engine, [1, 2], greedy(2)).wait(), Answer)

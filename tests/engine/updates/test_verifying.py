@@ -13,7 +13,7 @@ import pytest
 import liveweight as lw
 from liveweight.engine.config import EngineConfig, Updates
 from liveweight.engine.engine import Engine
-from liveweight.engine.updates.verifying import Question
+from liveweight.engine.updates.verifying import VerificationRequest
 from liveweight.errors import DeadlineExceeded, ManifestMismatch, RankLost, WireError, WrongState
 from tests.support.engine.engines import WITHIN_S, Arch, Models, ask, forking, greedy
 from tests.support.engine.flipping_hook import FLIPPED, NAME
@@ -49,16 +49,16 @@ def test_it_equals_the_trainers_digest_after_a_round_and_that_of_before_after_an
 ) -> None:
     old, new = (models.directory(arch, tied=tied, mtp=mtp, seed=seed) for seed in (0, 1))
     with Engine(config_of(short_path, old, tp=tp), launch=forking(zygote)) as engine:
-        first = engine.verify(Question()).verdict
+        first = engine.verify(VerificationRequest()).verdict
         assert (first.match, first.found, first.digest) == (True, engine.start, engine.start.digest)
         with publisher(short_path, engine, new) as trainer:
             report = trainer.publish("new")
-            after = engine.verify(Question())
+            after = engine.verify(VerificationRequest())
             assert (after.verdict.match, after.compared_with) == (True, report.version)
             assert (after.verdict.found, after.verdict.digest) == (report.version, report.version.digest)
             assert trainer.verify().match is True
             trainer.undo()
-            back = engine.verify(Question()).verdict
+            back = engine.verify(VerificationRequest()).verdict
             assert (back.match, back.found, back.digest) == (True, engine.start, engine.start.digest)
             assert trainer.verify().match is False
 
@@ -69,7 +69,7 @@ def test_requests_are_answered_while_it_is_verified(zygote: Zygote, short_path: 
         running = ask(engine, [5, 6, 7], greedy(300))
         running.piece()
         while running.last is None:
-            assert engine.verify(Question()).verdict.match is True
+            assert engine.verify(VerificationRequest()).verdict.match is True
             running.piece()
         assert running.ids == alone
 
@@ -82,29 +82,29 @@ def test_a_flipped_bit_of_a_rank_is_named_and_a_round_heals_it(
     ask(
         engine, [5, 6, 7], greedy(1)
     ).wait()  # the rank's main thread, which runs the handler, has taken a step since
-    found = engine.verify(Question()).verdict
+    found = engine.verify(VerificationRequest()).verdict
     assert (found.match, found.found, found.serving) == (False, None, engine.start)
     assert [(one.name, one.ranks) for one in found.mismatches] == [(FLIPPED, (1,))]
-    assert engine.verify(Question(names=("model.embed_tokens.weight",))).verdict.match is True
+    assert engine.verify(VerificationRequest(names=("model.embed_tokens.weight",))).verdict.match is True
     with publisher(short_path, engine, models.directory(seed=1)) as trainer:
         trainer.publish("new")
-    assert engine.verify(Question()).verdict.match is True
+    assert engine.verify(VerificationRequest()).verdict.match is True
 
 
 def test_a_stopped_rank_is_named_and_goes_on_afterwards(damageable: Engine) -> None:
     stop(damageable.pids[1])
     try:
         with pytest.raises(DeadlineExceeded, match="rank 1 to digest its weights"):
-            damageable.verify(Question(timeout_s=1.0))
+            damageable.verify(VerificationRequest(timeout_s=1.0))
     finally:
         os.kill(damageable.pids[1], signal.SIGCONT)
-    assert damageable.verify(Question(timeout_s=WITHIN_S)).verdict.match is True
+    assert damageable.verify(VerificationRequest(timeout_s=WITHIN_S)).verdict.match is True
 
 
 def test_a_killed_rank_is_named(damageable: Engine) -> None:
     os.kill(damageable.pids[1], signal.SIGKILL)
     with pytest.raises((RankLost, WireError), match=r"rank 1 \(process"):
-        damageable.verify(Question(timeout_s=WITHIN_S))
+        damageable.verify(VerificationRequest(timeout_s=WITHIN_S))
 
 
 def test_names_without_a_tensor_and_engines_without_updates_or_a_source_refuse_it(
@@ -112,15 +112,15 @@ def test_names_without_a_tensor_and_engines_without_updates_or_a_source_refuse_i
 ) -> None:
     with Engine(config_of(short_path, models.directory()), launch=forking(zygote)) as engine:
         with pytest.raises(ManifestMismatch, match="nobody unexpected"):
-            engine.verify(Question(names=("nobody",)))
+            engine.verify(VerificationRequest(names=("nobody",)))
         with pytest.raises(WrongState, match="without a source"):
-            engine.verify(Question(against="source"))
+            engine.verify(VerificationRequest(against="source"))
     config = EngineConfig(model=str(models.directory()), threads=1)
     with (
         Engine(config, launch=forking(zygote)) as engine,
         pytest.raises(WrongState, match="without live updates"),
     ):
-        engine.verify(Question())
+        engine.verify(VerificationRequest())
 
 
 def test_what_the_source_offers_can_be_compared_with(
@@ -142,8 +142,8 @@ def test_what_the_source_offers_can_be_compared_with(
         ) as trainer,
     ):
         offered = trainer.offer("same")
-        answer = engine.verify(Question(against="source"))
+        answer = engine.verify(VerificationRequest(against="source"))
         assert (answer.verdict.match, answer.compared_with) == (True, offered)
         assert answer.verdict.digest == offered.digest == engine.start.digest
         with pytest.raises(lw.LiveWeightError, match="same"):
-            engine.verify(Question(against="source", version="other"))
+            engine.verify(VerificationRequest(against="source", version="other"))

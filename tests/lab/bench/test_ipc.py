@@ -6,7 +6,7 @@ import pytest
 
 from liveweight.lab.bench.model_shapes import decoder, parameters, small_tensors
 from liveweight.lab.bench.rounds.ipc import CONTENDERS, IpcSettings, bench_ipc
-from liveweight.plan.digest_sums import Tally
+from liveweight.plan.digest_sums import DigestSums
 from liveweight.transports.packing_source import RingSettings
 from liveweight.worker.targets.torch_layout import gather, layout_of
 
@@ -15,7 +15,7 @@ from liveweight.worker.targets.torch_layout import gather, layout_of
 def test_the_ranks_of_the_benchmark_own_the_whole_decoder_between_them(world: int) -> None:
     specs = decoder(1)
     layouts = [layout_of(gather(parameters(specs, rank, world))) for rank in range(world)]
-    tally = Tally(layouts)  # refuses regions that overlap in part, or leave elements to nobody
+    tally = DigestSums(layouts)  # refuses regions that overlap in part, or leave elements to nobody
     assert {spec.name for spec in tally.expected} == {spec.name for spec in specs}
 
 

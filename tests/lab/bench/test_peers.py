@@ -15,7 +15,7 @@ from liveweight.cli.main import app
 from liveweight.errors import DigestMismatch
 from liveweight.lab.bench.engine.idle import ENGINES, IdleSettings, bench_idle, paired
 from liveweight.lab.bench.model_shapes import module_of, small_tensors
-from liveweight.lab.bench.peers.contender import Share, buckets
+from liveweight.lab.bench.peers.contender import PeerShare, buckets
 from liveweight.lab.bench.peers.peers import OURS, PeersSettings, _Check, bench_peers, compared
 from liveweight.lab.bench.peers.rank import WAYS, lanes_of
 from liveweight.lab.bench.report import write_report
@@ -98,7 +98,7 @@ def test_a_contender_that_leaves_a_tensor_out_is_noticed() -> None:
     specs = small_tensors(2_000_000, 12)
     with share_module(module_of(specs), SharedArena) as shared:
         check = _Check(SimpleNamespace(shared=shared), specs, RANKS)  # type: ignore[arg-type]
-        shares = [Share(specs, rank, RANKS) for rank in range(RANKS)]
+        shares = [PeerShare(specs, rank, RANKS) for rank in range(RANKS)]
         weights = dict(shared.module.named_parameters())
         for share in shares:
             share.clear()

@@ -14,10 +14,10 @@ from liveweight.cli.signals import stopped_by_signals
 from liveweight.lab.demo.faults import KINDS, plan
 from liveweight.lab.demo.learning.grpo import batch_of
 from liveweight.lab.demo.learning.policy import Policy
-from liveweight.lab.demo.learning.samples import Group, Sample
+from liveweight.lab.demo.learning.samples import Sample, SampleGroup
 from liveweight.lab.demo.learning.task import SortDigits
 from liveweight.lab.demo.settings import Training
-from liveweight.lab.demo.stopping import Stop, Stopped
+from liveweight.lab.demo.stopping import RunStopped, Stop
 from tests.support.engine.engines import Models
 
 torch.set_num_threads(1)
@@ -48,7 +48,7 @@ def test_a_signal_stops_a_run_without_interrupting_it(number: signal.Signals) ->
         with stopped_by_signals(stop):
             os.kill(os.getpid(), number)  # would end the test, or raise, anywhere
             assert called.wait(60)
-            with pytest.raises(Stopped):
+            with pytest.raises(RunStopped):
                 stop.wait(60)
         assert signal.getsignal(number) is before
         late = threading.Event()
@@ -67,7 +67,7 @@ def test_warming_up_lowers_the_loss_and_versions_are_kept_apart(models: Models) 
     policy.begin_rl()
     policy.keep(0)
     before = policy.logprobs(batch).detach()
-    policy.learn([Group(question="1=", samples=(sample, other))], done=0.0)
+    policy.learn([SampleGroup(question="1=", samples=(sample, other))], done=0.0)
     after = policy.logprobs(batch).detach()
     assert (after[0, :2] > before[0, :2]).all()  # what was rewarded became likelier
     assert after[1, 0] < before[1, 0]

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from liveweight.lab.demo.learning.grpo import EPSILON, advantages, batch_of, loss, telling
-from liveweight.lab.demo.learning.samples import Group, Sample
+from liveweight.lab.demo.learning.samples import Sample, SampleGroup
 from liveweight.lab.demo.learning.task import SortDigits
 
 torch.set_num_threads(1)
@@ -63,8 +63,8 @@ def test_advantages_are_distances_from_the_group_in_its_own_spread() -> None:
 
 
 def test_groups_whose_answers_are_equally_good_teach_nothing() -> None:
-    same = Group(question="1=", samples=(sample((1,), (-1.0,), reward=1.0),) * 2)
-    differing = Group(
+    same = SampleGroup(question="1=", samples=(sample((1,), (-1.0,), reward=1.0),) * 2)
+    differing = SampleGroup(
         question="2=", samples=(sample((1,), (-1.0,), reward=1.0), sample((2,), (-2.0,), reward=0.0))
     )
     samples, found = telling([same, differing])

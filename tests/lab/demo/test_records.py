@@ -12,10 +12,10 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from liveweight.cli.demo.terminal_picture import Picture, sparkline
+from liveweight.cli.demo.terminal_picture import TerminalPicture, sparkline
 from liveweight.cli.demo.view import say_json, say_line
 from liveweight.errors import Refused
-from liveweight.lab.demo.records import STAGES, Phase, Reached, Record, Warmed, percentile
+from liveweight.lab.demo.records import STAGES, Phase, Record, StepReached, Warmed, percentile
 from liveweight.lab.demo.report.page import page, write_report
 from liveweight.lab.demo.report.scale import Scale
 from tests.support.demo_records import SETTINGS, outcome
@@ -83,7 +83,7 @@ def records() -> list[Record]:
     early: list[Record] = [
         Phase(at_s=0.0, name="start", detail="1 x serve"),
         Warmed(at_s=1.0, step=5, steps=5, loss=1.25),
-        *(Reached(at_s=2.0, version=1, replica=0, stage=stage, took_ms=3.0) for stage in STAGES),
+        *(StepReached(at_s=2.0, version=1, replica=0, stage=stage, took_ms=3.0) for stage in STAGES),
     ]
     return [*early, *done.steps, Phase(at_s=9.0, name="end"), done.summary]
 
@@ -110,7 +110,7 @@ def test_lines_tell_every_step_and_every_fault(capsys: pytest.CaptureFixture[str
 
 
 def test_the_picture_shows_what_was_heard_last() -> None:
-    picture, console = Picture(SETTINGS), Console(width=110, record=True, file=io.StringIO())
+    picture, console = TerminalPicture(SETTINGS), Console(width=110, record=True, file=io.StringIO())
     console.print(picture.draw())  # before anything is known
     for record in records():
         picture.hear(record)

@@ -11,11 +11,11 @@ import pytest
 
 from liveweight.errors import MessageInvalid
 from liveweight.lab.demo.learning.on_policy_check import to_check
-from liveweight.lab.demo.learning.rollouts import Asking, Rollouts
+from liveweight.lab.demo.learning.rollouts import Rollouts, RolloutSettings
 from liveweight.lab.demo.learning.samples import NONE_OF_OURS, read, request
-from liveweight.lab.demo.learning.staleness import Bound
+from liveweight.lab.demo.learning.staleness import StalenessBound
 from liveweight.lab.demo.learning.task import SortDigits
-from liveweight.lab.demo.stopping import Stop, Stopped
+from liveweight.lab.demo.stopping import RunStopped, Stop
 
 TASK = SortDigits(digits=2)
 BATCH = 4
@@ -76,7 +76,7 @@ def test_an_answer_that_did_not_end_is_wrong_and_one_that_was_cut_short_is_no_sa
 def test_weights_of_nobody_are_older_than_any_bound_allows() -> None:
     (group,) = read(answer(choice(0, "initial")), ["21="], TASK, group=1)
     assert group.oldest == NONE_OF_OURS
-    assert not Bound(staleness=16, batch=1).fresh(group.oldest, 0)
+    assert not StalenessBound(staleness=16, batch=1).fresh(group.oldest, 0)
 
 
 @pytest.mark.parametrize("raw", [b"", b"{}", b'{"choices": [{}]}', answer()])
@@ -92,7 +92,7 @@ def test_a_request_asks_for_what_a_sample_needs() -> None:
 
 @pytest.mark.parametrize("staleness", [0, 1, 2, 5])
 def test_generation_runs_ahead_by_the_bound_and_no_further(staleness: int) -> None:
-    bound = Bound(staleness=staleness, batch=BATCH)
+    bound = StalenessBound(staleness=staleness, batch=BATCH)
     for served in range(3):
         allowed = [asked for asked in range(100) if bound.may_ask(asked, served, served + 1)]
         assert allowed == list(range((served + staleness + 1) * BATCH))
@@ -100,7 +100,7 @@ def test_generation_runs_ahead_by_the_bound_and_no_further(staleness: int) -> No
         assert waiting == list(range((served + (staleness if staleness >= 2 else staleness + 1)) * BATCH))
     assert bound.fresh(7 - staleness, 7)
     assert not bound.fresh(6 - staleness, 7)
-    assert Bound(staleness=staleness, batch=BATCH, enforced=False).fresh(0, 1000)
+    assert StalenessBound(staleness=staleness, batch=BATCH, enforced=False).fresh(0, 1000)
 
 
 class FakeEngine:
@@ -149,8 +149,8 @@ class FakeEngine:
 
 
 def rollouts(engine: FakeEngine, stop: Stop, staleness: int) -> Rollouts:
-    bound = Bound(staleness=staleness, batch=BATCH)
-    return Rollouts([engine], TASK, bound, Asking(threads=3, questions=2, group=2), stop)
+    bound = StalenessBound(staleness=staleness, batch=BATCH)
+    return Rollouts([engine], TASK, bound, RolloutSettings(threads=3, questions=2, group=2), stop)
 
 
 def test_questions_wait_until_the_engines_serve_what_their_step_may_learn_from() -> None:
@@ -213,7 +213,7 @@ def test_a_trainer_that_waits_for_rollouts_hears_that_it_is_over() -> None:
         with rollouts(engine, stop, 0) as running:
             ending = threading.Thread(target=stop.stop)
             ending.start()
-            with pytest.raises(Stopped):
+            with pytest.raises(RunStopped):
                 running.take(BATCH, 0)
             ending.join()
 

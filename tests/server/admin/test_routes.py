@@ -15,7 +15,7 @@ import msgspec
 import pytest
 
 from liveweight.engine.config import EngineConfig, Updates
-from liveweight.engine.updates.leader_client import RoundSummary, Standing
+from liveweight.engine.updates.leader_client import RoundSummary, UpdateStatus
 from liveweight.errors import (
     ChannelClosed,
     DeadlineExceeded,
@@ -29,7 +29,7 @@ from liveweight.errors import (
     WrongState,
 )
 from liveweight.server.client import EngineClient, wire_address
-from liveweight.server.request_guard import CONTROL_PATHS, Access
+from liveweight.server.request_guard import CONTROL_PATHS, AccessRules
 from liveweight.spec.deadline import Deadline
 from liveweight.spec.manifest import Version
 from tests.support.engine.echo_engine import EchoEngine
@@ -50,7 +50,7 @@ def engine_of(model_dir: Path, *, updates: bool = True, **settings: Any) -> Echo
     """An engine that says it serves NEW and can go back to OLD."""
     how = Updates(address="ipc:///run/me/engine.sock", secret_file="none") if updates else None
     engine = EchoEngine(EngineConfig(model=str(model_dir), updates=how, max_running=2, **settings))
-    engine.told = Standing(state="serving b", serving=NEW, undo=OLD, round=None, rounds=(ROUND,))
+    engine.told = UpdateStatus(state="serving b", serving=NEW, undo=OLD, round=None, rounds=(ROUND,))
     return engine
 
 
@@ -337,7 +337,7 @@ def test_control_routes_have_a_key_of_their_own(
     model_dir: Path, keys: dict[str, str], shown: str | None, control: int, other: int
 ) -> None:
     headers = {} if shown is None else {"authorization": f"Bearer {shown}"}
-    access = Access(api_key=keys.get("api_key"), control_key=keys.get("control_key"))
+    access = AccessRules(api_key=keys.get("api_key"), control_key=keys.get("control_key"))
     with serving(engine_of(model_dir), access=access) as served, served.http() as http:
         http.headers.update(headers)
         assert http.get("/health").status_code == 200

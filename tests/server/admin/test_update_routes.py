@@ -10,7 +10,7 @@ import httpx
 import pytest
 
 from liveweight.engine.config import EngineConfig, Updates
-from liveweight.engine.updates.requested_update import Wish
+from liveweight.engine.updates.requested_update import RequestedVersion
 from liveweight.errors import (
     ChannelClosed,
     DeadlineExceeded,
@@ -33,7 +33,7 @@ from liveweight.errors import (
 from liveweight.server.admin.call_ids import HEADER
 from liveweight.server.admin.update_routes import MODES
 from liveweight.server.client import EngineClient
-from liveweight.server.request_guard import CONTROL_PATHS, Access
+from liveweight.server.request_guard import CONTROL_PATHS, AccessRules
 from liveweight.spec.manifest import Version
 from liveweight.transports.registry import TRANSPORTS
 from tests.arch.source_tree import ROOT
@@ -130,7 +130,7 @@ def test_every_field_reaches_the_engine(
     with live.http() as http:
         answer = http.post(UPDATE, json=body)
     assert answer.status_code == 200
-    assert live.engine.wishes == [Wish(call=answer.headers[HEADER], **wish)]
+    assert live.engine.wishes == [RequestedVersion(call=answer.headers[HEADER], **wish)]
 
 
 @pytest.mark.parametrize(
@@ -244,7 +244,7 @@ def test_a_source_must_have_an_address(source: str) -> None:
 
 
 def test_every_control_call_has_an_id_of_its_own_whatever_its_answer(model_dir: Path) -> None:
-    with serving(engine_of(model_dir), Access(control_key="c")) as served, served.http() as http:
+    with serving(engine_of(model_dir), AccessRules(control_key="c")) as served, served.http() as http:
         refused = [http.post(path).headers[HEADER] for path in CONTROL_PATHS]
         http.headers["authorization"] = "Bearer c"
         mine = {HEADER: "mine"}

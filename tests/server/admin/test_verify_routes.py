@@ -20,7 +20,7 @@ from liveweight.errors import (
     WrongState,
 )
 from liveweight.server.client import EngineClient
-from liveweight.server.request_guard import Access
+from liveweight.server.request_guard import AccessRules
 from liveweight.spec.manifest import Version
 from tests.support.engine.echo_engine import EchoEngine
 from tests.support.engine.echo_weights import HELD
@@ -174,7 +174,7 @@ def test_an_engine_without_updates_refuses_it(model_dir: Path) -> None:
 
 def test_it_needs_the_control_key(model_dir: Path) -> None:
     with (
-        serving(engine_of(model_dir), Access(api_key="a", control_key="c")) as served,
+        serving(engine_of(model_dir), AccessRules(api_key="a", control_key="c")) as served,
         served.http() as http,
     ):
         codes = [

@@ -13,15 +13,15 @@ from pathlib import Path
 
 from liveweight.engine.config import EngineConfig
 from liveweight.engine.models.spec import ModelSpec
-from liveweight.engine.serving.counters import Counts
+from liveweight.engine.serving.counters import SchedulerCounts
 from liveweight.engine.serving.requests import Delta, Finish, Sampling, Sink, Token
-from liveweight.engine.serving.sleeping import TAGS, Napped, Tag
+from liveweight.engine.serving.sleeping import TAGS, SleepResult, Tag
 from liveweight.engine.serving.step_stream import weights_text
 from liveweight.engine.status import PauseMode, Pausing, State, Status
 from liveweight.engine.text import TextStream, Tokenizer
-from liveweight.engine.updates.leader_client import Standing
-from liveweight.engine.updates.requested_update import Steps, Updated, Wish
-from liveweight.engine.updates.verifying import Answer, Question
+from liveweight.engine.updates.leader_client import UpdateStatus
+from liveweight.engine.updates.requested_update import RequestedVersion, UpdateResult, UpdateTimes
+from liveweight.engine.updates.verifying import VerificationRequest, VerificationResult
 from liveweight.errors import (
     EngineStopping,
     LiveWeightError,
@@ -77,13 +77,15 @@ class EchoEngine:
         self.gate.set()
         self.switch: dict[int, str] = {}
         self.start = Version(run="start", label="initial", digest="0" * 32)
-        self.told = Standing(state="serving initial", serving=self.start, undo=None, round=None, rounds=())
+        self.told = UpdateStatus(
+            state="serving initial", serving=self.start, undo=None, round=None, rounds=()
+        )
         self.objection: LiveWeightError | None = None
-        self.questions: list[Question] = []
+        self.questions: list[VerificationRequest] = []
         self.damaged = False
         self.asleep: frozenset[Tag] = frozenset()
         self.offers: list[Version] = []
-        self.wishes: list[Wish] = []
+        self.wishes: list[RequestedVersion] = []
         self.total_blocks = 4096
         self._held: set[int] | None = None  # while paused: the requests that still run
         self._pace_s = pace_s
@@ -94,7 +96,7 @@ class EchoEngine:
         self._fault: LiveWeightError | None = None
         self._closing = False
         self._cancelled: set[int] = set()
-        self._counts = Counts()
+        self._counts = SchedulerCounts()
         self._callbacks: list[Callable[[LiveWeightError], None]] = []
         self._seen: set[tuple[int, ...]] = set()
         self._thread = threading.Thread(target=self._run, name="echo", daemon=True)
@@ -170,22 +172,22 @@ class EchoEngine:
             self._held = None
             self._changed.notify_all()
 
-    def sleep(self, tags: Collection[Tag], timeout_s: float) -> Napped:
+    def sleep(self, tags: Collection[Tag], timeout_s: float) -> SleepResult:
         return self._nap(frozenset(tags) - self.asleep, self.asleep | frozenset(tags), timeout_s)
 
-    def wake(self, tags: Collection[Tag], timeout_s: float) -> Napped:
+    def wake(self, tags: Collection[Tag], timeout_s: float) -> SleepResult:
         return self._nap(frozenset(tags) & self.asleep, self.asleep - frozenset(tags), timeout_s)
 
     def drop_cache(self, timeout_s: float) -> int:
         del timeout_s
         return self.total_blocks * BLOCK
 
-    def _nap(self, changed: frozenset[Tag], asleep: frozenset[Tag], timeout_s: float) -> Napped:
+    def _nap(self, changed: frozenset[Tag], asleep: frozenset[Tag], timeout_s: float) -> SleepResult:
         if self.objection is not None:
             raise self.objection
         self.asleep = asleep
         size_bytes = 1000 * len(changed)
-        return Napped(
+        return SleepResult(
             asleep=tuple(tag for tag in TAGS if tag in asleep),
             changed=tuple(tag for tag in TAGS if tag in changed),
             size_bytes=size_bytes,
@@ -199,7 +201,7 @@ class EchoEngine:
             self._changed.notify_all()
             return len(ended)
 
-    def standing(self) -> Standing:
+    def standing(self) -> UpdateStatus:
         if self.config.updates is None:
             raise WrongState("started without live updates", "a question about live updates")
         return self.told
@@ -213,10 +215,12 @@ class EchoEngine:
         back = self.told.undo
         if back is None:
             raise WrongState("serving, without an undo", "undo")
-        self.told = Standing(state="serving", serving=back, undo=None, round=None, rounds=self.told.rounds)
+        self.told = UpdateStatus(
+            state="serving", serving=back, undo=None, round=None, rounds=self.told.rounds
+        )
         return back
 
-    def verify(self, question: Question) -> Answer:
+    def verify(self, question: VerificationRequest) -> VerificationResult:
         if self.config.updates is None:
             raise WrongState("started without live updates", "a verification")
         if self.objection is not None:
@@ -233,7 +237,7 @@ class EchoEngine:
         )
         return replace(answer, compared_with=offered[-1]) if source else answer
 
-    def update_weights(self, wish: Wish) -> Updated:
+    def update_weights(self, wish: RequestedVersion) -> UpdateResult:
         if self.config.updates is None or self.config.updates.source is None:
             raise WrongState("started without a source (--weights-from)", "an update that is asked for")
         self.wishes.append(wish)
@@ -245,10 +249,12 @@ class EchoEngine:
             raise VersionNotOffered(wanted, labels)
         version = self.offers[labels.index(wanted)]
         unchanged = self.told.serving == version
-        self.told = Standing(state=f"serving {version}", serving=version, undo=None, round=None, rounds=())
+        self.told = UpdateStatus(
+            state=f"serving {version}", serving=version, undo=None, round=None, rounds=()
+        )
         times = [0.0] * 8 if unchanged else [0.25, 1.5, 0.5, 0.0, 0.01, 0.02, 0.002, 2.5]
         ranks = tuple(RankTimes(rank=rank) if unchanged else _times(rank) for rank in range(self.config.tp))
-        return Updated(
+        return UpdateResult(
             version=version,
             outcome="unchanged" if unchanged else "committed",
             round=None if unchanged else "boot/1",
@@ -256,7 +262,7 @@ class EchoEngine:
             verified=wish.verify and not unchanged,
             tensors=46,
             kept=(),
-            steps=Steps(**dict(zip(Steps.__slots__, times, strict=True))),
+            steps=UpdateTimes(**dict(zip(UpdateTimes.__slots__, times, strict=True))),
             ranks=ranks,
         )
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 
-from liveweight.engine.updates.verifying import Answer, Question
-from liveweight.plan.digest_sums import Tally
+from liveweight.engine.updates.verifying import VerificationRequest, VerificationResult
+from liveweight.plan.digest_sums import DigestSums
 from liveweight.rounds.leader.audit_references import of_manifest
-from liveweight.rounds.leader.audit_verdicts import Installed, choose, verdict
+from liveweight.rounds.leader.audit_verdicts import InstalledVersion, choose, verdict
 from liveweight.spec.digest import to_hex
 from liveweight.spec.dtype import DType
 from liveweight.spec.layout import packed
@@ -22,9 +22,9 @@ HELD = Manifest(tensors=_SPECS).with_digests([to_hex(lanes) for lanes in _LANES]
 """The tensors, with the digests that they were installed with."""
 
 
-def look(question: Question, serving: Version, *, damaged: bool) -> Answer:
+def look(question: VerificationRequest, serving: Version, *, damaged: bool) -> VerificationResult:
     """What the engine finds. `damaged`: the norm is no longer what was installed."""
-    tally = Tally([packed(_SPECS)])
+    tally = DigestSums([packed(_SPECS)])
     lanes = _LANES.copy()
     lanes[0, 0] ^= damaged
     given = None if question.manifest is None else of_manifest(tally, question.manifest)
@@ -34,7 +34,9 @@ def look(question: Question, serving: Version, *, damaged: bool) -> Answer:
         seconds=[0.25],
         chosen=choose(tally, question.names, given),
         given=given,
-        installed=(Installed(serving, of_manifest(tally, HELD, (_LANES,))), Installed()),
+        installed=(InstalledVersion(serving, of_manifest(tally, HELD, (_LANES,))), InstalledVersion()),
         listed=question.listed,
     )
-    return Answer(verdict=found, compared_with=serving if question.against == "installed" else None)
+    return VerificationResult(
+        verdict=found, compared_with=serving if question.against == "installed" else None
+    )

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from liveweight.engine.recovery.restarting_engine import RestartingEngine
-from liveweight.engine.serving.rank_processes import Launch, Process
+from liveweight.engine.serving.rank_processes import Launch, RankProcess
 from liveweight.errors import LiveWeightError
 from liveweight.lab.torture.fork_server import Forked
 from liveweight.spec.manifest import Version
@@ -51,10 +51,10 @@ class Gate:
             os.close(descriptor)
 
 
-def launching(zygote: Zygote, gate: Gate | None, started: Callable[[int, Process], None]) -> Launch:
+def launching(zygote: Zygote, gate: Gate | None, started: Callable[[int, RankProcess], None]) -> Launch:
     """Start ranks by forking; `started` is told of each, with its rank, as soon as it is there."""
 
-    def launch(rank: int, end: socket.socket) -> Process:
+    def launch(rank: int, end: socket.socket) -> RankProcess:
         config: dict[str, object] = {} if gate is None or rank == 0 else {"gate": str(gate.directory)}
         process = Forked(zygote.start("tests.support.programs.engine_rank_program", config, end.fileno(), 1))
         started(rank, process)

@@ -169,7 +169,7 @@ class Scene:
             case "overwriting":
                 return Told(self.rank, "OverwritingBegan")
             case "verifying":
-                return Told(self.rank, "Staged")
+                return Told(self.rank, "RankStaged")
             case "voting":
                 return Told(self.trainer, "Voting")
             case "committing":

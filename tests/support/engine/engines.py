@@ -14,7 +14,7 @@ import torch
 from liveweight.engine.init_model.checkpoint import init_model
 from liveweight.engine.init_model.sizes import SIZES
 from liveweight.engine.models.spec import ModelSpec
-from liveweight.engine.serving.rank_processes import Launch, Process
+from liveweight.engine.serving.rank_processes import Launch, RankProcess
 from liveweight.engine.serving.requests import Delta, Finish, Sampling, Sink, Token
 from liveweight.lab.torture.fork_server import Forked
 from tests.support.processes.fork_server import Zygote
@@ -31,7 +31,7 @@ torch.set_num_threads(1)  # threads that wait for each other on a busy machine c
 def forking(zygote: Zygote, environ: dict[str, str] | None = None) -> Launch:
     """Start ranks by forking, with these variables."""
 
-    def launch(rank: int, end: socket.socket) -> Process:
+    def launch(rank: int, end: socket.socket) -> RankProcess:
         del rank
         config: dict[str, object] = {"environ": environ or {}}
         return Forked(zygote.start("tests.support.programs.engine_rank_program", config, end.fileno(), 1))
@@ -42,7 +42,7 @@ def forking(zygote: Zygote, environ: dict[str, str] | None = None) -> Launch:
 def counting(zygote: Zygote, directory: Path) -> Launch:
     """Start ranks by forking; each writes its collectives' counts to `directory/RANK` when it ends."""
 
-    def launch(rank: int, end: socket.socket) -> Process:
+    def launch(rank: int, end: socket.socket) -> RankProcess:
         config: dict[str, object] = {"counts": str(directory / str(rank))}
         return Forked(zygote.start("tests.support.programs.counting_rank_program", config, end.fileno(), 1))
 

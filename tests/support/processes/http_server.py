@@ -16,11 +16,11 @@ from prometheus_client import CollectorRegistry
 
 from liveweight.errors import LiveWeightError
 from liveweight.server.app import build_app
-from liveweight.server.engine_port import Engine
-from liveweight.server.request_guard import Access
-from liveweight.server.server import Ending, Serving, bind, serve, url_of
+from liveweight.server.engine_port import EnginePort
+from liveweight.server.request_guard import AccessRules
+from liveweight.server.server import Ending, ServerTimes, bind, serve, url_of
 
-E = TypeVar("E", bound=Engine)
+E = TypeVar("E", bound=EnginePort)
 
 
 @dataclass(slots=True)
@@ -49,17 +49,20 @@ class Served(Generic[E]):
 
 @contextmanager
 def serving(
-    engine: E, access: Access | None = None, times: Serving | None = None, first: Sequence[APIRouter] = ()
+    engine: E,
+    access: AccessRules | None = None,
+    times: ServerTimes | None = None,
+    first: Sequence[APIRouter] = (),
 ) -> Iterator[Served[E]]:
     """Serve the engine until the block ends; then server and engine are stopped."""
     ready, made = threading.Event(), list[Served[E]]()
     bound = bind("127.0.0.1", 0)
 
     async def main() -> None:
-        app = build_app(engine, registry=CollectorRegistry(), access=access or Access(), first=first)
+        app = build_app(engine, registry=CollectorRegistry(), access=access or AccessRules(), first=first)
         loop, ending = asyncio.get_running_loop(), Ending()
         made.append(Served(url_of(bound), engine, loop, ending, threading.current_thread()))
-        settings = times or Serving(grace_s=0.0)
+        settings = times or ServerTimes(grace_s=0.0)
         made[0].fault = await serve(engine, app, bound, settings, ready=ready.set, ending=ending)
 
     thread = threading.Thread(target=asyncio.run, args=(main(),), name="server")

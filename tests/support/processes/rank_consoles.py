@@ -5,7 +5,7 @@ from __future__ import annotations
 import socket
 from pathlib import Path
 
-from liveweight.engine.serving.rank_processes import Launch, Process
+from liveweight.engine.serving.rank_processes import Launch, RankProcess
 from liveweight.lab.torture.fork_server import Forked
 from tests.support.processes.fork_server import Zygote
 from tests.support.programs.conversation import ANSWER_S, Conversation
@@ -38,7 +38,7 @@ class RankConsoles:
     def forking(self, zygote: Zygote) -> Launch:
         """Start ranks with consoles, by forking."""
 
-        def launch(rank: int, end: socket.socket) -> Process:
+        def launch(rank: int, end: socket.socket) -> RankProcess:
             config: dict[str, object] = {"console": self.paths[rank]}
             started = Forked(
                 zygote.start("tests.support.programs.engine_rank_program", config, end.fileno(), 1)

@@ -8,7 +8,7 @@ import traceback
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from liveweight.engine.serving.rank_processes import Launch, Process
+from liveweight.engine.serving.rank_processes import Launch, RankProcess
 from liveweight.lab.torture.fork_server import Forked
 from tests.support.programs import engine_rank_program
 
@@ -25,7 +25,7 @@ class SpareRank:
             _wait_and_run(theirs, told)
         theirs.close()
 
-    def launch(self, end: socket.socket) -> Process:
+    def launch(self, end: socket.socket) -> RankProcess:
         """Let it begin."""
         with self._ours:
             socket.send_fds(self._ours, [b"."], [end.fileno()])

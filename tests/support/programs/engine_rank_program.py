@@ -15,7 +15,7 @@ from typing import Any
 import liveweight.engine.models.model
 import liveweight.engine.rank.checkpoint_loading
 from liveweight.engine.rank import process
-from liveweight.engine.rank.snapshot_writing import RankSaving
+from liveweight.engine.rank.snapshot_writing import RankSnapshotWriter
 from liveweight.observe.bus import Bus
 from liveweight.worker.targets.torch_target import TensorTarget
 from tests.support.programs.program import Console
@@ -55,7 +55,7 @@ def main(config: dict[str, Any]) -> None:
 def hold_writing(gate: Path) -> None:
     """Let the rank stand still in the middle of a snapshot, wherever tests/support/engine/elastic's gate is shut."""
 
-    def stand(self: RankSaving, size_bytes: int) -> None:
+    def stand(self: RankSnapshotWriter, size_bytes: int) -> None:
         del self, size_bytes
         if (gate / "shut").exists():
             (gate / "shut").unlink()
@@ -63,7 +63,7 @@ def hold_writing(gate: Path) -> None:
             with (gate / "go").open() as go:
                 go.read(1)
 
-    RankSaving._wait_for_turn = stand  # type: ignore[method-assign]
+    RankSnapshotWriter._wait_for_turn = stand  # type: ignore[method-assign]
 
 
 def hold(model: object) -> None:

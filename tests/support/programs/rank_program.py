@@ -13,8 +13,8 @@ import torch.distributed as dist
 
 import liveweight as lw
 from liveweight.observe.bus import Bus
-from liveweight.observe.events import Staged
-from liveweight.worker.digest_while_staging import DigestAhead
+from liveweight.observe.events import RankStaged
+from liveweight.worker.digest_while_staging import DigestWhileStaging
 from liveweight.worker.targets.torch_target import TensorTarget
 from tests.support import model
 from tests.support.programs.program import Console
@@ -46,7 +46,7 @@ def main(config: dict[str, Any]) -> None:
     target = TensorTarget(held, exchange=config["exchange"])
     damage_when_landed(console, target)
     with (
-        bus.subscribe(lambda event: damage(console, target) if isinstance(event, Staged) else None),
+        bus.subscribe(lambda event: damage(console, target) if isinstance(event, RankStaged) else None),
         bus.subscribe(console.on_event),
         lw.Receiver(
             target,
@@ -79,13 +79,13 @@ def damage(console: Console, target: TensorTarget) -> None:
 
 def damage_when_landed(console: Console, target: TensorTarget) -> None:
     """Where what has landed is digested before all of it is there: before that."""
-    landed = DigestAhead.landed
+    landed = DigestWhileStaging.landed
 
-    def damaged(ahead: DigestAhead, first: int, last: int) -> None:
+    def damaged(ahead: DigestWhileStaging, first: int, last: int) -> None:
         damage(console, target)
         landed(ahead, first, last)
 
-    setattr(DigestAhead, "landed", damaged)  # noqa: B010 - in this process all passes the test's hands
+    setattr(DigestWhileStaging, "landed", damaged)  # noqa: B010 - in this process all passes the test's hands
 
 
 class ToldToFail(RuntimeError):

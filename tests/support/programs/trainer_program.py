@@ -20,7 +20,7 @@ from liveweight.rounds.replica import WireReplica
 from liveweight.rounds.undo_and_verify import ReplicaVerdict
 from liveweight.spec.deadline import Deadline
 from liveweight.transports.ipc.arena import SharedArena
-from liveweight.transports.ipc.ring_packing import Packing
+from liveweight.transports.ipc.ring_packing import BucketPacking
 from liveweight.wire.credentials import Secret, load_or_create_secret
 from liveweight.wire.messages import Committed, Phase, Progress
 from liveweight.wire.messages.values import RoundId
@@ -39,12 +39,12 @@ def main(config: dict[str, Any]) -> None:
     )
     secret = load_or_create_secret(Path(config["secret"]))
     source: object = lw.share_module(weights) if config["offer"] == "live" else weights
-    pack = Packing.pack
+    pack = BucketPacking.pack
 
-    def packed(packing: Packing, bucket: int, segment: int) -> tuple[int, int]:
+    def packed(packing: BucketPacking, bucket: int, segment: int) -> tuple[int, int]:
         return damaged(console, packing, segment, pack(packing, bucket, segment))
 
-    setattr(Packing, "pack", packed)  # noqa: B010 - in this process every bucket passes the test's hands
+    setattr(BucketPacking, "pack", packed)  # noqa: B010 - in this process every bucket passes the test's hands
     with (
         bus.subscribe(lambda event: damage(console, weights, event)),
         bus.subscribe(console.on_event),
@@ -140,7 +140,9 @@ def revoke() -> None:
         arena.raise_generation()
 
 
-def damaged(console: Console, packing: Packing, segment: int, packed: tuple[int, int]) -> tuple[int, int]:
+def damaged(
+    console: Console, packing: BucketPacking, segment: int, packed: tuple[int, int]
+) -> tuple[int, int]:
     """If the test asked for it: flip one bit of a bucket that was packed, once or every time."""
     if console.armed in ("bucket", "every bucket"):
         console.armed = None if console.armed == "bucket" else console.armed

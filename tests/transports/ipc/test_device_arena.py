@@ -19,7 +19,7 @@ from liveweight.spec.manifest import TensorSpec
 from liveweight.transports.ipc.arena import SharedArena
 from liveweight.transports.ipc.device_arena import BorrowedArena, DeviceArena
 from liveweight.transports.ipc.reader import IpcReader
-from liveweight.transports.ipc.source import IpcOutlet
+from liveweight.transports.ipc.source import IpcSource
 from tests.support.fake_cuda import GPUS, FakeDriver, fake_cuda
 from tests.support.wire import SECRET, soon
 
@@ -32,7 +32,7 @@ class Source:
 
     def __init__(self, directory: Path, device: Device, layout: Layout = LAYOUT) -> None:
         self.layout = layout
-        self.outlet = IpcOutlet(directory, SECRET, device=device)
+        self.outlet = IpcSource(directory, SECRET, device=device)
         self.arena = self.outlet.allocate(layout.memories_bytes[0])
         self.offer = self.outlet.offer(layout, [self.arena], "frozen")
 
@@ -158,7 +158,7 @@ def test_arenas_of_two_devices_are_not_one_layout(short_path: Path, stack: ExitS
     one, other = SharedArena(SIZE), DeviceArena(SIZE, fake_cuda(short_path))
     stack.callback(one.close)
     stack.callback(other.close)
-    outlet = stack.enter_context(IpcOutlet(short_path, SECRET))
+    outlet = stack.enter_context(IpcSource(short_path, SECRET))
     twice = Layout(tensors=LAYOUT.tensors, memories_bytes=(SIZE, SIZE), placements=LAYOUT.placements)
     with pytest.raises(LayoutInvalid, match=f"several devices: cpu, GPU {GPUS[0]}"):
         outlet.offer(twice, [one, other], "frozen")

@@ -44,14 +44,14 @@ from liveweight.spec.layout import Layout, packed
 from liveweight.spec.manifest import TensorSpec
 from liveweight.transports.ipc.arena import SharedArena
 from liveweight.transports.ipc.reader import IpcReader
-from liveweight.transports.ipc.source import IpcOutlet
+from liveweight.transports.ipc.source import IpcSource
 from liveweight.transports.port import Reading
 from liveweight.wire.channel import Channel
 from liveweight.wire.codec import Codec
 from liveweight.wire.credentials import Secret
 from liveweight.wire.descriptors import fetch
-from liveweight.wire.limits import Limits
-from liveweight.wire.messages import Attach, Attached, Inquire, Message, Refusal
+from liveweight.wire.limits import WireLimits
+from liveweight.wire.messages import Attach, Attached, GetReplicaState, Message, Refusal
 from liveweight.wire.messages.values import Offer
 from tests.arch.source_tree import ROOT
 from tests.support.processes.stopping import stop
@@ -112,7 +112,7 @@ def source(argument: str) -> None:
     """Offers an arena under a fixed name, and then anew with every seed that it is told."""
     directory, name, seed = argument.split(",")
     size = layout().memories_bytes[0]
-    with IpcOutlet(Path(directory), SECRET, name=name) as outlet, outlet.allocate(size) as arena:
+    with IpcSource(Path(directory), SECRET, name=name) as outlet, outlet.allocate(size) as arena:
         for number in itertools.chain([int(seed)], (order["seed"] for order in heard())):
             arena.raise_generation()
             arena.memory.bytes()[:] = content(number)
@@ -174,7 +174,7 @@ def tidy(directory: str) -> None:
 def rounds(directory: Path) -> None:
     size = layout().memories_bytes[0]
     with ExitStack() as stack:
-        outlet = stack.enter_context(IpcOutlet(directory, SECRET))
+        outlet = stack.enter_context(IpcSource(directory, SECRET))
         arena = outlet.allocate(size)
         stack.callback(arena.close)
         one, other = (stack.enter_context(allocate(size)) for _ in range(2))
@@ -319,7 +319,7 @@ def opens(link: Path, inode: int) -> bool:
 @pytest.mark.parametrize("ranks", [1, 2, 4])
 def test_ranks_in_other_processes_read_every_round_and_attach_once(directory: Path, ranks: int) -> None:
     with ExitStack() as stack:
-        outlet = stack.enter_context(IpcOutlet(directory, SECRET))
+        outlet = stack.enter_context(IpcSource(directory, SECRET))
         arena = outlet.allocate(layout().memories_bytes[0])
         stack.callback(arena.close)
         children = [stack.enter_context(child("rank")) for _ in range(ranks)]
@@ -413,7 +413,7 @@ def test_a_killed_rank_does_not_keep_others_from_reading(directory: Path) -> Non
 
 
 def test_a_rank_that_holds_the_descriptor_cannot_write(directory: Path) -> None:
-    with IpcOutlet(directory, SECRET) as outlet, outlet.allocate(layout().memories_bytes[0]) as arena:
+    with IpcSource(directory, SECRET) as outlet, outlet.allocate(layout().memories_bytes[0]) as arena:
         arena.memory.bytes()[:] = content(1)
         offer = outlet.offer(layout(), [arena], "live")
         with child("intruder", outlet.address) as one:
@@ -473,18 +473,18 @@ def test_a_source_that_is_no_source_of_ours_is_refused(
 
 def test_a_message_that_a_source_does_not_answer_is_refused_by_name(directory: Path) -> None:
     codec: Codec[Message] = Codec(Message)
-    with IpcOutlet(directory, SECRET) as outlet:
+    with IpcSource(directory, SECRET) as outlet:
         with Channel(outlet.address, SECRET, codec, deadline=soon()) as channel:
-            reply = channel.request(Inquire(wait_s=0.0), soon(), "a refusal")
+            reply = channel.request(GetReplicaState(wait_s=0.0), soon(), "a refusal")
         assert isinstance(reply, Refusal)
         assert isinstance(reply.fault.to_error(), MessageInvalid)
-        assert "Inquire" in reply.fault.message
+        assert "GetReplicaState" in reply.fault.message
 
 
 def test_a_layout_too_large_to_be_told_is_refused_at_the_source(directory: Path) -> None:
-    small = Limits(message_bytes=500)
+    small = WireLimits(message_bytes=500)
     with (
-        IpcOutlet(directory, SECRET, limits=small) as outlet,
+        IpcSource(directory, SECRET, limits=small) as outlet,
         outlet.allocate(layout().memories_bytes[0]) as arena,
     ):
         with pytest.raises(MessageTooLarge):
@@ -494,7 +494,7 @@ def test_a_layout_too_large_to_be_told_is_refused_at_the_source(directory: Path)
 
 
 def test_a_closed_arena_is_freed_once_its_layout_is_withdrawn(directory: Path) -> None:
-    with IpcOutlet(directory, SECRET) as outlet:
+    with IpcSource(directory, SECRET) as outlet:
         arena = outlet.allocate(layout().memories_bytes[0])
         outlet.offer(layout(), [arena], "frozen")
         inode = os.fstat(arena.descriptor).st_ino

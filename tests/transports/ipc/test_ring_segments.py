@@ -8,22 +8,22 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from liveweight.transports.ipc.ring_segments import Destination, RingBook, Work
+from liveweight.transports.ipc.ring_segments import PackJob, RingSegments, RingSubscription
 
 
-def joined(book: RingBook, name: str, buckets: int = 100, layout: str = "l") -> Destination:
-    destination = Destination(peer=name.encode(), number=1, layout=layout, stream="s", buckets=buckets)
+def joined(book: RingSegments, name: str, buckets: int = 100, layout: str = "l") -> RingSubscription:
+    destination = RingSubscription(peer=name.encode(), number=1, layout=layout, stream="s", buckets=buckets)
     book.join(destination)
     return destination
 
 
-def taken(book: RingBook) -> list[Work]:
+def taken(book: RingSegments) -> list[PackJob]:
     """Everything that can be packed before somebody gives a segment back."""
     return list(iter(book.take, None))
 
 
 def test_buckets_come_in_order_and_a_segment_is_free_when_it_is_given_back() -> None:
-    book = RingBook(4)
+    book = RingSegments(4)
     rank = joined(book, "a", buckets=3)
     first, second = taken(book)  # half of the ring is kept for who comes late
     assert (first.bucket, second.bucket, book.free) == (0, 1, 2)
@@ -38,7 +38,7 @@ def test_buckets_come_in_order_and_a_segment_is_free_when_it_is_given_back() -> 
 
 @pytest.mark.parametrize(("segments", "ranks"), [(4, 2), (8, 2), (8, 3), (16, 4)])
 def test_a_rank_that_stands_still_never_stalls_the_others(segments: int, ranks: int) -> None:
-    book = RingBook(segments)
+    book = RingSegments(segments)
     still = joined(book, "still")
     taken(book)
     others = [joined(book, str(number)) for number in range(1, ranks)]
@@ -52,7 +52,7 @@ def test_a_rank_that_stands_still_never_stalls_the_others(segments: int, ranks: 
 
 
 def test_a_ring_that_is_full_waits_and_more_ranks_than_segments_all_get_their_turn() -> None:
-    book = RingBook(2)
+    book = RingSegments(2)
     ranks = [joined(book, str(number), buckets=5) for number in range(6)]
     while any(rank.busy for rank in ranks):
         work = taken(book)
@@ -63,19 +63,19 @@ def test_a_ring_that_is_full_waits_and_more_ranks_than_segments_all_get_their_tu
 
 
 def test_a_damaged_bucket_is_packed_again_where_it_lies_before_anything_else() -> None:
-    book = RingBook(4)
+    book = RingSegments(4)
     rank = joined(book, "a")
     first, _ = taken(book)
     book.again(rank, first.bucket)
     book.again(rank, first.bucket)
     book.again(rank, 77)
     again = book.take()
-    assert again == Work(destination=rank, bucket=0, segment=first.segment, again=True)
+    assert again == PackJob(destination=rank, bucket=0, segment=first.segment, again=True)
     assert book.take() is None
 
 
 def test_what_a_rank_says_of_a_subscription_that_is_over_has_no_effect() -> None:
-    book = RingBook(4)
+    book = RingSegments(4)
     old = joined(book, "a")
     taken(book)
     new = joined(book, "a")
@@ -95,7 +95,7 @@ def test_what_a_rank_says_of_a_subscription_that_is_over_has_no_effect() -> None
     ),
 )
 def test_no_segment_is_ever_held_twice_or_lost(segments: int, steps: list[tuple[str, int]]) -> None:
-    book, ranks = RingBook(segments), dict[int, Destination]()
+    book, ranks = RingSegments(segments), dict[int, RingSubscription]()
     for number, (step, who) in enumerate(steps):
         rank = ranks.get(who)
         match step:

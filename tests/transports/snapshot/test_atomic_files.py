@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 
 from liveweight.errors import OutOfSpace
-from liveweight.transports.snapshot.disk.atomic_files import Settling, write_all, written
+from liveweight.transports.snapshot.disk.atomic_files import FileSync, write_all, written
 from tests.support.wire import leaving_nothing, wait_until
 
 
-def put(path: Path, settling: Settling) -> None:
+def put(path: Path, settling: FileSync) -> None:
     with written(path, durable=True, settling=settling) as descriptor:
         write_all(descriptor, memoryview(path.name.encode()))
 
@@ -42,7 +42,7 @@ def test_the_next_is_written_while_one_is_synced_and_none_has_its_name_before(
         assert go.wait(60)
 
     monkeypatch.setattr(os, "fsync", fsync)
-    with Settling() as settling:
+    with FileSync() as settling:
         put(tmp_path / "first", settling)
         assert begun.wait(60)
         with written(tmp_path / "second", durable=True, settling=settling) as descriptor:
@@ -62,7 +62,7 @@ def test_a_sync_that_fails_is_raised_and_its_file_is_gone(
 ) -> None:
     failing_sync(monkeypatch, bad)
     named = pytest.raises(OutOfSpace, match=f"part{bad} could not be written")
-    with leaving_nothing(), named, Settling() as settling:
+    with leaving_nothing(), named, FileSync() as settling:
         for number in (1, 2, 3):
             put(tmp_path / f"part{number}", settling)
     assert f"part{bad}" not in {path.name for path in tmp_path.iterdir()}
@@ -70,7 +70,7 @@ def test_a_sync_that_fails_is_raised_and_its_file_is_gone(
 
 
 def test_an_error_while_the_next_is_written_waits_for_the_one_before(tmp_path: Path) -> None:
-    with leaving_nothing(), pytest.raises(ValueError, match="given up"), Settling() as settling:
+    with leaving_nothing(), pytest.raises(ValueError, match="given up"), FileSync() as settling:
         put(tmp_path / "first", settling)
         with written(tmp_path / "second", durable=True, settling=settling):
             raise ValueError("given up")

@@ -15,7 +15,7 @@ from liveweight.errors import LiveWeightError, ManifestMismatch, SnapshotNotFoun
 from liveweight.spec.region import counts
 from liveweight.trainer.sources.tensors import torch_dtypes
 from liveweight.transports.snapshot.disk.fastdeploy_files import find
-from liveweight.transports.snapshot.restore import Restored, restore
+from liveweight.transports.snapshot.restore import RestoreResult, restore
 from tests.support.layouts import Bytes, view
 from tests.support.snapshots import FULL, SPECS, region, same, sharded, weights
 
@@ -42,10 +42,10 @@ def in_parts(directory: Path, label: int, *, rank: int = 0, world: int = 1, firs
 
 def taken(
     directory: Path, *, rank: int = 0, world: int = 1, shared: Path | None = None
-) -> tuple[Bytes, Restored]:
+) -> tuple[Bytes, RestoreResult]:
     memory = np.zeros(FULL.memories_bytes[0], dtype=np.uint8)
     report = restore(directory, sharded(rank, world), [Memory.from_array(memory)], rank=rank, shared=shared)
-    assert isinstance(report, Restored)
+    assert isinstance(report, RestoreResult)
     return memory, report
 
 

@@ -20,7 +20,7 @@ from liveweight.spec.manifest import Manifest, TensorSpec, Version
 from liveweight.spec.region import Region, box, count, counts, whole
 from liveweight.transports.snapshot.disk import names
 from liveweight.transports.snapshot.disk.format import (
-    Commit,
+    CommitFile,
     blocks,
     decode_commit,
     decode_manifest,
@@ -132,7 +132,7 @@ def test_parts_are_files_that_safetensors_reads(tmp_path: Path) -> None:
 
 
 def test_a_commit_file_is_read_back_and_any_changed_byte_of_it_is_refused() -> None:
-    commit = Commit(
+    commit = CommitFile(
         snapshot="a" * 32,
         version=Version(run="r", label="step_1", digest="0" * 32),
         created_s=12.0,

@@ -17,11 +17,11 @@ from liveweight.spec.digest import digest_array
 from liveweight.spec.layout import Layout
 from liveweight.spec.manifest import TensorSpec, Version
 from liveweight.spec.region import Region
-from liveweight.transports.snapshot.disk.open_snapshot import Snapshot
+from liveweight.transports.snapshot.disk.open_snapshot import OpenSnapshot
 from liveweight.transports.snapshot.disk.store import Store
 from liveweight.transports.snapshot.disk.writer import Image, WriteSettings
-from liveweight.transports.snapshot.restore import Restored, restore
-from liveweight.transports.snapshot.save import Saved, save
+from liveweight.transports.snapshot.restore import RestoreResult, restore
+from liveweight.transports.snapshot.save import SavedSnapshot, save
 from liveweight.transports.snapshot.verify import verify
 from tests.support.layouts import Full, filled, fulls, placed, regions, tilings, view
 from tests.support.snapshots import FULL, SETTINGS, restored, same, save_label, sharded, weights
@@ -70,14 +70,14 @@ def test_any_layout_comes_back_in_any_other_and_nothing_around_it_changes(
             view(wanted[placement.memory], placement, full.spec.dtype.size_bytes)[...] = part
     with tempfile.TemporaryDirectory(prefix="lw-") as place:
         saved = save(Store(Path(place)), Version(run="r", label="x"), images, settings=sizes)
-        assert isinstance(saved, Saved)
+        assert isinstance(saved, SavedSnapshot)
         report = restore(saved.path, target, [Memory.from_array(array) for array in shadow], shared=None)
-        assert isinstance(report, Restored) and report.verified
+        assert isinstance(report, RestoreResult) and report.verified
         assert all(np.array_equal(a, b) for a, b in zip(shadow, wanted, strict=True))
         for spec in saved.commit.manifest:
             full = tensors[spec.name]
             assert spec.digest == digest_array(full.raw, spec.dtype, spec.shape)
-        with Snapshot(saved.path) as snapshot:
+        with OpenSnapshot(saved.path) as snapshot:
             verify(snapshot)
 
 
@@ -94,7 +94,7 @@ def test_tensor_parallel_ranks_come_back_as_any_other_number(tmp_path: Path, wor
 def test_versions_of_one_content_have_one_digest_whatever_their_layout(tmp_path: Path) -> None:
     digests = set()
     for world in (1, 2, 4):
-        with Snapshot(save_label(Store(tmp_path), 9, world=world)) as snapshot:
+        with OpenSnapshot(save_label(Store(tmp_path), 9, world=world)) as snapshot:
             digests.add(snapshot.commit.version.digest)
     assert len(digests) == 1 and None not in digests
 

@@ -10,7 +10,7 @@ import pytest
 
 from liveweight.errors import LiveWeightError, SnapshotDamaged, SnapshotNotFound
 from liveweight.transports.snapshot.disk.names import COMMIT
-from liveweight.transports.snapshot.disk.open_snapshot import Snapshot
+from liveweight.transports.snapshot.disk.open_snapshot import OpenSnapshot
 from liveweight.transports.snapshot.disk.store import Store
 from liveweight.transports.snapshot.disk.writer import WriteSettings
 from liveweight.transports.snapshot.verify import verify
@@ -36,7 +36,7 @@ def refused(path: Path, match: str) -> None:
     """By whoever reads it, and by whoever only looks."""
     with pytest.raises(SnapshotDamaged, match=match):
         restored(path, world=2)
-    with pytest.raises(SnapshotDamaged, match=match), Snapshot(path) as snapshot:
+    with pytest.raises(SnapshotDamaged, match=match), OpenSnapshot(path) as snapshot:
         verify(snapshot)
 
 
@@ -46,7 +46,7 @@ def test_a_flipped_bit_anywhere_in_a_part_is_refused(path: Path, name: str, wher
     size = (path / name).stat().st_size
     flip(path / name, int(where * size))
     # A bit of the id that a header carries makes it another snapshot's.
-    with pytest.raises(SnapshotDamaged, match=f"{name} (corrupted|stale)"), Snapshot(path) as snapshot:
+    with pytest.raises(SnapshotDamaged, match=f"{name} (corrupted|stale)"), OpenSnapshot(path) as snapshot:
         verify(snapshot)
     try:
         assert same(restored(path, world=2)[0], weights(1))  # a copy that is on both ranks is read from one
@@ -144,7 +144,7 @@ def test_without_its_commit_file_a_snapshot_does_not_exist(path: Path) -> None:
     with pytest.raises(SnapshotNotFound, match="not complete"):
         restored(path, world=2)
     with pytest.raises(SnapshotNotFound, match=COMMIT):
-        Snapshot(path)
+        OpenSnapshot(path)
     with pytest.raises(SnapshotNotFound, match="not complete"):
         Store(path.parent).newest()
 
@@ -161,5 +161,5 @@ def test_all_problems_are_named_at_once(path: Path) -> None:
     (path / PARTS[0]).unlink()
     shutil.copy(path / PARTS[1], path / "model_state.tp7.7.part0.pdparams")
     with pytest.raises(SnapshotDamaged) as caught:
-        Snapshot(path)
+        OpenSnapshot(path)
     assert caught.value.problems == (f"{PARTS[0]} missing", "model_state.tp7.7.part0.pdparams extra")

@@ -26,13 +26,13 @@ from liveweight.errors import (
 from liveweight.spec.deadline import Deadline
 from liveweight.spec.manifest import Manifest, Version
 from liveweight.transports.snapshot.disk.names import COMMIT, WRITING
-from liveweight.transports.snapshot.disk.open_snapshot import Snapshot
+from liveweight.transports.snapshot.disk.open_snapshot import OpenSnapshot
 from liveweight.transports.snapshot.disk.store import Store
-from liveweight.transports.snapshot.disk.writer import Cancelled, Image, Progress, RankWriter, Stop
+from liveweight.transports.snapshot.disk.writer import Image, Progress, RankWriter, Stop, WritingCancelled
 from liveweight.transports.snapshot.export import export
 from liveweight.transports.snapshot.offer_record import offer_of
 from liveweight.transports.snapshot.reader import SnapshotReader
-from liveweight.transports.snapshot.save import Background, Saved, save
+from liveweight.transports.snapshot.save import Background, SavedSnapshot, save
 from tests.support.snapshots import FULL, SETTINGS, SPECS, restored, same, save_label, sharded, weights
 from tests.support.wire import SECRET, leaving_nothing, soon
 
@@ -69,20 +69,20 @@ def test_a_snapshot_that_is_read_is_not_pruned_and_is_as_soon_as_it_is_not(tmp_p
     store = Store(tmp_path)
     old, new = save_label(store, 1), save_label(store, 2)
     with leaving_nothing():
-        with Snapshot(old) as snapshot:
+        with OpenSnapshot(old) as snapshot:
             assert store.prune(1).in_use == (old,)
             snapshot.check()
             assert same(restored(old)[0], weights(1))
         assert store.prune(1).removed == (old,)
     assert [entry.path for entry in store.listed()] == [new]
     with pytest.raises(SnapshotNotFound):
-        Snapshot(old)
+        OpenSnapshot(old)
 
 
 def test_a_reading_holds_its_snapshot_until_it_is_let_go(tmp_path: Path) -> None:
     store = Store(tmp_path)
     old, _ = save_label(store, 1), save_label(store, 2)
-    with Snapshot(old) as snapshot:
+    with OpenSnapshot(old) as snapshot:
         offer = offer_of(snapshot)
     memory = np.zeros(FULL.memories_bytes[0], dtype=np.uint8)
     with SnapshotReader(SECRET, choose().kernels) as reader:
@@ -99,7 +99,7 @@ def test_a_reading_holds_its_snapshot_until_it_is_let_go(tmp_path: Path) -> None
 def test_a_snapshot_that_was_replaced_by_force_is_noticed(tmp_path: Path) -> None:
     store = Store(tmp_path)
     old, new = save_label(store, 1), save_label(store, 2)
-    with Snapshot(old) as snapshot:
+    with OpenSnapshot(old) as snapshot:
         offer = offer_of(snapshot)
     shutil.rmtree(old)
     new.rename(old)
@@ -178,11 +178,13 @@ def test_copies_that_disagree_between_ranks_are_never_committed(tmp_path: Path) 
 
 def test_what_differs_from_the_expected_digests_is_never_committed(tmp_path: Path) -> None:
     store = Store(tmp_path)
-    with Snapshot(save_label(store, 1)) as snapshot:
+    with OpenSnapshot(save_label(store, 1)) as snapshot:
         expected: Manifest = snapshot.commit.manifest
     with pytest.raises(DigestMismatch, match="embed"):
         save(store, version(2), [image(2)], settings=SETTINGS, expected=expected)
-    assert isinstance(save(store, version(1), [image(1)], settings=SETTINGS, expected=expected), Saved)
+    assert isinstance(
+        save(store, version(1), [image(1)], settings=SETTINGS, expected=expected), SavedSnapshot
+    )
     assert len(store.listed()) == 2
 
 
@@ -207,7 +209,7 @@ def test_saving_in_the_background_is_cancelled_between_windows_and_leaves_nothin
         reached.set()
         assert go.wait(20)
 
-    def work(stop: Stop, _: Progress) -> Saved | Cancelled:
+    def work(stop: Stop, _: Progress) -> SavedSnapshot | WritingCancelled:
         return save(store, version(1), [image(1)], settings=SETTINGS, stop=stop, progress=hold)
 
     with leaving_nothing(), Background(work, what="a snapshot", total_bytes=5) as background:
@@ -217,7 +219,7 @@ def test_saving_in_the_background_is_cancelled_between_windows_and_leaves_nothin
         assert not background.done
         background.cancel()
         go.set()
-        assert isinstance(background.wait(soon()), Cancelled)
+        assert isinstance(background.wait(soon()), WritingCancelled)
     assert list(tmp_path.iterdir()) == []
 
 
@@ -232,7 +234,7 @@ def test_saving_in_the_background_says_what_came_of_it(tmp_path: Path) -> None:
         total_bytes=total,
     ) as background:
         saved = background.wait(soon())
-        assert isinstance(saved, Saved)
+        assert isinstance(saved, SavedSnapshot)
         assert background.done_bytes == total
     with (
         Background(lambda *_: 1 // 0, what="nothing", total_bytes=0) as failing,
@@ -248,7 +250,7 @@ def test_an_export_is_a_checkpoint_that_loads_bit_for_bit(tmp_path: Path, shard_
     like.mkdir()
     (like / "config.json").write_text("{}")
     (like / "model.safetensors").write_text("old weights")
-    with Snapshot(path) as snapshot:
+    with OpenSnapshot(path) as snapshot:
         written = export(snapshot, tmp_path / "out", shard_bytes=shard_bytes, like=like)
     assert written.verified
     names = {file.name for file in (tmp_path / "out").iterdir()}
@@ -265,7 +267,7 @@ def test_an_export_is_a_checkpoint_that_loads_bit_for_bit(tmp_path: Path, shard_
     if shard_bytes == 9_000:
         index = json.loads((tmp_path / "out" / "model.safetensors.index.json").read_text())
         assert set(index["weight_map"]) == {spec.name for spec in SPECS}
-    with Snapshot(path) as snapshot, pytest.raises(Refused, match="there already"):
+    with OpenSnapshot(path) as snapshot, pytest.raises(Refused, match="there already"):
         export(snapshot, tmp_path / "out")
 
 
@@ -275,7 +277,7 @@ def test_an_export_of_damaged_parts_leaves_no_directory(tmp_path: Path) -> None:
     data = bytearray(part.read_bytes())
     data[-1] ^= 1
     part.write_bytes(data)
-    with Snapshot(path) as snapshot, pytest.raises(Exception, match="corrupted"):
+    with OpenSnapshot(path) as snapshot, pytest.raises(Exception, match="corrupted"):
         export(snapshot, tmp_path / "out")
     assert {file.name for file in tmp_path.iterdir()} == {"store"}
     assert (path / COMMIT).exists()

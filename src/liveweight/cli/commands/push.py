@@ -14,7 +14,7 @@ from liveweight.cli.commands.operate import Timeout, Urls, label_of
 from liveweight.cli.exit_codes import FAILED
 from liveweight.cli.failures import line_of
 from liveweight.cli.mode_option import mode_option
-from liveweight.cli.progress import Line, ToldReplica
+from liveweight.cli.progress import ProgressLine, ProgressReplica
 from liveweight.cli.secrets import ControlKey, ControlKeyFile, SecretFile, key_of
 from liveweight.errors import Refused
 from liveweight.observe.events import OfferKind
@@ -62,9 +62,11 @@ def push(
     key, deadline = key_of(control_key, control_key_file, "control key"), Deadline.after(timeout)
     before = {url: EngineClient(url, key).weights(deadline) for url in urls}
     secret = load_or_create_secret(default_secret_file() if secret_file is None else secret_file)
-    lines = {url: Line(url, _write, alone=len(before) == 1) for url in before}
+    lines = {url: ProgressLine(url, _write, alone=len(before) == 1) for url in before}
     engines = [
-        ToldReplica(WireReplica(leader_of(url, said), secret), lines[url], ranks=said["tp"], verify=verify)
+        ProgressReplica(
+            WireReplica(leader_of(url, said), secret), lines[url], ranks=said["tp"], verify=verify
+        )
         for url, said in before.items()
     ]
     how: dict[str, Any] = {"offer": offer, "transfer_mode": transfer_mode, "verify": verify}
@@ -77,7 +79,7 @@ def push(
 
 
 @contextmanager
-def _told(before: Mapping[str, Mapping[str, Any]], lines: Collection[Line]) -> Iterator[None]:
+def _told(before: Mapping[str, Mapping[str, Any]], lines: Collection[ProgressLine]) -> Iterator[None]:
     """Ends the lines. A refusal also says what the engines serve, since nothing was touched."""
     try:
         yield
@@ -90,7 +92,7 @@ def _told(before: Mapping[str, Mapping[str, Any]], lines: Collection[Line]) -> I
         _end(lines)
 
 
-def _end(lines: Collection[Line]) -> None:
+def _end(lines: Collection[ProgressLine]) -> None:
     """No more steps."""
     for line in lines:
         line.end()

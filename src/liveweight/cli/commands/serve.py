@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Literal, NoReturn, TypeAlias
 
 import typer
 
-from liveweight.cli.commands.serve_settings import Front, settings_of
+from liveweight.cli.commands.serve_settings import ServerSettings, settings_of
 from liveweight.cli.exit_codes import DONE, RANK_LOST
 from liveweight.cli.failures import line_of
 from liveweight.cli.mode_option import mode_option
@@ -29,9 +29,9 @@ if TYPE_CHECKING:
 
     from liveweight.engine.config import EngineConfig
     from liveweight.observe.bus import Bus
-    from liveweight.server.engine_port import Engine
+    from liveweight.server.engine_port import EnginePort
 
-    Start: TypeAlias = Callable[[EngineConfig, Bus], Engine]
+    Start: TypeAlias = Callable[[EngineConfig, Bus], EnginePort]
 
 _NEEDED = ("fastapi", "jinja2", "tokenizers", "torch", "uvicorn")
 
@@ -199,7 +199,7 @@ def serve(
     run(config, front, _start)
 
 
-def run(config: EngineConfig, front: Front, start: Start) -> None:
+def run(config: EngineConfig, front: ServerSettings, start: Start) -> None:
     """Bind, start, serve, stop. Exits with a code of its own after a lost rank; raises what kept it from starting."""
     try:
         from prometheus_client import CollectorRegistry
@@ -229,16 +229,18 @@ def run(config: EngineConfig, front: Front, start: Start) -> None:
 
 
 async def _serve(
-    engine: Engine, front: Front, bound: socket.socket, registry: CollectorRegistry
+    engine: EnginePort, front: ServerSettings, bound: socket.socket, registry: CollectorRegistry
 ) -> LiveWeightError | None:
     from liveweight.server.app import build_app
-    from liveweight.server.request_guard import Access
-    from liveweight.server.server import Ending, Serving, serve, url_of
+    from liveweight.server.request_guard import AccessRules
+    from liveweight.server.server import Ending, ServerTimes, serve, url_of
 
     ending = Ending()
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, ending.ask)
-    access = Access(api_key=front.api_key, control_key=front.control_key, max_body_bytes=front.max_body_bytes)
+    access = AccessRules(
+        api_key=front.api_key, control_key=front.control_key, max_body_bytes=front.max_body_bytes
+    )
     first: list[APIRouter] = []
     if front.fastdeploy is not None:
         from liveweight.integrations.fastdeploy import routes as fastdeploy
@@ -248,13 +250,13 @@ async def _serve(
         for note in front.fastdeploy.notes:
             print(note, file=sys.stderr)
     app = build_app(engine, registry=registry, access=access, first=first)
-    serving = Serving(grace_s=front.grace_s, access_log=front.access_log)
+    serving = ServerTimes(grace_s=front.grace_s, access_log=front.access_log)
     updates = "no updates" if engine.address is None else f"updates at {engine.address}"
     line = f"serving {engine.name} on {url_of(bound)}, tp {engine.config.tp}, {updates}"
     return await serve(engine, app, bound, serving, ready=lambda: print(line, flush=True), ending=ending)
 
 
-def _start(config: EngineConfig, bus: Bus) -> Engine:
+def _start(config: EngineConfig, bus: Bus) -> EnginePort:
     try:
         from liveweight.engine.engine import Engine
         from liveweight.engine.recovery.restarting_engine import RestartingEngine
@@ -266,7 +268,7 @@ def _start(config: EngineConfig, bus: Bus) -> Engine:
 
 
 @contextmanager
-def _started(config: EngineConfig, start: Start, bus: Bus) -> Iterator[Engine]:
+def _started(config: EngineConfig, start: Start, bus: Bus) -> Iterator[EnginePort]:
     engine = start(config, bus)
     try:
         yield engine

@@ -25,7 +25,7 @@ _AS_THEY_ARE = (
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Front:
+class ServerSettings:
     """What the server is told beside the engine's configuration."""
 
     host: str = "127.0.0.1"
@@ -38,11 +38,11 @@ class Front:
     fastdeploy: FastDeploySettings | None = None
 
 
-def settings_of(given: Mapping[str, Any]) -> tuple[EngineConfig, Front]:
+def settings_of(given: Mapping[str, Any]) -> tuple[EngineConfig, ServerSettings]:
     """Both, from the options by their names. EngineConfigInvalid where they contradict each other."""
     from liveweight.engine.config import EngineConfig, Restarts
 
-    front = Front(
+    front = ServerSettings(
         host=given["host"],
         port=given["port"],
         api_key=key_of(given["api_key"], given["api_key_file"]),

@@ -19,10 +19,10 @@ from liveweight.errors import SnapshotNotFound
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from liveweight.transports.snapshot.disk.format import Commit
-    from liveweight.transports.snapshot.disk.open_snapshot import Snapshot
-    from liveweight.transports.snapshot.disk.store import Listed, Store
-    from liveweight.transports.snapshot.save import Saved
+    from liveweight.transports.snapshot.disk.format import CommitFile
+    from liveweight.transports.snapshot.disk.open_snapshot import OpenSnapshot
+    from liveweight.transports.snapshot.disk.store import Store, StoredSnapshot
+    from liveweight.transports.snapshot.save import SavedSnapshot
 
 app = typer.Typer(no_args_is_help=True)
 
@@ -68,7 +68,7 @@ def save(
     from liveweight.spec.manifest import Version
     from liveweight.transports.snapshot.disk.store import Store
     from liveweight.transports.snapshot.disk.writer import WriteSettings
-    from liveweight.transports.snapshot.save import Saved
+    from liveweight.transports.snapshot.save import SavedSnapshot
     from liveweight.transports.snapshot.save import save as write
 
     images, began_s = checkpoint_images(directory, tp), time.monotonic()
@@ -77,11 +77,11 @@ def save(
         saved = write(
             Store(store), Version(run=run, label=version), images, settings=settings, progress=progress
         )
-    if isinstance(saved, Saved):  # nobody cancels it here
+    if isinstance(saved, SavedSnapshot):  # nobody cancels it here
         _tell_saved(saved, time.monotonic() - began_s, as_json)
 
 
-def _tell_saved(saved: Saved, took_s: float, as_json: bool) -> None:
+def _tell_saved(saved: SavedSnapshot, took_s: float, as_json: bool) -> None:
     if as_json:
         _print_json({**_facts(saved.path, saved.commit), "took_s": took_s})
     else:
@@ -224,15 +224,15 @@ def _store(directory: Path) -> Store:
     return Store(directory)
 
 
-def _opened(place: Path) -> Snapshot:
+def _opened(place: Path) -> OpenSnapshot:
     """The snapshot of a directory, or the newest of a store."""
     from liveweight.transports.snapshot.disk.names import COMMIT, sequence_of
-    from liveweight.transports.snapshot.disk.open_snapshot import Snapshot
+    from liveweight.transports.snapshot.disk.open_snapshot import OpenSnapshot
     from liveweight.transports.snapshot.disk.store import Store
 
     if (place / COMMIT).exists() or sequence_of(place.name) is not None:
-        return Snapshot(place)
-    return Snapshot(Store(place).newest())
+        return OpenSnapshot(place)
+    return OpenSnapshot(Store(place).newest())
 
 
 @contextmanager
@@ -256,7 +256,7 @@ def _line(step: str, total_bytes: int, *, quiet: bool) -> Iterator[Callable[[int
             print("\r\033[K", end="", file=sys.stderr, flush=True)
 
 
-def _facts(path: Path, commit: Commit) -> dict[str, Any]:
+def _facts(path: Path, commit: CommitFile) -> dict[str, Any]:
     return {
         "path": str(path),
         "complete": True,
@@ -272,17 +272,17 @@ def _facts(path: Path, commit: Commit) -> dict[str, Any]:
     }
 
 
-def _listed(entry: Listed) -> dict[str, Any]:
+def _listed(entry: StoredSnapshot) -> dict[str, Any]:
     if entry.commit is None:
         return {"path": str(entry.path), "complete": False, "writing": entry.writing}
     return _facts(entry.path, entry.commit)
 
 
-def _state(entry: Listed) -> str:
+def _state(entry: StoredSnapshot) -> str:
     return "being written" if entry.writing else "not complete: its writer is gone"
 
 
-def _told(commit: Commit) -> str:
+def _told(commit: CommitFile) -> str:
     tensors = f"{len(commit.manifest.tensors)} tensors"
     ranks = f"{len(commit.ranks)} rank{'s' if len(commit.ranks) > 1 else ''}"
     parts = (str(commit.version), tensors, ranks, f"{commit.weights_bytes / 1e6:.1f} MB")

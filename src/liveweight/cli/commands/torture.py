@@ -17,7 +17,7 @@ from liveweight.cli.exit_codes import FAILED, INTERRUPTED
 from liveweight.errors import MissingExtra
 
 if TYPE_CHECKING:
-    from liveweight.lab.torture.targets.target import Target
+    from liveweight.lab.torture.targets.target import TortureTarget
     from liveweight.lab.torture.torture import TortureResult
 
 _NEEDED = ("torch", "tokenizers")
@@ -96,7 +96,7 @@ def verdict(result: TortureResult) -> str:
     return "\n".join(lines)
 
 
-def _progress(number: int, target: Target) -> None:
+def _progress(number: int, target: TortureTarget) -> None:
     """On a terminal, one line that grows old."""
     if sys.stderr.isatty():
         tally = target.tally

@@ -17,12 +17,12 @@ from liveweight.errors import MissingExtra
 
 if TYPE_CHECKING:
     from liveweight.integrations.vllm.server_process import VllmLaunching
-    from liveweight.lab.demo.demo import Outcome
+    from liveweight.lab.demo.demo import DemoOutcome
     from liveweight.lab.demo.records import Listener
     from liveweight.lab.demo.settings import DemoSettings, Launching
     from liveweight.lab.demo.trainer_rounds import MakePublisher
     from liveweight.lab.demo.watched_replica import WatchedReplica
-    from liveweight.trainer.publisher import Publisher
+    from liveweight.trainer.publisher import RoundPublisher
 
 ROUND_S, LEASE_S = 30.0, 3.0
 _NEEDED = ("fastapi", "jinja2", "tokenizers", "torch", "transformers", "uvicorn")
@@ -148,17 +148,17 @@ def _import_all() -> None:
     torch.set_num_threads(1)  # the engine's ranks need the other cores
 
 
-def play(settings: DemoSettings, say: Listener, vllm_python: Path | None = None) -> Outcome | None:
+def play(settings: DemoSettings, say: Listener, vllm_python: Path | None = None) -> DemoOutcome | None:
     """Run it, and tell `say` of it. None after Ctrl-C; nothing of the demo is left then."""
     from liveweight.cli.signals import stopped_by_signals
     from liveweight.lab.demo.demo import run_demo
-    from liveweight.lab.demo.stopping import Stop, Stopped
+    from liveweight.lab.demo.stopping import RunStopped, Stop
 
     launching = _launching(vllm_python if settings.engine == "vllm" else None)
     with Stop() as stop, stopped_by_signals(stop):
         try:
             return run_demo(settings, launching, _publishers(settings), say=say, stop=stop)
-        except Stopped:
+        except RunStopped:
             return None
 
 
@@ -187,7 +187,7 @@ def _publishers(settings: DemoSettings) -> Callable[[Path], MakePublisher]:
     from liveweight.api import Publisher as ApiPublisher
 
     def for_directory(directory: Path) -> MakePublisher:
-        def make(model: object, fleet: Sequence[WatchedReplica]) -> Publisher:
+        def make(model: object, fleet: Sequence[WatchedReplica]) -> RoundPublisher:
             return ApiPublisher(
                 model,
                 engines=fleet,
@@ -205,7 +205,7 @@ def _publishers(settings: DemoSettings) -> Callable[[Path], MakePublisher]:
     return for_directory
 
 
-def _report(outcome: Outcome, settings: DemoSettings, out: Path) -> Path:
+def _report(outcome: DemoOutcome, settings: DemoSettings, out: Path) -> Path:
     from liveweight.lab.demo.report.page import write_report
 
     return write_report(out, outcome, settings)

@@ -17,7 +17,16 @@ from rich.table import Table
 from rich.text import Text
 
 from liveweight.cli.demo.view import TITLES, summary_lines
-from liveweight.lab.demo.records import STAGES, Phase, Reached, Record, Stage, Step, Summary, Warmed
+from liveweight.lab.demo.records import (
+    STAGES,
+    Phase,
+    Record,
+    Stage,
+    StepReached,
+    Summary,
+    TrainingStep,
+    Warmed,
+)
 
 if TYPE_CHECKING:
     from liveweight.lab.demo.settings import DemoSettings
@@ -34,7 +43,7 @@ COLOURS: dict[Stage, str] = {
 }
 
 
-class Picture:
+class TerminalPicture:
     """The live picture, while the `with` lasts. `hear` is for any thread."""
 
     def __init__(self, settings: DemoSettings) -> None:
@@ -42,7 +51,7 @@ class Picture:
         self._lock = threading.Lock()
         self._phase = Phase(at_s=0.0, name="start")
         self._warmed: Warmed | None = None
-        self._steps: list[Step] = []
+        self._steps: list[TrainingStep] = []
         self._reached: dict[tuple[int, Stage], float] = {}
         self._summary: Summary | None = None
         self._live = Live(get_renderable=self.draw, refresh_per_second=8)
@@ -55,9 +64,9 @@ class Picture:
                     self._phase = record
                 case Warmed():
                     self._warmed = record
-                case Step():
+                case TrainingStep():
                     self._steps.append(record)
-                case Reached():
+                case StepReached():
                     if record.stage == "open":
                         self._reached = {k: v for k, v in self._reached.items() if k[0] != record.replica}
                     self._reached[record.replica, record.stage] = record.took_ms
@@ -104,13 +113,13 @@ def sparkline(values: Sequence[float], width: int = WIDTH) -> str:
     return "".join(LEVELS[round(min(1.0, max(0.0, mean)) * (len(LEVELS) - 1))] for mean in means)
 
 
-def _curve(run: str, steps: Sequence[Step], colour: str) -> Text:
+def _curve(run: str, steps: Sequence[TrainingStep], colour: str) -> Text:
     rewards = [step.reward for step in steps if step.run == run]
     last = f"{rewards[-1]:.2f}" if rewards else "   -"
     return Text.assemble(f"{run:8}reward ", (last, f"bold {colour}"), " ", (sparkline(rewards), colour))
 
 
-def _figures(step: Step, steps: Sequence[Step]) -> Table:
+def _figures(step: TrainingStep, steps: Sequence[TrainingStep]) -> Table:
     rounds = [one for s in steps for one in s.rounds if one.problem is None]
     table = Table.grid(padding=(0, 3))
     stall = f"{rounds[-1].stall_ms:.1f} ms" if rounds else "-"

@@ -14,10 +14,10 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-from liveweight.lab.torn_demo.judge import Counts, Kind
+from liveweight.lab.torn_demo.judge import Kind, TokenCounts
 
 if TYPE_CHECKING:
-    from liveweight.lab.torn_demo.torn_demo import Side, TornSettings, View
+    from liveweight.lab.torn_demo.torn_demo import Side, TornSettings, TornView
 
 STYLES: dict[Kind, str] = {"old": "", "new": "green", "neither": "bold red"}
 ANSWERS_SHOWN, NOTES_SHOWN, REFRESHES_PER_S = 6, 5, 8
@@ -53,7 +53,7 @@ class TerminalView:
         self._lock = threading.Lock()
         self._answers: dict[str, deque[Text]] = {side: deque(maxlen=ANSWERS_SHOWN) for side in self._titles}
         self._notes: dict[str, deque[str]] = {side: deque(maxlen=NOTES_SHOWN) for side in self._titles}
-        self._counts = {side: Counts() for side in self._titles}
+        self._counts = {side: TokenCounts() for side in self._titles}
 
     def note(self, side: Side | None, text: str) -> None:
         """See View."""
@@ -68,7 +68,7 @@ class TerminalView:
             line.append(word, STYLES[kind])
         with self._lock:
             self._answers[side].append(line)
-            self._counts[side] += Counts.of(kinds)
+            self._counts[side] += TokenCounts.of(kinds)
 
     def __rich__(self) -> RenderableType:
         """As it is now."""
@@ -95,7 +95,7 @@ class TerminalView:
 
 
 @contextmanager
-def viewing(settings: TornSettings, *, silent: bool) -> Iterator[View]:
+def viewing(settings: TornSettings, *, silent: bool) -> Iterator[TornView]:
     """The view that fits where the output goes."""
     console = Console()
     if silent:

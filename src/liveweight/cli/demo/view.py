@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from dataclasses import asdict
 from typing import TYPE_CHECKING
 
-from liveweight.lab.demo.records import Phase, Record, Step, Summary, Warmed
+from liveweight.lab.demo.records import Phase, Record, Summary, TrainingStep, Warmed
 
 if TYPE_CHECKING:
     from liveweight.lab.demo.records import Listener
@@ -30,9 +30,9 @@ def viewing(settings: DemoSettings, *, as_json: bool) -> Iterator[Listener]:
     if as_json:
         yield say_json
     elif sys.stdout.isatty():
-        from liveweight.cli.demo.terminal_picture import Picture
+        from liveweight.cli.demo.terminal_picture import TerminalPicture
 
-        with Picture(settings) as picture:
+        with TerminalPicture(settings) as picture:
             yield picture.hear
     else:
         yield say_line
@@ -40,7 +40,7 @@ def viewing(settings: DemoSettings, *, as_json: bool) -> Iterator[Listener]:
 
 def say_json(record: Record) -> None:
     """An object per step; the summary is the last."""
-    if isinstance(record, Step | Summary):
+    if isinstance(record, TrainingStep | Summary):
         print(json.dumps(asdict(record)), flush=True)
 
 
@@ -51,7 +51,7 @@ def say_line(record: Record) -> None:
             print(f"{TITLES[name]}{f': {detail}' if detail else ''}", flush=True)
         case Warmed(step=step, steps=steps, loss=loss) if step == steps:
             print(f"warm-up: {steps} steps, loss {loss:.2f}", flush=True)
-        case Step():
+        case TrainingStep():
             print(step_line(record), flush=True)
             for fault in record.faults:
                 print(f"  survived: {fault.what}; back after {fault.recovered_ms / 1e3:.1f} s", flush=True)
@@ -61,7 +61,7 @@ def say_line(record: Record) -> None:
             return
 
 
-def step_line(step: Step) -> str:
+def step_line(step: TrainingStep) -> str:
     """A step in one line."""
     stalls = [one.stall_ms for one in step.rounds if one.problem is None]
     stall = f"stall {max(stalls):5.1f} ms" if stalls else "stall     -   "

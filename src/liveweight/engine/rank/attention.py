@@ -113,7 +113,7 @@ class AttentionKernels(Protocol):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Chosen:
+class ChosenAttention:
     """An implementation, its name, and why it is not the native one; None if it is."""
 
     kernels: AttentionKernels
@@ -121,7 +121,7 @@ class Chosen:
     reason: str | None = None
 
 
-def choose(dtype: torch.dtype, device: torch.device) -> Chosen:
+def choose(dtype: torch.dtype, device: torch.device) -> ChosenAttention:
     """The C kernels; torch's operators where those were not built, or do not know the device or dtype."""
     from liveweight.engine.rank.attention_torch import TorchAttention
 
@@ -129,12 +129,12 @@ def choose(dtype: torch.dtype, device: torch.device) -> Chosen:
     try:
         from liveweight.engine.rank.attention_native import DTYPES, NativeAttention
     except ImportError as error:
-        return Chosen(kernels=fallback, name=fallback.name, reason=str(error))
+        return ChosenAttention(kernels=fallback, name=fallback.name, reason=str(error))
     if device.type != "cpu" or dtype not in DTYPES:
         reason = f"the C kernels have no pages of {dtype} on {device}"
-        return Chosen(kernels=fallback, name=fallback.name, reason=reason)
+        return ChosenAttention(kernels=fallback, name=fallback.name, reason=reason)
     native = NativeAttention()
-    return Chosen(kernels=native, name=native.name)
+    return ChosenAttention(kernels=native, name=native.name)
 
 
 class PagedAttention:
@@ -154,7 +154,7 @@ class PagedAttention:
         block_tokens: int,
         dtype: torch.dtype,
         device: torch.device | str,
-        chosen: Chosen | None = None,
+        chosen: ChosenAttention | None = None,
     ) -> None:
         if min(layers, kv_heads, heads, head_dim, blocks, block_tokens) < 1 or heads % kv_heads:
             raise ValueError(

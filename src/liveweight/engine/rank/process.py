@@ -23,20 +23,20 @@ from liveweight.engine.rank.hooks import hooks_of
 from liveweight.engine.rank.rank_group import meet
 from liveweight.engine.rank.sleep import RankSleep
 from liveweight.engine.rank.slots import Slots
-from liveweight.engine.rank.start_version import Start, loaded
-from liveweight.engine.rank.step_runner import Runner
-from liveweight.engine.serving.step_channel import Pipe
+from liveweight.engine.rank.start_version import StartVersion, loaded
+from liveweight.engine.rank.step_runner import StepRunner
+from liveweight.engine.serving.step_channel import StepChannel
 from liveweight.engine.serving.step_stream import (
     Begin,
     Entry,
-    Exchange,
-    GiveBack,
     RankFailed,
-    Ready,
+    RankReady,
+    ReleaseMemory,
+    RestoreMemory,
     SaveImage,
     Setup,
     Step,
-    TakeBack,
+    Swap,
     weights_text,
 )
 from liveweight.engine.updates.live_updates import RankUpdates
@@ -44,7 +44,7 @@ from liveweight.errors import ChannelClosed, LiveWeightError, MessageInvalid, To
 from liveweight.observe.bus import Bus
 from liveweight.wire.credentials import Secret, load_or_create_secret
 from liveweight.wire.messages.values import fault_of
-from liveweight.worker.join import Content
+from liveweight.worker.join import JoinContent
 
 if TYPE_CHECKING:
     from liveweight.engine.models.model import Model
@@ -59,7 +59,7 @@ def main(descriptor: int, *, parent: int | None, bus: Bus | None = None) -> None
     if parent is not None:
         _end_with(parent)
     with socket.socket(fileno=descriptor) as end:
-        pipe: Pipe[Entry] = Pipe(end, Entry, peer="the scheduler")
+        pipe: StepChannel[Entry] = StepChannel(end, Entry, peer="the scheduler")
         rank, step = -1, "start"
         try:
             setup = pipe.receive()
@@ -75,8 +75,8 @@ def main(descriptor: int, *, parent: int | None, bus: Bus | None = None) -> None
 
 
 def _prepare(
-    setup: Setup, pipe: Pipe[Entry], stack: ExitStack, bus: Bus
-) -> tuple[Runner, RankUpdates | None, RankSleep]:
+    setup: Setup, pipe: StepChannel[Entry], stack: ExitStack, bus: Bus
+) -> tuple[StepRunner, RankUpdates | None, RankSleep]:
     """Everything before the first step: threads, the other ranks, weights and their name, cache, the rounds' leader."""
     import torch
 
@@ -86,7 +86,7 @@ def _prepare(
     start = _named(setup, model, pipe)
     attention = _attention(setup, model)
     slots = Slots(config.max_running, context=setup.context, block_tokens=config.block_tokens)
-    runner = Runner(model, attention, slots, weights=weights_text(start.version), speaks=setup.rank == 0)
+    runner = StepRunner(model, attention, slots, weights=weights_text(start.version), speaks=setup.rank == 0)
     updates = None
     if config.updates is not None:
         updates = RankUpdates(
@@ -104,7 +104,7 @@ def _prepare(
         if config.snapshots is not None:
             pace_bytes_per_s = config.updates.pace_bytes_per_s
             updates.save_to(config.snapshots, config.start_timeout_s, pace_bytes_per_s=pace_bytes_per_s)
-    pipe.send(Ready(setup.rank, runner.weights, attention.name))
+    pipe.send(RankReady(setup.rank, runner.weights, attention.name))
     return runner, updates, _sleep(setup, model, attention, hooks, updates)
 
 
@@ -145,7 +145,7 @@ def _attention(setup: Setup, model: Model) -> PagedAttention:
     )
 
 
-def _named(setup: Setup, model: Model, pipe: Pipe[Entry]) -> Start:
+def _named(setup: Setup, model: Model, pipe: StepChannel[Entry]) -> StartVersion:
     """Tell what was loaded, and hear what all ranks' parts together are called. Rank 0 will tell the leader their digests."""
     config = setup.config
     own = loaded(model, device=config.device, threads=config.threads, timeout_s=config.start_timeout_s)
@@ -154,7 +154,7 @@ def _named(setup: Setup, model: Model, pipe: Pipe[Entry]) -> Start:
     if not isinstance(begin, Begin):
         raise MessageInvalid(f"after Setup comes Begin, not {type(begin).__name__}")
     manifest = begin.manifest if setup.rank == 0 else None
-    return Start(version=begin.version, content=Content(lanes=own.lanes, manifest=manifest))
+    return StartVersion(version=begin.version, content=JoinContent(lanes=own.lanes, manifest=manifest))
 
 
 def _model(setup: Setup) -> tuple[Model, tuple[Hook, ...]]:
@@ -181,7 +181,9 @@ def _model(setup: Setup) -> tuple[Model, tuple[Hook, ...]]:
     return model, hooks
 
 
-def _follow(pipe: Pipe[Entry], runner: Runner, updates: RankUpdates | None, sleep: RankSleep) -> None:
+def _follow(
+    pipe: StepChannel[Entry], runner: StepRunner, updates: RankUpdates | None, sleep: RankSleep
+) -> None:
     """Carry out entries until the stream ends."""
     while True:
         try:
@@ -195,17 +197,17 @@ def _follow(pipe: Pipe[Entry], runner: Runner, updates: RankUpdates | None, slee
                 raise Torn("a step came for weights that are a mixture")
             case Step():
                 runner.run(entry, pipe.send)
-            case Exchange() if updates is not None:
+            case Swap() if updates is not None:
                 exchanged = updates.carry_out(entry)
                 runner.weights = exchanged.weights
                 pipe.send(exchanged)
-            case SaveImage() | GiveBack() | TakeBack():
+            case SaveImage() | ReleaseMemory() | RestoreMemory():
                 pipe.send(sleep.carry_out(entry, runner.weights))
             case _:
                 raise MessageInvalid(f"{type(entry).__name__} is not for this rank now")
 
 
-def _last_word(pipe: Pipe[Entry], error: Exception, *, rank: int, step: str) -> None:
+def _last_word(pipe: StepChannel[Entry], error: Exception, *, rank: int, step: str) -> None:
     if not isinstance(error, LiveWeightError):
         logging.getLogger("liveweight").error("rank %d failed in %s", rank, step, exc_info=error)
         error = LiveWeightError(f"{type(error).__name__}: {error}")

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from liveweight.engine.models.forward import Group, Solo
-from liveweight.engine.rank.shared_memory_group import SegmentUnshared, SharedGroup, Store
+from liveweight.engine.rank.shared_memory_group import RendezvousStore, SegmentUnshared, SharedGroup
 from liveweight.errors import ChannelClosed, Unavailable
 
 if TYPE_CHECKING:
@@ -36,13 +36,13 @@ def meet(*, rank: int, size: int, meeting: Path, device: str, timeout_s: float) 
         )
     try:
         store: Any = dist.FileStore(str(meeting), size)  # type: ignore[attr-defined]
-        ranks = Ranks(collectives(dist, backend, rank, size, store, timeout_s), rank=rank, size=size)
+        ranks = RankGroup(collectives(dist, backend, rank, size, store, timeout_s), rank=rank, size=size)
         return ranks if backend == "nccl" else _nearer(ranks, store, timeout_s)
     except RuntimeError as error:
         raise ChannelClosed(f"the ranks did not meet: {error}") from error
 
 
-def _nearer(ranks: Ranks, store: Store, timeout_s: float) -> Group:
+def _nearer(ranks: RankGroup, store: RendezvousStore, timeout_s: float) -> Group:
     """Shared memory in place of sockets, where its C part was built and every rank can map it: so for all ranks, or for none."""
     try:
         return SharedGroup(ranks, store, timeout_s=timeout_s)
@@ -79,7 +79,7 @@ class Collectives(Protocol):
         """Everybody's inputs, on everybody."""
 
 
-class Ranks:
+class RankGroup:
     """One rank's end of a group of several."""
 
     def __init__(self, group: Collectives, *, rank: int, size: int) -> None:

@@ -21,7 +21,7 @@ _SHORTLIST = 256
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Choice:
+class SampledToken:
     """One row's token, and its logprob and alternatives (id, logprob) where they were asked for."""
 
     token: int
@@ -37,7 +37,7 @@ def uniform(seed: int, position: int) -> float:
     return float((z ^ (z >> 31)) >> 11) / float(1 << 53)
 
 
-def sample(logits: torch.Tensor, draws: Sequence[Draw], positions: Sequence[int]) -> list[Choice]:
+def sample(logits: torch.Tensor, draws: Sequence[Draw], positions: Sequence[int]) -> list[SampledToken]:
     """One choice per row of `logits` [rows, vocab], float32; `positions` are those of the tokens to choose."""
     tokens = logits.argmax(dim=-1).tolist()
     warm = [row for row, draw in enumerate(draws) if draw.temperature > 0 and draw.top_k != 1]
@@ -48,7 +48,7 @@ def sample(logits: torch.Tensor, draws: Sequence[Draw], positions: Sequence[int]
     for row in set(warm) - set(plain):
         tokens[row] = _cut(logits[row], draws[row], uniform(draws[row].seed, positions[row]))
     if all(draw.logprobs is None for draw in draws):
-        return [Choice(token=token) for token in tokens]
+        return [SampledToken(token=token) for token in tokens]
     return _with_logprobs(logits, tokens, [draw.logprobs for draw in draws])
 
 
@@ -85,14 +85,16 @@ def _cut(logits: torch.Tensor, draw: Draw, wanted: float) -> int:
     return int(ids[min(index, kept - 1)])
 
 
-def _with_logprobs(logits: torch.Tensor, tokens: Sequence[int], counts: Sequence[int | None]) -> list[Choice]:
+def _with_logprobs(
+    logits: torch.Tensor, tokens: Sequence[int], counts: Sequence[int | None]
+) -> list[SampledToken]:
     choices = []
     for row, (token, count) in enumerate(zip(tokens, counts, strict=True)):
         if count is None:
-            choices.append(Choice(token=token))
+            choices.append(SampledToken(token=token))
             continue
         logprobs = logits[row].log_softmax(dim=-1)
         best = logprobs.topk(min(count, logprobs.shape[-1])) if count else None
         top = () if best is None else tuple(zip(best.indices.tolist(), best.values.tolist(), strict=True))
-        choices.append(Choice(token=token, logprob=float(logprobs[token]), top=top))
+        choices.append(SampledToken(token=token, logprob=float(logprobs[token]), top=top))
     return choices

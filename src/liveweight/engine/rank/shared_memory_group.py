@@ -25,7 +25,7 @@ class SegmentUnshared(Exception):
     """A rank could not map the others' memory: a hardened /proc, another namespace."""
 
 
-class Store(Protocol):
+class RendezvousStore(Protocol):
     """Where ranks leave word for each other at the start."""
 
     def set(self, key: str, value: str) -> None:
@@ -38,7 +38,7 @@ class Store(Protocol):
 class SharedGroup:
     """One rank's end. `others` is the group for what does not fit: larger parts, other dtypes."""
 
-    def __init__(self, others: Group, store: Store, *, timeout_s: float) -> None:
+    def __init__(self, others: Group, store: RendezvousStore, *, timeout_s: float) -> None:
         from liveweight.engine import _shared
 
         self._native, self._others, self._timeout_s = _shared, others, timeout_s
@@ -92,7 +92,7 @@ class SharedGroup:
             raise ChannelClosed(f"rank {missing} did not come within {self._timeout_s:.0f} s")
 
 
-def _segment(store: Store, *, rank: int, size: int) -> mmap.mmap:
+def _segment(store: RendezvousStore, *, rank: int, size: int) -> mmap.mmap:
     """Rank 0's memory, mapped by all; it has no name, and is gone when the last rank is. SegmentUnshared, on every rank, where
     one could not map it."""
     bytes_needed = HEADER_BYTES + 2 * size * SLOT_BYTES

@@ -12,10 +12,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from liveweight.devices.copy_threads import Crew
+from liveweight.devices.copy_threads import CopyThreads
 from liveweight.devices.device import Device
 from liveweight.devices.memory import Memory
-from liveweight.engine.serving.step_stream import GiveBack, Nap, Rested, SaveImage, TakeBack
+from liveweight.engine.serving.step_stream import Nap, ReleaseMemory, RestoreMemory, SaveImage, SleepStepDone
 from liveweight.errors import DigestMismatch, LiveWeightError, Unavailable, WrongState
 from liveweight.spec.deadline import Deadline
 from liveweight.spec.digest import Lanes
@@ -49,16 +49,16 @@ class RankSleep:
     fence: Fence
     _lanes: Lanes | None = None
 
-    def carry_out(self, entry: Nap, weights: str) -> Rested:
+    def carry_out(self, entry: Nap, weights: str) -> SleepStepDone:
         """Do it; what cannot be done is told. Whether others could is the engine's to judge."""
         deadline = Deadline.after(entry.timeout_s)
         try:
             match entry:
                 case SaveImage():
                     size_bytes = self._save(entry, deadline)
-                case GiveBack():
+                case ReleaseMemory():
                     size_bytes = self._give_back(entry, deadline)
-                case TakeBack():
+                case RestoreMemory():
                     size_bytes = self._take_back(entry, deadline)
         except Exception as error:  # whatever it is, the engine waits for an answer
             ours = (
@@ -66,8 +66,8 @@ class RankSleep:
                 if isinstance(error, LiveWeightError)
                 else Unavailable(f"{type(error).__name__}: {error}")
             )
-            return Rested(weights, fault=fault_of(ours, step="sleep", rank=self.rank))
-        return Rested(weights, size_bytes)
+            return SleepStepDone(weights, fault=fault_of(ours, step="sleep", rank=self.rank))
+        return SleepStepDone(weights, size_bytes)
 
     def _save(self, entry: SaveImage, deadline: Deadline) -> int:
         self.device.give_back(())  # one that cannot says so before anything is done
@@ -85,7 +85,7 @@ class RankSleep:
             raise deadline.exceeded(f"rank {self.rank} to write its weights")
         return getattr(manifest, "size_bytes", 0)
 
-    def _give_back(self, entry: GiveBack, deadline: Deadline) -> int:
+    def _give_back(self, entry: ReleaseMemory, deadline: Deadline) -> int:
         size_bytes = 0
         if entry.kv_cache:
             size_bytes += self.device.give_back(self.cache())
@@ -105,13 +105,13 @@ class RankSleep:
         live, shadow = self.target.live(), self.target.idle()
         return [side[number] for side in (live, shadow) if side for number in whole]
 
-    def _take_back(self, entry: TakeBack, deadline: Deadline) -> int:
+    def _take_back(self, entry: RestoreMemory, deadline: Deadline) -> int:
         if self._lanes is None:
             raise WrongState("awake since it was started", "taking weights back")
         kernels, layout = self.device.choose().kernels, self.target.layout
         reader = TRANSPORTS[entry.offer.mode].reader(self.secret, kernels, self.device)
         try:
-            with self.fence(deadline), Crew(self.threads) as crew:
+            with self.fence(deadline), CopyThreads(self.threads) as crew:
                 reading = reader.bind(entry.offer, layout, self.target.live(), deadline)
                 done = stage(reading, crew=crew, pace_bytes_per_s=None, stop=lambda: False, deadline=deadline)
             self._compare(self._digested(deadline))
@@ -135,5 +135,5 @@ class RankSleep:
 
     def _digested(self, deadline: Deadline) -> Lanes:
         digest = ShadowDigest(self.target.layout, self.device.choose().kernels)
-        with Crew(self.threads) as crew:
+        with CopyThreads(self.threads) as crew:
             return digest.all_of(self.target.live(), crew=crew, deadline=deadline)

@@ -33,7 +33,7 @@ class Row:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Laid:
+class StepLayout:
     """A step, laid out."""
 
     rows: tuple[Row, ...]
@@ -56,7 +56,7 @@ class Slots:
         self.draft = [NO_DRAFT] * count
         self.draws: list[Draw | None] = [None] * count
 
-    def lay(self, rows: Sequence[Fill | Next]) -> Laid:
+    def lay(self, rows: Sequence[Fill | Next]) -> StepLayout:
         """The step's tokens in one row, in the order of its rows. Pages that come with a row are added to its slot."""
         laid: list[Row] = []
         tokens: list[int] = []
@@ -95,11 +95,11 @@ class Slots:
             self._tables[slot, held : held + len(row.blocks)] = row.blocks
             self._held[slot] = held + len(row.blocks)
 
-    def _arrays(self, rows: list[Row], tokens: list[int]) -> Laid:
+    def _arrays(self, rows: list[Row], tokens: list[int]) -> StepLayout:
         starts = np.array([row.start for row in rows] + [len(tokens)], dtype=np.int64)
         positions = np.concatenate([np.arange(r.position, r.position + r.end - r.start) for r in rows])
         pages = max(self._held[row.slot] for row in rows)
-        return Laid(
+        return StepLayout(
             rows=tuple(rows),
             tokens=np.array(tokens, dtype=np.int64),
             positions=positions.astype(np.int64, copy=False),

@@ -15,17 +15,17 @@ from pathlib import Path
 from liveweight.devices.device import Device
 from liveweight.engine.config import Snapshots
 from liveweight.engine.recovery.snapshot_messages import (
-    Leave,
-    Noted,
-    NotWritten,
-    Present,
+    RankNoted,
+    RankPresent,
     SavingMessage,
-    Write,
-    Written,
+    SnapshotNotWritten,
+    SnapshotWritten,
+    StopWriting,
+    WriteSnapshot,
 )
 from liveweight.errors import ChannelClosed, DeadlineExceeded, LiveWeightError, Unavailable, WeightsExchanged
 from liveweight.spec.deadline import Deadline
-from liveweight.transports.snapshot.disk.writer import Cancelled, Image, RankWriter, WriteSettings
+from liveweight.transports.snapshot.disk.writer import Image, RankWriter, WriteSettings, WritingCancelled
 from liveweight.wire.channel import Channel
 from liveweight.wire.codec import Codec
 from liveweight.wire.credentials import Secret
@@ -41,7 +41,7 @@ LOOK_S = 0.01
 
 
 @dataclass(frozen=True, slots=True)
-class Held:
+class HeldVersion:
     """What a rank calls its live weights, and the count of exchanges for as long as which that is true."""
 
     weights: str
@@ -49,23 +49,23 @@ class Held:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Live:
+class LiveWeights:
     """A rank's live weights: where they are, what they are called as of the last exchange, and how many exchanges there were."""
 
     target: Target
     device: Device
-    held: Callable[[], Held]
+    held: Callable[[], HeldVersion]
     exchanges: Callable[[], int]
 
 
-class RankSaving:
+class RankSnapshotWriter:
     """Writes when the engine says so. Construct and close from the rank's main thread."""
 
     def __init__(
         self,
         snapshots: Snapshots,
         secret: Secret,
-        live: Live,
+        live: LiveWeights,
         *,
         rank: int,
         pace_bytes_per_s: float | None,
@@ -78,9 +78,9 @@ class RankSaving:
         )
         self._waker, self._closing = self._channel.waker(), threading.Event()
         self._left = -1
-        self._next: Write | None = None
+        self._next: WriteSnapshot | None = None
         try:
-            self._channel.request(Present(rank=rank), deadline, f"the engine to note rank {rank}")
+            self._channel.request(RankPresent(rank=rank), deadline, f"the engine to note rank {rank}")
         except BaseException:
             self._channel.close()
             raise
@@ -113,19 +113,19 @@ class RankSaving:
 
     def _take(self, message: SavingMessage | None) -> None:
         match message:
-            case Write():
+            case WriteSnapshot():
                 self._next = message
-            case Leave(number=number):
+            case StopWriting(number=number):
                 self._left = max(self._left, number)
-            case None | Noted() | Present() | Written() | NotWritten():
+            case None | RankNoted() | RankPresent() | SnapshotWritten() | SnapshotNotWritten():
                 return
 
-    def _answer(self, order: Write) -> Written | NotWritten:
+    def _answer(self, order: WriteSnapshot) -> SnapshotWritten | SnapshotNotWritten:
         fault = None
         try:
             done = self._write(order)
             if done is not None:
-                return Written(number=order.number, rank=self._rank, size_bytes=done)
+                return SnapshotWritten(number=order.number, rank=self._rank, size_bytes=done)
         except WeightsExchanged:
             pass
         except Exception as error:  # whatever it is, the engine waits for an answer
@@ -135,9 +135,9 @@ class RankSaving:
                 else Unavailable(f"{type(error).__name__}: {error}")
             )
             fault = fault_of(ours, step="snapshot", rank=self._rank)
-        return NotWritten(number=order.number, rank=self._rank, fault=fault)
+        return SnapshotNotWritten(number=order.number, rank=self._rank, fault=fault)
 
-    def _write(self, order: Write) -> int | None:
+    def _write(self, order: WriteSnapshot) -> int | None:
         """All files of this rank, and their bytes; None if it was told to leave it. WeightsExchanged if it holds other weights by now."""
         held = self._holding(order)
 
@@ -154,9 +154,9 @@ class RankSaving:
             stop=lambda: self._stop(order.number) or self._live.exchanges() != held.exchanges,
             progress=self._wait_for_turn,
         ).write()
-        return None if isinstance(manifest, Cancelled) else manifest.size_bytes
+        return None if isinstance(manifest, WritingCancelled) else manifest.size_bytes
 
-    def _holding(self, order: Write) -> Held:
+    def _holding(self, order: WriteSnapshot) -> HeldVersion:
         """What the rank holds, once it is what the order names: the engine may know of a commit a moment before this rank's main thread."""
         soon = Deadline.after(SETTLE_S)
         while True:

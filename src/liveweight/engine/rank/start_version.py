@@ -12,16 +12,16 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from liveweight.devices.copy_threads import Crew
+from liveweight.devices.copy_threads import CopyThreads
 from liveweight.devices.device import open_device
 from liveweight.engine.serving.step_stream import Begin, Loaded
 from liveweight.errors import DigestMismatch
-from liveweight.plan.digest_sums import Tally, lanes_from_bytes, lanes_to_bytes
+from liveweight.plan.digest_sums import DigestSums, lanes_from_bytes, lanes_to_bytes
 from liveweight.spec.deadline import Deadline
 from liveweight.spec.digest import Lanes, to_hex
 from liveweight.spec.manifest import Manifest, TensorSpec, Version
 from liveweight.spec.version_age import START_RUN
-from liveweight.worker.join import Content
+from liveweight.worker.join import JoinContent
 from liveweight.worker.shadow_digest import ShadowDigest
 
 if TYPE_CHECKING:
@@ -32,11 +32,11 @@ RUN, LABEL = START_RUN, "initial"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Start:
+class StartVersion:
     """What a rank begins with: the version, and what is known of its content."""
 
     version: Version
-    content: Content
+    content: JoinContent
 
 
 def loaded(model: Model, *, device: str, threads: int, timeout_s: float) -> Loaded:
@@ -45,7 +45,7 @@ def loaded(model: Model, *, device: str, threads: int, timeout_s: float) -> Load
 
     target = module_target(model, model.pieces())
     digest = ShadowDigest(target.layout, open_device(device).choose().kernels)
-    with Crew(threads) as crew:
+    with CopyThreads(threads) as crew:
         lanes = digest.all_of(target.live(), crew=crew, deadline=Deadline.after(timeout_s))
     return Loaded(target.layout, lanes_to_bytes(lanes))
 
@@ -55,7 +55,7 @@ def named(ranks: Sequence[Loaded], names: Collection[str]) -> Begin:
 
     DigestMismatch where ranks hold different copies of a tensor: they did not read the same files.
     """
-    tally = Tally([rank.layout for rank in ranks])
+    tally = DigestSums([rank.layout for rank in ranks])
     partials = [lanes_from_bytes(rank.lanes, len(rank.layout.placements)) for rank in ranks]
     totals, disagreeing = tally.combine(partials)
     if disagreeing:

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING
 
 from liveweight.engine.models.forward import Batch
 from liveweight.engine.rank.attention import AttentionPlan, PagedAttention
-from liveweight.engine.rank.sampler import Choice, sample
-from liveweight.engine.rank.slots import Laid, Row, Slots
+from liveweight.engine.rank.sampler import SampledToken, sample
+from liveweight.engine.rank.slots import Row, Slots, StepLayout
 from liveweight.engine.serving.step_stream import Drawn, Step, StepDone
 
 if TYPE_CHECKING:
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from liveweight.engine.models.model import Model
 
 
-class Runner:
+class StepRunner:
     """One rank's model, cache and slots. Used by the rank's main thread."""
 
     def __init__(
@@ -64,7 +64,7 @@ class Runner:
         draw = self._slots.draws[row.slot]
         return draw is not None and draw.routing
 
-    def _choose(self, laid: Laid, hidden: torch.Tensor) -> dict[int, list[Choice]]:
+    def _choose(self, laid: StepLayout, hidden: torch.Tensor) -> dict[int, list[SampledToken]]:
         """By slot: the choices after the row's drawing tokens."""
         at: list[int] = []
         positions: list[int] = []
@@ -75,7 +75,7 @@ class Runner:
                 at.append(index)
                 positions.append(row.position + index - row.start + 1)
                 draws.append(draw)
-        choices: dict[int, list[Choice]] = {row.slot: [] for row in laid.rows}
+        choices: dict[int, list[SampledToken]] = {row.slot: [] for row in laid.rows}
         if not at:
             return choices
         rows = hidden if len(at) == len(hidden) else hidden[at]
@@ -84,7 +84,7 @@ class Runner:
             choices[row.slot] = [next(chosen) for _ in range(row.draws)]
         return choices
 
-    def _settle(self, row: Row, choices: Sequence[Choice]) -> Drawn:
+    def _settle(self, row: Row, choices: Sequence[SampledToken]) -> Drawn:
         """Take the row's tokens into its slot: all that were computed from tokens that stay."""
         slots, slot = self._slots, row.slot
         guessed = row.draws == 2
@@ -102,7 +102,7 @@ class Runner:
         )
 
     def _guess(
-        self, laid: Laid, batch: Batch, hidden: torch.Tensor, choices: dict[int, list[Choice]]
+        self, laid: StepLayout, batch: Batch, hidden: torch.Tensor, choices: dict[int, list[SampledToken]]
     ) -> None:
         """Run the draft layer over the same positions, each with the token after it, and keep its guess for drawing rows.
 

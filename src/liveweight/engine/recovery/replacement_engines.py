@@ -12,8 +12,8 @@ import msgspec
 
 from liveweight.engine.config import EngineConfig
 from liveweight.engine.engine import Engine
-from liveweight.engine.recovery.restoring import Restored, Restoring
-from liveweight.engine.serving.rank_processes import Launch, Process
+from liveweight.engine.recovery.restoring import RestoredVersion, VersionRestorer
+from liveweight.engine.serving.rank_processes import Launch, RankProcess
 from liveweight.engine.status import RecoveryStatus
 from liveweight.errors import EngineStopping, RankLost
 from liveweight.observe.bus import Bus
@@ -24,13 +24,13 @@ from liveweight.wire.waker import Waker
 PAUSE_S = 30.0
 
 
-class Successors:
+class ReplacementEngines:
     """Makes one engine after the other, all with the same configuration, at the same address. Used by one thread; `end`, `kill` and
     `ending` are for any."""
 
     def __init__(self, config: EngineConfig, launch: Launch, bus: Bus) -> None:
         self.config, self._launch_one, self._bus = config, launch, bus
-        self._processes: list[Process] = []
+        self._processes: list[RankProcess] = []
         self._ending, self._cancel = threading.Event(), Waker()
 
     @property
@@ -46,7 +46,7 @@ class Successors:
             self.config = msgspec.structs.replace(self.config, updates=found)
         return engine
 
-    def next(self, wanted: Version | None, *, paused: bool) -> tuple[Engine, Restored]:
+    def next(self, wanted: Version | None, *, paused: bool) -> tuple[Engine, RestoredVersion]:
         """Another one, which holds that version or the next best, and has served nobody."""
         engine = self._started()
         try:
@@ -58,12 +58,14 @@ class Successors:
             raise
         return engine, restored
 
-    def restored(self, engine: Engine, wanted: Version | None) -> Restored:
+    def restored(self, engine: Engine, wanted: Version | None) -> RestoredVersion:
         """Bring an engine that was just started to a version; None: the newest that is there.
 
         Where requests are to wait for a publisher, they do unless it is the version that the engine had.
         """
-        restored = Restoring(engine=engine, wanted=wanted, pause=self.wait, cancel=self._cancel).restore()
+        restored = VersionRestorer(
+            engine=engine, wanted=wanted, pause=self.wait, cancel=self._cancel
+        ).restore()
         if self.config.await_weights and (wanted is None or behind_of(restored, wanted) is not None):
             engine.await_weights(f"it came back with {restored.version}, and a publisher may be further")
         return restored
@@ -94,13 +96,13 @@ class Successors:
         except OSError as error:
             raise RankLost(f"ranks cannot be started: {error}") from error
 
-    def _launch(self, rank: int, end: socket.socket) -> Process:
+    def _launch(self, rank: int, end: socket.socket) -> RankProcess:
         process = self._launch_one(rank, end)
         self._processes.append(process)
         return process
 
 
-def behind_of(restored: Restored, wanted: Version | None) -> Version | None:
+def behind_of(restored: RestoredVersion, wanted: Version | None) -> Version | None:
     """The version that is missed: what a source or a publisher gave is as new as anything, unless it is known to be older."""
     if wanted is None or restored.version == wanted:
         return None

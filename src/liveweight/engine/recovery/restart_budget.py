@@ -8,7 +8,7 @@ from liveweight.engine.config import Restarts
 from liveweight.errors import LiveWeightError, RankLost
 
 
-class Budget:
+class RestartBudget:
     """Counts one engine's starts. Used by one thread."""
 
     def __init__(self, allowed: Restarts) -> None:

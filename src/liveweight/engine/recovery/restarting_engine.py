@@ -17,18 +17,18 @@ from typing import Self
 
 from liveweight.engine.config import EngineConfig
 from liveweight.engine.engine import Engine
-from liveweight.engine.recovery.replacement_engines import Successors, behind_of, missed
-from liveweight.engine.recovery.restart_budget import Budget
-from liveweight.engine.recovery.restoring import Restored
-from liveweight.engine.serving.counters import Counts
+from liveweight.engine.recovery.replacement_engines import ReplacementEngines, behind_of, missed
+from liveweight.engine.recovery.restart_budget import RestartBudget
+from liveweight.engine.recovery.restoring import RestoredVersion
+from liveweight.engine.serving.counters import SchedulerCounts
 from liveweight.engine.serving.engine_loop import OnFailure
 from liveweight.engine.serving.rank_processes import Launch, launch
 from liveweight.engine.serving.requests import Sampling, Sink
-from liveweight.engine.serving.sleeping import Napped, Tag
+from liveweight.engine.serving.sleeping import SleepResult, Tag
 from liveweight.engine.status import PauseMode, Pausing, RecoveryStatus, State, Status
-from liveweight.engine.updates.leader_client import Standing
-from liveweight.engine.updates.requested_update import Updated, Wish
-from liveweight.engine.updates.verifying import Answer, Question
+from liveweight.engine.updates.leader_client import UpdateStatus
+from liveweight.engine.updates.requested_update import RequestedVersion, UpdateResult
+from liveweight.engine.updates.verifying import VerificationRequest, VerificationResult
 from liveweight.errors import LiveWeightError, WeightsPending
 from liveweight.observe.bus import Bus
 from liveweight.observe.events import Recovered, RecoveryBegan
@@ -44,15 +44,15 @@ class RestartingEngine:
 
     def __init__(self, config: EngineConfig, *, launch: Launch = launch, bus: Bus | None = None) -> None:
         self._bus = bus or Bus()
-        self._successors = Successors(config, launch, self._bus)
+        self._successors = ReplacementEngines(config, launch, self._bus)
         self._lost: queue.SimpleQueue[LiveWeightError | None] = queue.SimpleQueue()
         self._changed = threading.Lock()
         self._on_failure: list[OnFailure] = []
         self._fault: LiveWeightError | None = None
         self._pending: LiveWeightError | None = None
         self._recovery: RecoveryStatus | None = None
-        self._counts, self._generation = Counts(), 0
-        self._budget = None if config.restarts is None else Budget(config.restarts)
+        self._counts, self._generation = SchedulerCounts(), 0
+        self._budget = None if config.restarts is None else RestartBudget(config.restarts)
         self._engine = engine = self._successors.first()
         self.config = self._successors.config
         self.spec, self.name, self.start = engine.spec, engine.name, engine.start
@@ -117,7 +117,7 @@ class RestartingEngine:
         free, fault = status.blocks_total, pending or status.fault
         return replace(status, state=state, fault=fault, running=0, waiting=0, blocks_free=free)
 
-    def standing(self) -> Standing:
+    def standing(self) -> UpdateStatus:
         """See Engine; while ranks are replaced, what is known without them."""
         with self._changed:
             engine, pending, recovery = self._engine, self._pending, self._recovery
@@ -133,17 +133,17 @@ class RestartingEngine:
                     recovery = replace(recovery, behind=None)  # a later round has brought another
                 return replace(standing, recovery=recovery)
         state = f"pending weights ({pending})"
-        return Standing(state=state, serving=None, undo=None, round=None, rounds=(), recovery=recovery)
+        return UpdateStatus(state=state, serving=None, undo=None, round=None, rounds=(), recovery=recovery)
 
     def undo(self, timeout_s: float) -> Version | None:
         """See Engine."""
         return self._served().undo(timeout_s)
 
-    def verify(self, question: Question) -> Answer:
+    def verify(self, question: VerificationRequest) -> VerificationResult:
         """See Engine."""
         return self._served().verify(question)
 
-    def update_weights(self, wish: Wish) -> Updated:
+    def update_weights(self, wish: RequestedVersion) -> UpdateResult:
         """See Engine."""
         return self._served().update_weights(wish)
 
@@ -155,11 +155,11 @@ class RestartingEngine:
         """See Engine."""
         self._served().resume()
 
-    def sleep(self, tags: Collection[Tag], timeout_s: float) -> Napped:
+    def sleep(self, tags: Collection[Tag], timeout_s: float) -> SleepResult:
         """See Engine. Ranks that take the place of others are awake."""
         return self._served().sleep(tags, timeout_s)
 
-    def wake(self, tags: Collection[Tag], timeout_s: float) -> Napped:
+    def wake(self, tags: Collection[Tag], timeout_s: float) -> SleepResult:
         """See Engine."""
         return self._served().wake(tags, timeout_s)
 
@@ -262,7 +262,7 @@ class RestartingEngine:
             self._take_over(engine, restored, old, began_s)
             return
 
-    def _take_over(self, engine: Engine, restored: Restored, old: Engine, began_s: float) -> None:
+    def _take_over(self, engine: Engine, restored: RestoredVersion, old: Engine, began_s: float) -> None:
         counts = old.status().counts
         with self._changed:
             self._counts = counts.plus(self._counts)
@@ -271,7 +271,7 @@ class RestartingEngine:
         self._bus.emit(recovered)
         engine.on_failure(self._lose)
 
-    def _note(self, restored: Restored, wanted: Version | None, began_s: float) -> Recovered:
+    def _note(self, restored: RestoredVersion, wanted: Version | None, began_s: float) -> Recovered:
         behind, took_s = behind_of(restored, wanted), time.monotonic() - began_s
         self._recovery = RecoveryStatus(
             restarts=0 if self._budget is None else self._budget.restarts,

@@ -21,7 +21,7 @@ from liveweight.checkpoint import tensor_names
 from liveweight.engine.engine import Engine
 from liveweight.engine.rank.start_version import RUN
 from liveweight.engine.status import Origin
-from liveweight.engine.updates.requested_update import LEASE_S, Wish
+from liveweight.engine.updates.requested_update import LEASE_S, RequestedVersion
 from liveweight.errors import (
     LiveWeightError,
     ManifestInvalid,
@@ -31,15 +31,15 @@ from liveweight.errors import (
     SnapshotNotFound,
 )
 from liveweight.plan.digest_sums import lanes_to_bytes
-from liveweight.rounds.coordinator import MARGIN_S, Drive
-from liveweight.rounds.read_lease import SourceHold
+from liveweight.rounds.coordinator import MARGIN_S, RoundCoordinator
+from liveweight.rounds.read_lease import ReadLease
 from liveweight.rounds.replica import WireReplica
-from liveweight.rounds.replica_progress import Part
+from liveweight.rounds.replica_progress import ReplicaProgress
 from liveweight.spec.deadline import Deadline
 from liveweight.spec.digest import from_hex
 from liveweight.spec.manifest import Manifest, Version
 from liveweight.spec.version_age import older
-from liveweight.transports.snapshot.disk.open_snapshot import Snapshot
+from liveweight.transports.snapshot.disk.open_snapshot import OpenSnapshot
 from liveweight.transports.snapshot.disk.store import Store
 from liveweight.transports.snapshot.offer_record import offer_of
 from liveweight.transports.snapshot.verify import verify
@@ -56,7 +56,7 @@ OFFER_S = 10.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Restored:
+class RestoredVersion:
     """What the replica serves now, where that is from, and what was tried before."""
 
     version: Version
@@ -65,7 +65,7 @@ class Restored:
 
 
 @dataclass(slots=True, kw_only=True)
-class Restoring:
+class VersionRestorer:
     """One engine's way back. Used once, by one thread; `cancel`, woken by another, ends it.
 
     `wanted` is the version that it had; None: the newest that is there. `pause` waits for so many seconds, and raises where it is to end.
@@ -77,7 +77,7 @@ class Restoring:
     cancel: Waker
     _notes: list[str] = field(default_factory=list)
 
-    def restore(self) -> Restored:
+    def restore(self) -> RestoredVersion:
         """Bring the engine to the version that it had, or to the next best. RankLost and the like where the engine itself failed."""
         if self.engine.config.updates is None or self.wanted == self.engine.start:
             return self._at_start()
@@ -91,13 +91,13 @@ class Restoring:
                 continue
             version = self.engine.standing().serving
             if version is not None:
-                return Restored(
+                return RestoredVersion(
                     version=version, origin=origin if done else "publisher", notes=tuple(self._notes)
                 )
         return self._at_start()
 
-    def _at_start(self) -> Restored:
-        return Restored(version=self.engine.start, origin="checkpoint", notes=tuple(self._notes))
+    def _at_start(self) -> RestoredVersion:
+        return RestoredVersion(version=self.engine.start, origin="checkpoint", notes=tuple(self._notes))
 
     def _check_alive(self, error: LiveWeightError) -> None:
         """Whether it was the version that could not be had, or the engine that failed."""
@@ -145,7 +145,7 @@ class Restoring:
         found = list[tuple[Path, Version]]()
         for path in reversed([] if config is None else Store(Path(config.directory)).complete()):
             try:
-                with Snapshot(path) as snapshot:
+                with OpenSnapshot(path) as snapshot:
                     found.append((path, snapshot.commit.version))
             except (SnapshotDamaged, SnapshotNotFound) as error:
                 self._notes.append(str(error))
@@ -162,7 +162,7 @@ class Restoring:
         if updates is None or updates.source is None:
             return None
         try:
-            with SourceHold(
+            with ReadLease(
                 updates.source,
                 load_or_create_secret(Path(updates.secret_file)),
                 requester=f"{self.engine.name}, in {RECOVERY}",
@@ -180,7 +180,7 @@ class Restoring:
     # Installing it.
 
     def _update(self, version: Version, deadline: Deadline) -> None:
-        wish = Wish(call=RECOVERY, version=version.label, timeout_s=deadline.remaining_s())
+        wish = RequestedVersion(call=RECOVERY, version=version.label, timeout_s=deadline.remaining_s())
         self.engine.update_weights(wish)
 
     def _of_snapshot(self, path: Path) -> tuple[Origin, str, Callable[[Deadline], None]]:
@@ -190,7 +190,7 @@ class Restoring:
         """A round whose offer is the snapshot."""
         updates = self.engine.config.updates
         with ExitStack() as stack:
-            snapshot = stack.enter_context(Snapshot(path))
+            snapshot = stack.enter_context(OpenSnapshot(path))
             if updates is not None and updates.shadow == "none":
                 self._look_through(snapshot, deadline)
             secret = load_or_create_secret(Path(updates.secret_file if updates is not None else ""))
@@ -212,8 +212,8 @@ class Restoring:
                 host=this_host(),
                 pid=os.getpid(),
             )
-            Drive(
-                parts=[Part(replica)],
+            RoundCoordinator(
+                parts=[ReplicaProgress(replica)],
                 order=order,
                 manifest=manifest.without_digests(),
                 quorum=1,
@@ -224,7 +224,7 @@ class Restoring:
                 closing=lambda: self.cancel.woken,
             ).run()
 
-    def _look_through(self, snapshot: Snapshot, deadline: Deadline) -> None:
+    def _look_through(self, snapshot: OpenSnapshot, deadline: Deadline) -> None:
         """SnapshotDamaged before a byte of it is read over the only weights that there are."""
 
         def go_on(_: int) -> None:

@@ -8,18 +8,21 @@ from liveweight.wire.messages.body import Body
 from liveweight.wire.messages.values import Fault
 
 
-class Present(Body, frozen=True):
-    """A rank is there, and will write when it is told to. -> Noted."""
+class RankPresent(Body, frozen=True):
+    """A rank is there, and will write when it is told to. -> RankNoted."""
 
     rank: int
 
 
-class Noted(Body, frozen=True):
+class RankNoted(Body, frozen=True):
     """The rank is known."""
 
 
-class Write(Body, frozen=True):
-    """Write what you hold live into this directory, for the snapshot with this id, if it is these weights. -> Written or NotWritten."""
+class WriteSnapshot(Body, frozen=True):
+    """Write your live weights into this directory, for the snapshot with this id, if you hold these weights.
+
+    -> SnapshotWritten or SnapshotNotWritten.
+    """
 
     number: int
     directory: str
@@ -27,13 +30,13 @@ class Write(Body, frozen=True):
     weights: str
 
 
-class Leave(Body, frozen=True):
+class StopWriting(Body, frozen=True):
     """Nobody needs that one any more: write no further."""
 
     number: int
 
 
-class Written(Body, frozen=True):
+class SnapshotWritten(Body, frozen=True):
     """The rank's files are there."""
 
     number: int
@@ -41,7 +44,7 @@ class Written(Body, frozen=True):
     size_bytes: int
 
 
-class NotWritten(Body, frozen=True):
+class SnapshotNotWritten(Body, frozen=True):
     """They are not. Without a fault: the rank holds other weights, or was told to leave it."""
 
     number: int
@@ -49,5 +52,7 @@ class NotWritten(Body, frozen=True):
     fault: Fault | None = None
 
 
-SavingMessage: TypeAlias = Present | Noted | Write | Leave | Written | NotWritten
+SavingMessage: TypeAlias = (
+    RankPresent | RankNoted | WriteSnapshot | StopWriting | SnapshotWritten | SnapshotNotWritten
+)
 """Every message."""

@@ -17,13 +17,13 @@ import msgspec
 
 from liveweight.engine.config import EngineConfig, Snapshots
 from liveweight.engine.recovery.snapshot_messages import (
-    Leave,
-    Noted,
-    NotWritten,
-    Present,
+    RankNoted,
+    RankPresent,
     SavingMessage,
-    Write,
-    Written,
+    SnapshotNotWritten,
+    SnapshotWritten,
+    StopWriting,
+    WriteSnapshot,
 )
 from liveweight.engine.serving.step_stream import weights_text
 from liveweight.engine.status import SavingStatus
@@ -42,8 +42,8 @@ from liveweight.observe.bus import Bus
 from liveweight.rounds.replica import ReplicaRefused, WireReplica
 from liveweight.spec.deadline import Deadline
 from liveweight.spec.manifest import Manifest, Version
-from liveweight.transports.snapshot.disk.draft import Begun
-from liveweight.transports.snapshot.disk.open_snapshot import Snapshot
+from liveweight.transports.snapshot.disk.draft import SnapshotDraft
+from liveweight.transports.snapshot.disk.open_snapshot import OpenSnapshot
 from liveweight.transports.snapshot.disk.store import Store
 from liveweight.wire.codec import Codec
 from liveweight.wire.credentials import Secret
@@ -64,18 +64,18 @@ class _Job:
     version: Version
     commits: int
     deadline: Deadline
-    answers: dict[int, Written | NotWritten] = field(default_factory=dict)
+    answers: dict[int, SnapshotWritten | SnapshotNotWritten] = field(default_factory=dict)
 
     def fault(self) -> LiveWeightError | None:
         """Why a rank has not written, or that it holds other weights; None while all is well."""
-        failed = [one for one in self.answers.values() if isinstance(one, NotWritten)]
+        failed = [one for one in self.answers.values() if isinstance(one, SnapshotNotWritten)]
         named = next((one.fault for one in failed if one.fault is not None), None)
         if named is not None:
             return named.to_error()
         return WeightsExchanged(f"{self.version} is not held any more") if failed else None
 
 
-class Saving:
+class SnapshotSaver:
     """Writes snapshots of one replica until closed. `status` is for any thread."""
 
     def __init__(
@@ -122,7 +122,7 @@ class Saving:
     def _hear(self, event: ev.AnyEvent) -> None:
         """The bus's reader, on the leader's thread."""
         match event:
-            case ev.Committed(rank=None) | ev.Undone():
+            case ev.RoundCommitted(rank=None) | ev.RoundUndone():
                 self._commits += 1
                 self._due = self._due or self._owed or self._commits % self._snapshots.every == 0
                 self._waker.wake()
@@ -152,10 +152,12 @@ class Saving:
         if incoming is None:
             return
         match incoming.body:
-            case Present(rank=rank):
+            case RankPresent(rank=rank):
                 self._peers[rank] = incoming.peer
-                listener.send(incoming.peer, Noted(), incoming.call, Deadline.after(SEND_S))
-            case Written() | NotWritten() as answer if job is not None and answer.number == job.number:
+                listener.send(incoming.peer, RankNoted(), incoming.call, Deadline.after(SEND_S))
+            case SnapshotWritten() | SnapshotNotWritten() as answer if (
+                job is not None and answer.number == job.number
+            ):
                 job.answers[answer.rank] = answer
             case _:
                 return
@@ -204,9 +206,9 @@ class Saving:
         )
         self._store.prune(self._snapshots.keep)
 
-    def _let_write(self, listener: Listener[SavingMessage], job: _Job, begun: Begun) -> None:
+    def _let_write(self, listener: Listener[SavingMessage], job: _Job, begun: SnapshotDraft) -> None:
         """Until every rank has written its files."""
-        order = Write(
+        order = WriteSnapshot(
             number=job.number,
             directory=str(begun.path.absolute()),
             snapshot=begun.snapshot,
@@ -227,7 +229,7 @@ class Saving:
         """Until no rank writes into the directory any more, or too long: then what is left is a pruner's."""
         deadline = Deadline.after(0.0 if self._closing else LEAVE_S)
         for rank in set(range(self._world)) - set(job.answers):
-            self._tell(listener, rank, Leave(number=job.number))
+            self._tell(listener, rank, StopWriting(number=job.number))
         while len(job.answers) < self._world and not deadline.over and not self._closing:
             self._take(listener, self._next(listener, deadline), job)
 
@@ -264,7 +266,7 @@ class Saving:
         if self._closing:
             return
         if isinstance(error, WeightsExchanged):
-            self._bus.emit(ev.SnapshotLeft(replica=self._name, version=str(version)))
+            self._bus.emit(ev.SnapshotAbandoned(replica=self._name, version=str(version)))
             return
         self._status = replace(self._status, failed=f"{error.code} {version}: {error}")
         reason = str(error)
@@ -281,7 +283,7 @@ class Saving:
         given = self._snapshots
         status = SavingStatus(directory=given.directory, every=given.every, keep=given.keep)
         try:
-            with Snapshot(self._store.newest()) as snapshot:
+            with OpenSnapshot(self._store.newest()) as snapshot:
                 return replace(status, newest=snapshot.commit.version, path=str(snapshot.path))
         except (SnapshotNotFound, SnapshotDamaged):
             return status

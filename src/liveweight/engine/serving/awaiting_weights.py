@@ -15,7 +15,7 @@ STARTED = (
 )
 
 
-class Awaiting:
+class AwaitingWeights:
     """One engine's. `reason` says why it waits, or is None; for any thread. Told by the bus, on the leader's thread."""
 
     def __init__(self, bus: Bus, *, begins: bool) -> None:
@@ -44,9 +44,9 @@ class Awaiting:
 
     def _hear(self, event: ev.AnyEvent) -> None:
         match event:
-            case ev.StoodBack(version=version, reason=reason):
+            case ev.MarkedBehind(version=version, reason=reason):
                 self.reason = f"it is behind {version}: {reason}"
-            case ev.Committed(rank=None) | ev.Confirmed():
+            case ev.RoundCommitted(rank=None) | ev.VersionConfirmed():
                 self.reason = None
             case _:
                 return

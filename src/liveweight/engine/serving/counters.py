@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, fields, replace
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Limits:
+class SchedulerLimits:
     """The sizes that bound a scheduler. `width` is how many tokens a drawing row feeds: two with a draft."""
 
     blocks: int
@@ -20,7 +20,7 @@ class Limits:
 
 
 @dataclass(slots=True, kw_only=True)
-class Counts:
+class SchedulerCounts:
     """What happened since the start."""
 
     steps: int = 0
@@ -32,17 +32,17 @@ class Counts:
     preemptions: int = 0
     finished: dict[str, int] = field(default_factory=dict)
 
-    def copy(self) -> Counts:
+    def copy(self) -> SchedulerCounts:
         """The counts as they are now."""
         return replace(self, finished=dict(self.finished))
 
-    def plus(self, before: Counts) -> Counts:
+    def plus(self, before: SchedulerCounts) -> SchedulerCounts:
         """These, and those of before."""
         finished = {
             reason: self.finished.get(reason, 0) + before.finished.get(reason, 0)
             for reason in self.finished | before.finished
         }
         names = [one.name for one in fields(self) if one.name != "finished"]
-        return Counts(
+        return SchedulerCounts(
             finished=finished, **{name: getattr(self, name) + getattr(before, name) for name in names}
         )

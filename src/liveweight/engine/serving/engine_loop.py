@@ -13,28 +13,28 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import TypeAlias
 
-from liveweight.engine.serving.rank_processes import Done, Ranks
+from liveweight.engine.serving.rank_processes import Done, RankProcesses
 from liveweight.engine.serving.scheduler import Said, Scheduler
-from liveweight.engine.serving.step_stream import Exchange, Exchanged, Nap, Rested, StepDone, content_of
+from liveweight.engine.serving.step_stream import Nap, SleepStepDone, StepDone, Swap, SwapDone, content_of
 from liveweight.engine.status import State
-from liveweight.engine.updates.live_updates import Inbox
+from liveweight.engine.updates.live_updates import DecisionInbox
 from liveweight.errors import LiveWeightError, RankLost, Torn
 from liveweight.rounds.boundary import Decision
 from liveweight.wire.messages.values import KvPolicy
 
 OnFailure: TypeAlias = Callable[[LiveWeightError], None]
-Errand: TypeAlias = tuple[Nap, "Future[tuple[Rested, ...]]"]
+Errand: TypeAlias = tuple[Nap, "Future[tuple[SleepStepDone, ...]]"]
 """An entry that somebody wants on the stream between two steps, and the ranks' answers."""
 
 
-class Pump:
+class EngineLoop:
     """One engine's thread. `lock` guards the scheduler and what is said here in public; `quiet` is notified after every change."""
 
     def __init__(
         self,
         scheduler: Scheduler,
-        ranks: Ranks,
-        inbox: Inbox,
+        ranks: RankProcesses,
+        inbox: DecisionInbox,
         *,
         depth: int,
         kv_policy: KvPolicy,
@@ -92,9 +92,9 @@ class Pump:
         if self.torn is not None and self._exchanging is None:
             raise Torn(str(self.torn))
 
-    def send_between(self, entry: Nap) -> Future[tuple[Rested, ...]]:
+    def send_between(self, entry: Nap) -> Future[tuple[SleepStepDone, ...]]:
         """Put an entry on the stream as soon as no step is in flight, and no step after it before all ranks have answered. Any thread."""
-        answers: Future[tuple[Rested, ...]] = Future()
+        answers: Future[tuple[SleepStepDone, ...]] = Future()
         with self.lock:
             if self.state in ("failed", "stopped"):
                 raise RankLost(str(self.fault or "the engine has ended"))
@@ -144,7 +144,7 @@ class Pump:
             self._exchanging = self._inbox.take()
             if self._exchanging is not None:
                 decision = self._exchanging
-                self.ranks.send(Exchange(decision.epoch, decision.undo, decision.timeout_s))
+                self.ranks.send(Swap(decision.epoch, decision.undo, decision.timeout_s))
         crossing = self._exchanging is not None
         if crossing and (self._in_place or self._policy() != "reuse"):
             return
@@ -173,17 +173,17 @@ class Pump:
             match spoken:
                 case StepDone(number=number, rows=rows):
                     said = self.scheduler.done(number, spoken.weights, rows)
-                case Exchanged(torn=None):
+                case SwapDone(torn=None):
                     said, self.torn = self._exchanged(spoken.weights), None
-                case Exchanged(torn=cause):
+                case SwapDone(torn=cause):
                     said, self.torn, self._exchanging = self.scheduler.end_all(), Torn(cause), None
                     self.scheduler.pool.forget()
-                case Rested():
+                case SleepStepDone():
                     said, errand, self._errand = [], self._errand, None
             self.quiet.notify_all()
         _deliver(said)
-        if isinstance(spoken, Rested) and errand is not None:
-            errand[1].set_result(tuple(answer for answer in answers if isinstance(answer, Rested)))
+        if isinstance(spoken, SleepStepDone) and errand is not None:
+            errand[1].set_result(tuple(answer for answer in answers if isinstance(answer, SleepStepDone)))
         if self.torn is not None and not self._outlives_torn:
             raise self.torn
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from liveweight.engine.serving.engine_loop import Pump
+from liveweight.engine.serving.engine_loop import EngineLoop
 from liveweight.engine.status import PauseMode
 from liveweight.errors import WrongState
 from liveweight.spec.deadline import Deadline
@@ -19,7 +19,7 @@ LOOK_S = 0.5
 class Pauses:
     """One engine's. For any thread."""
 
-    def __init__(self, pump: Pump, check_open: Callable[[], None]) -> None:
+    def __init__(self, pump: EngineLoop, check_open: Callable[[], None]) -> None:
         """`check_open` raises where the engine runs no requests; called with the pump's lock held."""
         self._pump, self._check_open = pump, check_open
         self._operator = False

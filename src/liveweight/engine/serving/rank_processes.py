@@ -19,20 +19,20 @@ from typing import Protocol, TypeAlias, TypeVar
 from liveweight.checkpoint import tensor_names
 from liveweight.engine.config import EngineConfig
 from liveweight.engine.rank.start_version import named
-from liveweight.engine.serving.step_channel import Pipe
+from liveweight.engine.serving.step_channel import StepChannel
 from liveweight.engine.serving.step_stream import (
     Answer,
     Begin,
-    Exchange,
-    Exchanged,
     Loaded,
     Nap,
     RankFailed,
-    Ready,
-    Rested,
+    RankReady,
     Setup,
+    SleepStepDone,
     Step,
     StepDone,
+    Swap,
+    SwapDone,
 )
 from liveweight.errors import LiveWeightError, RankLost
 from liveweight.spec.deadline import Deadline
@@ -42,7 +42,7 @@ END_S = 5.0
 SEND_S = 30.0
 
 
-class Process(Protocol):
+class RankProcess(Protocol):
     """A rank's process, as `subprocess` has it."""
 
     @property
@@ -59,22 +59,22 @@ class Process(Protocol):
         """Its exit code, when it has ended; subprocess.TimeoutExpired."""
 
 
-Done: TypeAlias = StepDone | Exchanged | Rested
+Done: TypeAlias = StepDone | SwapDone | SleepStepDone
 """The answer to an entry."""
 
-Starting = TypeVar("Starting", Loaded, Ready)
+Starting = TypeVar("Starting", Loaded, RankReady)
 
-Launch: TypeAlias = Callable[[int, socket.socket], Process]
+Launch: TypeAlias = Callable[[int, socket.socket], RankProcess]
 """(rank, its end of the stream) -> its process, which inherits that end."""
 
 
-def launch(rank: int, end: socket.socket) -> Process:
+def launch(rank: int, end: socket.socket) -> RankProcess:
     """Start a rank as a program of its own."""
     code = f"from liveweight.engine.rank.process import main; main({end.fileno()}, parent={os.getpid()})  # rank {rank}"
     return subprocess.Popen([sys.executable, "-c", code], pass_fds=[end.fileno()], stdin=subprocess.DEVNULL)
 
 
-class Ranks:
+class RankProcesses:
     """All ranks of a replica. For one thread; `wake` is for any."""
 
     def __init__(self, config: EngineConfig, *, blocks: int, context: int, launch: Launch = launch) -> None:
@@ -82,8 +82,8 @@ class Ranks:
         self._waker = Waker()
         self._selector = selectors.DefaultSelector()
         self._selector.register(self._waker, selectors.EVENT_READ)
-        self._pipes: list[Pipe[Answer]] = []
-        self._processes: list[Process] = []
+        self._pipes: list[StepChannel[Answer]] = []
+        self._processes: list[RankProcess] = []
         self._sent: deque[tuple[str, float]] = deque()
         self._due = Deadline.after(0.0)
         self._answers: list[deque[Done]] = [deque() for _ in range(config.tp)]
@@ -104,7 +104,7 @@ class Ranks:
         """The process ids, by rank."""
         return tuple(process.pid for process in self._processes)
 
-    def send(self, entry: Step | Exchange | Nap) -> None:
+    def send(self, entry: Step | Swap | Nap) -> None:
         """Put an entry on every rank's stream."""
         for rank, pipe in enumerate(self._pipes):
             try:
@@ -114,7 +114,7 @@ class Ranks:
         match entry:
             case Step(number=number):
                 what, allowed_s = f"step {number}", 0.0
-            case Exchange(epoch=epoch, timeout_s=allowed_s):
+            case Swap(epoch=epoch, timeout_s=allowed_s):
                 what = f"the exchange of round {epoch}"
             case _:
                 what, allowed_s = f"{type(entry).__name__}", entry.timeout_s
@@ -166,7 +166,7 @@ class Ranks:
         with theirs:
             self._processes.append(launch(rank, theirs))
         ours.settimeout(SEND_S)
-        pipe: Pipe[Answer] = Pipe(ours, Answer, peer=f"rank {rank}")
+        pipe: StepChannel[Answer] = StepChannel(ours, Answer, peer=f"rank {rank}")
         self._pipes.append(pipe)
         self._selector.register(pipe, selectors.EVENT_READ, rank)
 
@@ -177,7 +177,7 @@ class Ranks:
         )
         for pipe in self._pipes:
             pipe.send(begin)
-        self._await_all(Ready, "be ready", deadline)
+        self._await_all(RankReady, "be ready", deadline)
         return begin
 
     def _await_all(self, kind: type[Starting], what: str, deadline: Deadline) -> tuple[Starting, ...]:
@@ -204,11 +204,11 @@ class Ranks:
 
     def _note(self, rank: int, answer: Answer) -> None:
         match answer:
-            case StepDone() | Exchanged() | Rested():
+            case StepDone() | SwapDone() | SleepStepDone():
                 self._answers[rank].append(answer)
             case RankFailed(fault=fault):
                 raise RankLost(f"rank {rank} failed: {fault.message}")
-            case Loaded() | Ready():
+            case Loaded() | RankReady():
                 raise RankLost(f"rank {rank} started twice")
 
     def _complete(self) -> list[tuple[Done, ...]]:

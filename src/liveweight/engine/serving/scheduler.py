@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from collections.abc import Sequence as Rows
 from typing import Literal
 
-from liveweight.engine.serving.counters import Counts, Limits
+from liveweight.engine.serving.counters import SchedulerCounts, SchedulerLimits
 from liveweight.engine.serving.kv_blocks import BlockPool, root_key
 from liveweight.engine.serving.requests import Delta, Sink
 from liveweight.engine.serving.sequence import Sequence
@@ -28,8 +28,8 @@ Said = list[tuple[Sink, Delta]]
 class Scheduler:
     """Decides for one replica. Used by one thread."""
 
-    def __init__(self, limits: Limits, *, weights: str, ends: frozenset[int]) -> None:
-        self.limits, self.counts, self.weights = limits, Counts(), weights
+    def __init__(self, limits: SchedulerLimits, *, weights: str, ends: frozenset[int]) -> None:
+        self.limits, self.counts, self.weights = limits, SchedulerCounts(), weights
         self.pool = BlockPool(limits.blocks, caching=limits.caching)
         self._root = root_key(content_of(weights))
         self._ends = ends

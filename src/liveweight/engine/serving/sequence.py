@@ -12,7 +12,7 @@ from liveweight.engine.serving.requests import Delta, Finish, Sampling, Sink, To
 from liveweight.engine.serving.step_stream import Draw, Drawn
 
 
-class Ear(Protocol):
+class AnswerText(Protocol):
     """Turns tokens into text, and hears stop strings in it."""
 
     def push(self, token: int) -> tuple[str, bool]:
@@ -53,7 +53,9 @@ class Sequence:
         "tokens",
     )
 
-    def __init__(self, number: int, prompt: list[int], sampling: Sampling, sink: Sink, ear: Ear) -> None:
+    def __init__(
+        self, number: int, prompt: list[int], sampling: Sampling, sink: Sink, ear: AnswerText
+    ) -> None:
         self.id, self.sampling, self.sink, self.ear = number, sampling, sink, ear
         self.tokens, self.prompt_length, self.generated = prompt, len(prompt), 0
         self.slot = -1

@@ -18,15 +18,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, TypeAlias, get_args
 
-from liveweight.engine.serving.engine_loop import Pump
+from liveweight.engine.serving.engine_loop import EngineLoop
 from liveweight.engine.serving.pauses import Pauses
-from liveweight.engine.serving.step_stream import GiveBack, Nap, SaveImage, TakeBack
-from liveweight.engine.updates.leader_client import Desk
+from liveweight.engine.serving.step_stream import Nap, ReleaseMemory, RestoreMemory, SaveImage
+from liveweight.engine.updates.leader_client import LeaderClient
 from liveweight.errors import LiveWeightError, WrongState
 from liveweight.spec.deadline import Deadline
 from liveweight.spec.manifest import Version
 from liveweight.transports.snapshot.disk.atomic_files import out_of_space
-from liveweight.transports.snapshot.disk.open_snapshot import Snapshot
+from liveweight.transports.snapshot.disk.open_snapshot import OpenSnapshot
 from liveweight.transports.snapshot.disk.store import Store
 from liveweight.transports.snapshot.offer_record import offer_of
 
@@ -38,7 +38,7 @@ MARGIN_S = 30.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Napped:
+class SleepResult:
     """What is asleep now, what this call changed, how many bytes all ranks gave back or read, and how long it took."""
 
     asleep: tuple[Tag, ...]
@@ -47,11 +47,18 @@ class Napped:
     took_s: float
 
 
-class Sleeping:
+class EngineSleep:
     """One engine's. For any thread; one call at a time, a second is refused."""
 
     def __init__(
-        self, pump: Pump, pauses: Pauses, desk: Desk | None, *, world: int, start: Version, place: str | None
+        self,
+        pump: EngineLoop,
+        pauses: Pauses,
+        desk: LeaderClient | None,
+        *,
+        world: int,
+        start: Version,
+        place: str | None,
     ) -> None:
         """`place` is the directory below which weights are written; None: the system's for temporary files."""
         self._pump, self._pauses, self._desk = pump, pauses, desk
@@ -66,7 +73,7 @@ class Sleeping:
         asleep = self._asleep
         return tuple(tag for tag in TAGS if tag in asleep)
 
-    def sleep(self, tags: Collection[Tag], timeout_s: float) -> Napped:
+    def sleep(self, tags: Collection[Tag], timeout_s: float) -> SleepResult:
         """Give these back; what is asleep stays so. RoundOpen while a round is open; DeadlineExceeded, OutOfSpace and the like leave
         the engine as it was, but where a rank failed when others had given weights back: then it is asleep, and can be woken up."""
         with self._alone("sleep"):
@@ -84,15 +91,15 @@ class Sleeping:
                 size_bytes = self._give_back(changed, deadline)
             return self._told(changed, size_bytes, began_s)
 
-    def wake(self, tags: Collection[Tag], timeout_s: float) -> Napped:
+    def wake(self, tags: Collection[Tag], timeout_s: float) -> SleepResult:
         """Take these back; requests go on when nothing is asleep any more. What is awake stays so. Errors leave it asleep."""
         with self._alone("wake up"):
             began_s, deadline = time.monotonic(), Deadline.after(timeout_s)
             changed = frozenset(tags) & self._asleep
             size_bytes = 0
             if "weight" in changed and self._image is not None:
-                with Snapshot(self._image) as snapshot:
-                    size_bytes = self._ask(TakeBack(offer_of(snapshot), deadline.remaining_s()))
+                with OpenSnapshot(self._image) as snapshot:
+                    size_bytes = self._ask(RestoreMemory(offer_of(snapshot), deadline.remaining_s()))
                 self._drop_image()
             if changed:
                 self._tell(changed, asleep=False)
@@ -109,7 +116,7 @@ class Sleeping:
             deadline = Deadline.after(timeout_s)
             try:
                 self._pauses.fall_asleep(deadline)
-                return self._forget_cache(GiveBack(False, True, max(ANSWER_S, deadline.remaining_s())))
+                return self._forget_cache(ReleaseMemory(False, True, max(ANSWER_S, deadline.remaining_s())))
             finally:
                 self._pauses.wake_up()
 
@@ -126,7 +133,9 @@ class Sleeping:
     def _give_back(self, changed: frozenset[Tag], deadline: Deadline) -> int:
         """From here on weights count as gone: where one rank fails, others may have given theirs back."""
         self._asleep |= changed
-        order = GiveBack("weight" in changed, "kv_cache" in changed, max(ANSWER_S, deadline.remaining_s()))
+        order = ReleaseMemory(
+            "weight" in changed, "kv_cache" in changed, max(ANSWER_S, deadline.remaining_s())
+        )
         try:
             return self._forget_cache(order) if order.kv_cache else self._ask(order)
         except BaseException:
@@ -135,7 +144,7 @@ class Sleeping:
                 self._go_back(changed)
             raise
 
-    def _forget_cache(self, order: GiveBack) -> int:
+    def _forget_cache(self, order: ReleaseMemory) -> int:
         """Nobody finds or has a page any more before the ranks give them back."""
         with self._pump.lock:
             scheduler = self._pump.scheduler
@@ -194,8 +203,8 @@ class Sleeping:
         if image is not None:
             shutil.rmtree(image.parent, ignore_errors=True)
 
-    def _told(self, changed: frozenset[Tag], size_bytes: int, began_s: float) -> Napped:
-        return Napped(
+    def _told(self, changed: frozenset[Tag], size_bytes: int, began_s: float) -> SleepResult:
+        return SleepResult(
             asleep=self.asleep,
             changed=tuple(tag for tag in TAGS if tag in changed),
             size_bytes=size_bytes,

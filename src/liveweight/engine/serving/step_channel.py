@@ -24,7 +24,7 @@ Received = TypeVar("Received")
 Kind = TypeVar("Kind")
 
 
-class Pipe(Generic[Received]):
+class StepChannel(Generic[Received]):
     """Sends any message, receives those of one closed union. For one thread."""
 
     def __init__(self, end: socket.socket, receives: object, *, peer: str) -> None:

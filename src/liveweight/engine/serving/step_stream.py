@@ -87,7 +87,7 @@ class Begin(_Message, frozen=True):
     manifest: Manifest
 
 
-class Exchange(_Message, frozen=True):
+class Swap(_Message, frozen=True):
     """Exchange shadow and live weights, or overwrite these: the commit, or undo, of the round with this epoch. Every step after it runs
     under the outcome."""
 
@@ -104,7 +104,7 @@ class SaveImage(_Message, frozen=True):
     timeout_s: float
 
 
-class GiveBack(_Message, frozen=True):
+class ReleaseMemory(_Message, frozen=True):
     """Let go of the memory of the weights, live and shadow, or of the cache, or of both. No step comes before it is taken back."""
 
     weights: bool
@@ -112,17 +112,17 @@ class GiveBack(_Message, frozen=True):
     timeout_s: float
 
 
-class TakeBack(_Message, frozen=True):
+class RestoreMemory(_Message, frozen=True):
     """Read the weights that were given back from this offer, and compare them with what they were."""
 
     offer: Offer
     timeout_s: float
 
 
-Nap: TypeAlias = SaveImage | GiveBack | TakeBack
+Nap: TypeAlias = SaveImage | ReleaseMemory | RestoreMemory
 """What puts a rank to sleep, and wakes it up."""
 
-Entry: TypeAlias = Setup | Begin | Step | Exchange | Nap
+Entry: TypeAlias = Setup | Begin | Step | Swap | Nap
 """What a scheduler sends. The end of the stream ends the rank."""
 
 
@@ -146,7 +146,7 @@ class Loaded(_Message, frozen=True):
     lanes: bytes
 
 
-class Ready(_Message, frozen=True):
+class RankReady(_Message, frozen=True):
     """A rank has its weights, which have a name, and its cache."""
 
     rank: int
@@ -162,14 +162,14 @@ class StepDone(_Message, frozen=True):
     rows: tuple[Drawn, ...]
 
 
-class Exchanged(_Message, frozen=True):
+class SwapDone(_Message, frozen=True):
     """The outcome of an exchange is known to the rank; it holds these weights, whole. `torn`: it holds none that may serve, and why."""
 
     weights: str
     torn: str | None = None
 
 
-class Rested(_Message, frozen=True):
+class SleepStepDone(_Message, frozen=True):
     """A rank has carried out what it was told about its sleep; or could not, and why. Then it is as it was before, or still asleep."""
 
     weights: str
@@ -183,5 +183,5 @@ class RankFailed(_Message, frozen=True):
     fault: Fault
 
 
-Answer: TypeAlias = Loaded | Ready | StepDone | Exchanged | Rested | RankFailed
+Answer: TypeAlias = Loaded | RankReady | StepDone | SwapDone | SleepStepDone | RankFailed
 """What a rank sends."""

@@ -40,7 +40,7 @@ class RoundSummary:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Standing:
+class UpdateStatus:
     """A replica's standing. `serving` None: an exchange is under way; `round` is the id of the one that is open.
 
     `serving_s` is for how long it has served that. `snapshots` and `recovery` are None where it keeps none, and where it never lost a
@@ -59,7 +59,7 @@ class Standing:
     pending: str | None = None
 
 
-class Desk:
+class LeaderClient:
     """For any thread. Ends with `close`."""
 
     def __init__(self, address: str, secret: Secret, bus: Bus) -> None:
@@ -71,7 +71,7 @@ class Desk:
         self._kept: tuple[str, ...] = ()
         self._subscription = bus.subscribe(self._hear)
 
-    def standing(self) -> Standing:
+    def standing(self) -> UpdateStatus:
         """How it is now, as the leader says."""
         with self._asking:
             try:
@@ -79,7 +79,7 @@ class Desk:
             except ReplicaRefused as refused:
                 raise refused.to_error() from refused
         open_round = None if said.round is None else f"{said.round.boot}/{said.round.epoch}"
-        return Standing(
+        return UpdateStatus(
             state=said.state,
             serving=said.serving,
             undo=said.undo,
@@ -120,10 +120,11 @@ class Desk:
             case ev.RoundOpened(kept=kept):
                 self._kept = kept
             case (
-                ev.Committed(rank=None, round=name, stall_s=stall_s) | ev.Undone(round=name, stall_s=stall_s)
+                ev.RoundCommitted(rank=None, round=name, stall_s=stall_s)
+                | ev.RoundUndone(round=name, stall_s=stall_s)
             ):
                 self._facts[name] = (stall_s, None)
-            case ev.Aborted(round=name, reason=reason):
+            case ev.RoundGivenUp(round=name, reason=reason):
                 self._facts[name] = (None, reason)
             case ev.RoundEnded(round=name, version=version, outcome=outcome, took_s=took_s):
                 stall_s_, reason_ = self._facts.pop(name, (None, None))

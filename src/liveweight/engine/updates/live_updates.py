@@ -15,20 +15,20 @@ from typing import TYPE_CHECKING
 
 from liveweight.devices.device import Device, open_device
 from liveweight.engine.config import Snapshots, Updates
-from liveweight.engine.rank.snapshot_writing import Held, Live, RankSaving
-from liveweight.engine.rank.start_version import Start
-from liveweight.engine.serving.step_stream import Exchange, Exchanged, weights_text
+from liveweight.engine.rank.snapshot_writing import HeldVersion, LiveWeights, RankSnapshotWriter
+from liveweight.engine.rank.start_version import StartVersion
+from liveweight.engine.serving.step_stream import Swap, SwapDone, weights_text
 from liveweight.errors import ChannelClosed, WrongState
 from liveweight.observe.bus import Bus
 from liveweight.rounds.boundary import Decision
-from liveweight.rounds.leader_server import Leader
+from liveweight.rounds.leader_server import LeaderServer
 from liveweight.spec.deadline import Deadline
 from liveweight.transports.registry import TRANSPORTS
 from liveweight.wire.credentials import Secret, load_or_create_secret
 from liveweight.wire.messages.values import RoundId
 from liveweight.worker.commit import Hook
-from liveweight.worker.overwriting import InPlace
-from liveweight.worker.rank import Member
+from liveweight.worker.overwriting import InPlaceSettings
+from liveweight.worker.rank import WorkerRank
 from liveweight.worker.staging_thread import StagingSettings
 
 if TYPE_CHECKING:
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from liveweight.worker.targets.torch_target import TensorTarget
 
 
-class Inbox:
+class DecisionInbox:
     """Where the leader leaves a decision for the engine's thread."""
 
     def __init__(self) -> None:
@@ -71,9 +71,11 @@ class Inbox:
         return None if waiting is None else waiting[1]
 
 
-def lead(updates: Updates, *, secret: Secret, world: int, replica: str, bus: Bus, inbox: Inbox) -> Leader:
+def lead(
+    updates: Updates, *, secret: Secret, world: int, replica: str, bus: Bus, inbox: DecisionInbox
+) -> LeaderServer:
     """The leader of an engine's rounds; publishers and ranks reach it at its address."""
-    return Leader(
+    return LeaderServer(
         address=updates.address,
         secret=secret,
         replica=replica,
@@ -95,7 +97,7 @@ class RankUpdates:
         updates: Updates,
         model: Model,
         *,
-        start: Start,
+        start: StartVersion,
         rank: int,
         device: str,
         hooks: Sequence[Hook],
@@ -109,7 +111,7 @@ class RankUpdates:
         target = module_target(model, model.pieces(), threads=threads, device=here, shadow=updates.shadow)
         kernels, home = target.home.choose().kernels, target.home
         secret = load_or_create_secret(Path(updates.secret_file))
-        self._member = Member(
+        self._member = WorkerRank(
             target,
             address=updates.address,
             secret=secret,
@@ -127,19 +129,19 @@ class RankUpdates:
             in_place=None if updates.shadow != "none" else _in_place(updates, model, here),
             on_failure=on_failure,
         )
-        self._held = Held(weights_text(start.version), self._member.exchanges)
+        self._held = HeldVersion(weights_text(start.version), self._member.exchanges)
         self._target, self._device, self._secret, self._rank = target, here, secret, rank
-        self._saving: RankSaving | None = None
+        self._saving: RankSnapshotWriter | None = None
 
     def save_to(self, snapshots: Snapshots, timeout_s: float, *, pace_bytes_per_s: float | None) -> None:
         """Write snapshots of what is live, when the engine says so."""
-        live = Live(
+        live = LiveWeights(
             target=self._target,
             device=self._device,
             held=lambda: self._held,
             exchanges=lambda: self._member.exchanges,
         )
-        self._saving = RankSaving(
+        self._saving = RankSnapshotWriter(
             snapshots,
             self._secret,
             live,
@@ -158,16 +160,16 @@ class RankUpdates:
         """Change what is live outside a round; at its end the rank is said to hold what it held."""
         with self._member.changing(deadline):
             yield
-            self._held = Held(self._held.weights, self._member.exchanges)
+            self._held = HeldVersion(self._held.weights, self._member.exchanges)
 
-    def carry_out(self, entry: Exchange) -> Exchanged:
+    def carry_out(self, entry: Swap) -> SwapDone:
         """Exchange, all ranks or none; what the weights are called that the rank holds then, or why it is torn."""
         settled = self._member.carry_out(Decision(entry.epoch, entry.undo, entry.timeout_s))
         if settled.serving is None and settled.torn is None:
             raise WrongState("told of no version", "serving after an exchange")
         weights = "" if settled.serving is None else weights_text(settled.serving)
-        self._held = Held(weights, self._member.exchanges)
-        return Exchanged(weights, settled.torn)
+        self._held = HeldVersion(weights, self._member.exchanges)
+        return SwapDone(weights, settled.torn)
 
     def check(self) -> None:
         """ChannelClosed if the rank cannot follow rounds any more: it would serve what it has for ever, and nobody could tell."""
@@ -181,8 +183,8 @@ class RankUpdates:
         self._member.close()
 
 
-def _in_place(updates: Updates, model: Model, device: Device) -> InPlace:
-    return InPlace(
+def _in_place(updates: Updates, model: Model, device: Device) -> InPlaceSettings:
+    return InPlaceSettings(
         chunk_bytes=updates.chunk_bytes,
         draft_chunk_bytes=updates.draft_chunk_bytes,
         draft=frozenset(name for group in model.draft_group() for name in group.tensors),

@@ -26,16 +26,16 @@ from liveweight.errors import (
     RoundOpen,
     VersionNotOffered,
 )
-from liveweight.rounds.coordinator import MARGIN_S, Drive
-from liveweight.rounds.read_lease import SourceHold
+from liveweight.rounds.coordinator import MARGIN_S, RoundCoordinator
+from liveweight.rounds.read_lease import ReadLease
 from liveweight.rounds.replica import WireReplica
-from liveweight.rounds.replica_progress import Part
+from liveweight.rounds.replica_progress import ReplicaProgress
 from liveweight.spec.deadline import Deadline
 from liveweight.spec.manifest import Version
 from liveweight.wire import messages as m
 from liveweight.wire.credentials import Secret
 from liveweight.wire.host_identity import this_host
-from liveweight.wire.messages.source import Held
+from liveweight.wire.messages.source import ReadLeaseGranted
 from liveweight.wire.messages.values import KvPolicy, RankTimes
 from liveweight.wire.waker import Waker
 
@@ -45,7 +45,7 @@ CLOSE_S = 30.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Wish:
+class RequestedVersion:
     """What an operator asks for. `version` None: the source's newest; `transfer_mode` None: as the engine is set; `pause` None: requests
     run on; `call` is the call's own id."""
 
@@ -59,7 +59,7 @@ class Wish:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Steps:
+class UpdateTimes:
     """How long the steps took; of the ranks' own, the slowest. `hold_s`: until the source had the version ready."""
 
     hold_s: float
@@ -73,7 +73,7 @@ class Steps:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Updated:
+class UpdateResult:
     """The engine serves the version. `unchanged`: it did before, and nothing was done. `kept` names the optional groups of tensors,
     such as the draft's, that the offer left out. `ranks` is empty where the leader's word on the commit was lost, and the commit was
     learned afterwards."""
@@ -85,11 +85,11 @@ class Updated:
     verified: bool
     tensors: int
     kept: tuple[str, ...]
-    steps: Steps
+    steps: UpdateTimes
     ranks: tuple[RankTimes, ...]
 
 
-class Requested:
+class RequestedUpdates:
     """For any thread. Ends with `close`."""
 
     def __init__(
@@ -113,7 +113,7 @@ class Requested:
         self._closing = False
         self._cancel = Waker()
 
-    def update(self, wish: Wish) -> Updated:
+    def update(self, wish: RequestedVersion) -> UpdateResult:
         """Take the engine to that version. RoundFailed: it serves what it served, and the cause says why; RoundOpen where another
         update runs, VersionNotOffered with what there is, ChannelClosed where no source is."""
         began_s, deadline = time.monotonic(), Deadline.after(wish.timeout_s)
@@ -152,7 +152,7 @@ class Requested:
         if self._closing:
             raise EngineStopping("the engine is being stopped") from cause
 
-    def _run(self, wish: Wish, began_s: float, deadline: Deadline) -> Updated:
+    def _run(self, wish: RequestedVersion, began_s: float, deadline: Deadline) -> UpdateResult:
         with ExitStack() as stack:
             hold = stack.enter_context(self._hold(wish, deadline))
             hold_s = time.monotonic() - began_s
@@ -165,14 +165,14 @@ class Requested:
             stack.callback(self._pauses.resume_from, wish.call)
             pool = stack.enter_context(ThreadPoolExecutor(1))  # of one replica none is used
             pause = _Pause(self._pauses, wish, deadline, self._go_on)
-            part = Part(replica)
+            part = ReplicaProgress(replica)
             drive = self._drive(wish, hold, part, deadline, pool, pause)
             drive.run()
             steps = _steps(part, drive, hold_s=hold_s, pause_s=pause.took_s, began_s=began_s)
             return self._updated(wish, hold.held, part, steps)
 
-    def _hold(self, wish: Wish, deadline: Deadline) -> SourceHold:
-        return SourceHold(
+    def _hold(self, wish: RequestedVersion, deadline: Deadline) -> ReadLease:
+        return ReadLease(
             self.source,
             self._secret,
             requester=f"{self._replica}, asked by {OPERATOR}/{wish.call}",
@@ -184,13 +184,13 @@ class Requested:
 
     def _drive(
         self,
-        wish: Wish,
-        hold: SourceHold,
-        part: Part,
+        wish: RequestedVersion,
+        hold: ReadLease,
+        part: ReplicaProgress,
         deadline: Deadline,
         pool: ThreadPoolExecutor,
         pause: _Pause,
-    ) -> Drive:
+    ) -> RoundCoordinator:
         held = hold.held
         order = m.Open(
             publisher=f"{OPERATOR}/{wish.call}",
@@ -204,7 +204,7 @@ class Requested:
             host=this_host(),
             pid=os.getpid(),
         )
-        return Drive(
+        return RoundCoordinator(
             parts=[part],
             order=order,
             manifest=held.manifest,
@@ -219,10 +219,12 @@ class Requested:
             before_vote=pause.begin,
         )
 
-    def _updated(self, wish: Wish, held: Held, part: Part, steps: Steps) -> Updated:
+    def _updated(
+        self, wish: RequestedVersion, held: ReadLeaseGranted, part: ReplicaProgress, steps: UpdateTimes
+    ) -> UpdateResult:
         round_id, committed = part.round_id, part.committed
         nothing = tuple(RankTimes(rank=rank) for rank in range(self._world))
-        return Updated(
+        return UpdateResult(
             version=held.version,
             outcome="unchanged" if part.unchanged else "committed",
             round=None if round_id is None else f"{round_id.boot}/{round_id.epoch}",
@@ -240,7 +242,7 @@ class _Pause:
     """The pause that was asked for, begun when all ranks are ready; and how long it took until requests stood still."""
 
     pauses: Pauses
-    wish: Wish
+    wish: RequestedVersion
     deadline: Deadline
     go_on: Callable[[], None]
     took_s: float = 0.0
@@ -253,9 +255,11 @@ class _Pause:
             self.took_s = time.monotonic() - began_s
 
 
-def _steps(part: Part, drive: Drive, *, hold_s: float, pause_s: float, began_s: float) -> Steps:
+def _steps(
+    part: ReplicaProgress, drive: RoundCoordinator, *, hold_s: float, pause_s: float, began_s: float
+) -> UpdateTimes:
     report = part.report()
-    return Steps(
+    return UpdateTimes(
         hold_s=hold_s,
         stage_s=report.stage_s,
         verify_s=report.verify_s,
@@ -267,7 +271,7 @@ def _steps(part: Part, drive: Drive, *, hold_s: float, pause_s: float, began_s: 
     )
 
 
-def _check(wish: Wish, transfer_mode: str | None, held: Held) -> None:
+def _check(wish: RequestedVersion, transfer_mode: str | None, held: ReadLeaseGranted) -> None:
     mode, label = held.offer.mode, held.version
     if transfer_mode not in (None, mode):
         raise VersionNotOffered(f"{label} over {transfer_mode}", [f"{label} over {mode}"])

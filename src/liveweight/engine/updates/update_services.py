@@ -9,25 +9,27 @@ from contextlib import ExitStack
 from pathlib import Path
 
 from liveweight.engine.config import EngineConfig
-from liveweight.engine.recovery.snapshot_saving import Saving
+from liveweight.engine.recovery.snapshot_saving import SnapshotSaver
 from liveweight.engine.serving.pauses import Pauses
-from liveweight.engine.updates.leader_client import Desk
-from liveweight.engine.updates.live_updates import Inbox, lead
-from liveweight.engine.updates.requested_update import Requested
-from liveweight.engine.updates.verifying import Verifying
+from liveweight.engine.updates.leader_client import LeaderClient
+from liveweight.engine.updates.live_updates import DecisionInbox, lead
+from liveweight.engine.updates.requested_update import RequestedUpdates
+from liveweight.engine.updates.verifying import Verifier
 from liveweight.observe.bus import Bus
-from liveweight.rounds.leader_server import Leader
+from liveweight.rounds.leader_server import LeaderServer
 from liveweight.wire.credentials import Secret, load_or_create_secret
 
 
-class Offices:
+class UpdateServices:
     """One engine's. The leader and the desk are there before its ranks; those that need its pauses come after."""
 
-    def __init__(self, config: EngineConfig, replica: str, inbox: Inbox, bus: Bus, stack: ExitStack) -> None:
+    def __init__(
+        self, config: EngineConfig, replica: str, inbox: DecisionInbox, bus: Bus, stack: ExitStack
+    ) -> None:
         self._config, self._replica = config, replica
-        self.leader: Leader | None = None
-        self.desk: Desk | None = None
-        self.saving: Saving | None = None
+        self.leader: LeaderServer | None = None
+        self.desk: LeaderClient | None = None
+        self.saving: SnapshotSaver | None = None
         self._secret: Secret | None = None
         updates = config.updates
         if updates is None:
@@ -35,11 +37,11 @@ class Offices:
         self._secret = secret = load_or_create_secret(Path(updates.secret_file))
         self.leader = lead(updates, secret=secret, world=config.tp, replica=replica, bus=bus, inbox=inbox)
         stack.callback(self.leader.close)
-        self.desk = Desk(self.leader.address, secret, bus)
+        self.desk = LeaderClient(self.leader.address, secret, bus)
         stack.callback(self.desk.close)
         if config.snapshots is None:
             return
-        self.saving = Saving(
+        self.saving = SnapshotSaver(
             config.snapshots,
             leader=self.desk.address,
             secret=secret,
@@ -49,12 +51,12 @@ class Offices:
         )
         stack.callback(self.saving.close)
 
-    def requested(self, pauses: Pauses, stack: ExitStack) -> Requested | None:
+    def requested(self, pauses: Pauses, stack: ExitStack) -> RequestedUpdates | None:
         """Who drives updates that are asked for; None without a source. Closed before those whom it drives."""
         updates = self._config.updates
         if self.desk is None or self._secret is None or updates is None or updates.source is None:
             return None
-        requested = Requested(
+        requested = RequestedUpdates(
             updates.source,
             transfer_mode=updates.transfer_mode,
             leader=self.desk.address,
@@ -66,11 +68,11 @@ class Offices:
         stack.callback(requested.close)
         return requested
 
-    def verifying(self, stack: ExitStack) -> Verifying | None:
+    def verifying(self, stack: ExitStack) -> Verifier | None:
         """Who asks the ranks what they hold; None without live updates."""
         updates = self._config.updates
         if self.desk is None or self._secret is None or updates is None:
             return None
-        verifying = Verifying(self.desk.address, self._secret, source=updates.source, replica=self._replica)
+        verifying = Verifier(self.desk.address, self._secret, source=updates.source, replica=self._replica)
         stack.callback(verifying.close)
         return verifying

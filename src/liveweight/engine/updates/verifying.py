@@ -11,14 +11,14 @@ from typing import Literal, TypeAlias
 
 from liveweight.errors import ManifestInvalid, WrongState
 from liveweight.plan.digest_sums import lanes_from_bytes
-from liveweight.rounds.read_lease import SourceHold
+from liveweight.rounds.read_lease import ReadLease
 from liveweight.rounds.replica import ReplicaRefused, WireReplica
 from liveweight.spec.deadline import Deadline
 from liveweight.spec.digest import to_hex
 from liveweight.spec.manifest import Manifest, Version
 from liveweight.wire.credentials import Secret
 from liveweight.wire.messages import Verdict, Verify
-from liveweight.wire.messages.source import Held
+from liveweight.wire.messages.source import ReadLeaseGranted
 from liveweight.wire.waker import Waker
 
 Against: TypeAlias = Literal["installed", "manifest", "source"]
@@ -26,7 +26,7 @@ Against: TypeAlias = Literal["installed", "manifest", "source"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Question:
+class VerificationRequest:
     """What an operator wants to know. `names` None: all tensors; `version` is the source's, None its newest; `listed`: every digest."""
 
     against: Against = "installed"
@@ -38,14 +38,14 @@ class Question:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Answer:
+class VerificationResult:
     """The verdict, and which version it was compared with; None: with a manifest, or with nothing."""
 
     verdict: Verdict
     compared_with: Version | None
 
 
-class Verifying:
+class Verifier:
     """For any thread. One question at a time; others wait. Ends with `close`."""
 
     def __init__(self, leader: str, secret: Secret, *, source: str | None, replica: str) -> None:
@@ -54,7 +54,7 @@ class Verifying:
         self._asking = threading.Lock()
         self._cancel = Waker()
 
-    def verify(self, question: Question) -> Answer:
+    def verify(self, question: VerificationRequest) -> VerificationResult:
         """Ask. ManifestMismatch with names that the engine does not have; WrongState for a source where there is none;
         WeightsExchanged where rounds left no time; DeadlineExceeded with the ranks that did not answer."""
         deadline = Deadline.after(question.timeout_s)
@@ -69,7 +69,7 @@ class Verifying:
             self._asking.release()
         if question.against == "installed" and verdict.match is not None:
             compared_with = verdict.serving
-        return Answer(verdict=verdict, compared_with=compared_with)
+        return VerificationResult(verdict=verdict, compared_with=compared_with)
 
     def close(self) -> None:
         """End the question that is asked, and take no other."""
@@ -79,7 +79,7 @@ class Verifying:
             self._replica.close()
             self._cancel.close()
 
-    def _ask(self, question: Question, manifest: Manifest | None, deadline: Deadline) -> Verdict:
+    def _ask(self, question: VerificationRequest, manifest: Manifest | None, deadline: Deadline) -> Verdict:
         body = Verify(
             names=question.names,
             manifest=manifest,
@@ -91,12 +91,12 @@ class Verifying:
         except ReplicaRefused as refused:
             raise refused.to_error() from refused
 
-    def _offered(self, question: Question, deadline: Deadline) -> tuple[Version, Manifest]:
+    def _offered(self, question: VerificationRequest, deadline: Deadline) -> tuple[Version, Manifest]:
         """What the source offers; its memory is not read."""
         if self._source is None:
             raise WrongState("started without a source (--weights-from)", "a comparison with it")
         label = None if question.version is None else str(question.version)
-        with SourceHold(
+        with ReadLease(
             self._source,
             self._secret,
             requester=f"{self._name}, for a comparison",
@@ -108,7 +108,7 @@ class Verifying:
             return hold.held.version, _with_digests(hold.held)
 
 
-def _with_digests(held: Held) -> Manifest:
+def _with_digests(held: ReadLeaseGranted) -> Manifest:
     if held.digests is None:
         raise ManifestInvalid(f"the source offers {held.version} without the digests of its tensors")
     lanes = lanes_from_bytes(held.digests, len(held.manifest.tensors))

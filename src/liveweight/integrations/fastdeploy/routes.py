@@ -17,7 +17,7 @@ from fastapi.routing import APIRoute
 from starlette.responses import JSONResponse, Response
 
 from liveweight.engine.serving.sleeping import TAGS, Tag
-from liveweight.engine.updates.requested_update import Updated, Wish
+from liveweight.engine.updates.requested_update import RequestedVersion, UpdateResult
 from liveweight.errors import LiveWeightError
 from liveweight.integrations.fastdeploy.settings import FastDeploySettings
 from liveweight.server.admin.call_ids import call_of
@@ -25,7 +25,7 @@ from liveweight.server.admin.route import TIMEOUT_S
 from liveweight.server.admin.update_routes import rank_answer
 from liveweight.server.errors import kind_of
 from liveweight.server.request_guard import CONTROL_PATHS
-from liveweight.server.route_context import Service, service_of
+from liveweight.server.route_context import RouteContext, service_of
 from liveweight.transports.registry import TRANSPORTS
 
 PATHS = CONTROL_PATHS | {"/clear_load_weight", "/update_model_weight", "/v1/weight_status"}
@@ -149,7 +149,7 @@ class _Routes:
         ]
         return _told({"aborted": ended, "not_found": unknown})
 
-    def _wish(self, call: str, body: dict[str, Any]) -> Wish:
+    def _wish(self, call: str, body: dict[str, Any]) -> RequestedVersion:
         version, verify, mode = (body.get(name) for name in ("version", "verify_checksum", "transfer_mode"))
         if version is not None and not isinstance(version, str):
             raise Wrong("version must be a string")
@@ -160,7 +160,7 @@ class _Routes:
         unknown = sorted(set(body) - {"version", "verify_checksum", "transfer_mode"})
         if unknown:
             raise Wrong(f"unknown fields: {', '.join(unknown)}")
-        return Wish(
+        return RequestedVersion(
             call=call,
             version=version,
             transfer_mode=self._settings.transfer_mode if mode is None else mode,
@@ -168,7 +168,7 @@ class _Routes:
         )
 
 
-def _update(service: Service, wish: Wish, *, release: bool) -> list[dict[str, Any]]:
+def _update(service: RouteContext, wish: RequestedVersion, *, release: bool) -> list[dict[str, Any]]:
     """The round; with `release`, the cache's memory is given back before it, and requests stand still until it is over."""
     engine, clear_s, rebuild_s = service.engine, 0.0, 0.0
     pauses = release and engine.paused == "running"
@@ -189,7 +189,7 @@ def _update(service: Service, wish: Wish, *, release: bool) -> list[dict[str, An
     return [{**one, **costs} for one in _results(updated)]
 
 
-def _results(updated: Updated) -> list[dict[str, Any]]:
+def _results(updated: UpdateResult) -> list[dict[str, Any]]:
     return [
         {**rank_answer(times, updated.version.label), "update_count": updated.tensors}
         for times in updated.ranks
@@ -209,7 +209,7 @@ async def _nap(request: Request, tags: frozenset[Tag], *, asleep: bool) -> list[
     return [{"rank": rank, **facts} for rank in range(engine.config.tp)]
 
 
-async def _status(service: Service) -> dict[str, Any]:
+async def _status(service: RouteContext) -> dict[str, Any]:
     engine = service.engine
     status = WeightStatus.NORMAL
     if "weight" in engine.status().asleep:

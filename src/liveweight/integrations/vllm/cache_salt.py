@@ -33,7 +33,7 @@ HARMLESS = (
 """Ends of the routes that something is sent to, and that generate nothing."""
 
 
-class Salt:
+class CacheSalt:
     """Of one server process."""
 
     def __init__(self) -> None:

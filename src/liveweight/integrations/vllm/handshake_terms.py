@@ -10,7 +10,7 @@ Verify: TypeAlias = Literal["staged", "installed"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Terms:
+class HandshakeTerms:
     """Where its leader shall listen, and what a round may cost.
 
     `session` is another one in every meeting. The leader says the last ones: by them, trainers and the other workers know it.

@@ -14,7 +14,7 @@ import json
 from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any, TypeAlias
 
-from liveweight.integrations.vllm.cache_salt import SALTED, Salt
+from liveweight.integrations.vllm.cache_salt import SALTED, CacheSalt
 
 Scope: TypeAlias = MutableMapping[str, Any]
 Receive: TypeAlias = Callable[[], Awaitable[MutableMapping[str, Any]]]
@@ -30,7 +30,7 @@ class Versions:
     """Wraps vLLM's application. It asks the engine, which knows: not a variable of this process."""
 
     def __init__(self, app: App) -> None:
-        self._app, self._salt = app, Salt()
+        self._app, self._salt = app, CacheSalt()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """One request."""

@@ -44,7 +44,7 @@ class VllmLaunching:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Serving:
+class VllmServerConfig:
     """How a server is started: vLLM's Python and how it runs a module, the model, where its secret and its log are, its port."""
 
     python: Path
@@ -66,7 +66,7 @@ class Serving:
         return self.directory / f"vllm-{self.port}.log"
 
 
-def launch(wanted: Serving) -> subprocess.Popen[bytes]:
+def launch(wanted: VllmServerConfig) -> subprocess.Popen[bytes]:
     """Start it; its processes are a session of their own. `await_serving` when others have been started, too."""
     command = [
         *(str(wanted.python), *wanted.runs, MODULE, "--model", str(wanted.model)),
@@ -80,7 +80,7 @@ def launch(wanted: Serving) -> subprocess.Popen[bytes]:
 
 
 def await_serving(
-    wanted: Serving,
+    wanted: VllmServerConfig,
     process: subprocess.Popen[bytes],
     deadline: Deadline,
     look: Callable[[], None] = lambda: None,
@@ -107,7 +107,7 @@ def end(process: subprocess.Popen[bytes], first: signal.Signals = signal.SIGTERM
 
 
 @contextmanager
-def serving(wanted: Serving) -> Iterator[subprocess.Popen[bytes]]:
+def serving(wanted: VllmServerConfig) -> Iterator[subprocess.Popen[bytes]]:
     """A server that serves; it ends with the block, and all that it started with it."""
     process = launch(wanted)
     try:

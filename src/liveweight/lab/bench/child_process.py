@@ -16,7 +16,7 @@ from liveweight.errors import ChannelClosed
 from liveweight.spec.deadline import Deadline
 
 
-class Line:
+class JsonSocket:
     """One end of such a socket."""
 
     def __init__(self, end: socket.socket) -> None:
@@ -47,10 +47,10 @@ class Line:
         return self.hear(Deadline.after(1.0))
 
 
-class Child:
+class BenchProcess:
     """A process that runs one function of this package with its line and a configuration. Ends with the `with`."""
 
-    def __init__(self, main: Callable[[Line, dict[str, Any]], None], config: dict[str, Any]) -> None:
+    def __init__(self, main: Callable[[JsonSocket, dict[str, Any]], None], config: dict[str, Any]) -> None:
         ours, theirs = socket.socketpair()
         where = f"from {main.__module__} import {main.__name__} as main"
         code = f"{where}; from liveweight.lab.bench.child_process import run; run(main, {theirs.fileno()})"
@@ -58,7 +58,7 @@ class Child:
             self._process = subprocess.Popen(
                 [sys.executable, "-c", code], pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL
             )
-        self.line, self.pid = Line(ours), self._process.pid
+        self.line, self.pid = JsonSocket(ours), self._process.pid
         self._socket = ours
         self.line.say(**config)
 
@@ -74,10 +74,10 @@ class Child:
         self._process.wait()
 
 
-def run(main: Callable[[Line, dict[str, Any]], None], descriptor: int) -> None:
+def run(main: Callable[[JsonSocket, dict[str, Any]], None], descriptor: int) -> None:
     """What a child process does: hear its configuration, then its function."""
     with socket.socket(fileno=descriptor) as end:
-        line = Line(end)
+        line = JsonSocket(end)
         main(line, line.hear(Deadline.after(60.0)))
 
 

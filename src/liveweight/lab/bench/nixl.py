@@ -18,16 +18,16 @@ import msgspec
 
 from liveweight.devices.kernels import choose
 from liveweight.errors import DigestMismatch
-from liveweight.lab.bench.child_process import Child
+from liveweight.lab.bench.child_process import BenchProcess
 from liveweight.lab.bench.model_shapes import decoder, module_of, parameters
 from liveweight.lab.bench.nixl_rank import WAIT_S
 from liveweight.lab.bench.nixl_rank import main as rank_main
-from liveweight.plan.digest_sums import Tally, lanes_from_bytes
+from liveweight.plan.digest_sums import DigestSums, lanes_from_bytes
 from liveweight.spec.deadline import Deadline
 from liveweight.spec.manifest import TensorSpec
 from liveweight.trainer.offers.live import SharedModule, share_module
 from liveweight.transports.ipc.arena import SharedArena
-from liveweight.transports.nixl.source import NixlOutlet
+from liveweight.transports.nixl.source import NixlSource
 from liveweight.wire.credentials import load_or_create_secret
 from liveweight.worker.targets.torch_layout import gather, layout_of
 
@@ -66,12 +66,14 @@ class _Scene:
         secret = load_or_create_secret(directory / "secret")
         self._specs = specs
         self._shared: SharedModule = stack.enter_context(share_module(module_of(specs), SharedArena))
-        outlet = NixlOutlet(directory, secret, name="gdr")
+        outlet = NixlSource(directory, secret, name="gdr")
         stack.callback(outlet.close)
         self._offer = outlet.offer(self._shared.layout, [self._shared.arena], "live")
         config = {"secret": str(directory / "secret"), "specs": msgspec.to_builtins(specs)}
         self._ranks = {
-            (rank, world): stack.enter_context(Child(rank_main, config | {"rank": rank, "world": world}))
+            (rank, world): stack.enter_context(
+                BenchProcess(rank_main, config | {"rank": rank, "world": world})
+            )
             for rank, world in ((0, 1), (0, 2), (1, 2))
         }
         for child in self._ranks.values():
@@ -88,7 +90,7 @@ class _Scene:
         """What the ranks have staged is, bit for bit, what the source holds."""
         for world in (1, 2):
             layouts = [layout_of(gather(parameters(self._specs, rank, world))) for rank in range(world)]
-            tally = Tally(layouts)
+            tally = DigestSums(layouts)
             self._ask("plain", world)  # a bare READ leaves the bytes in the source's order
             lanes = [
                 lanes_from_bytes(bytes.fromhex(one["lanes"]), len(layout.placements))

@@ -9,10 +9,10 @@ from typing import Any
 
 import numpy as np
 
-from liveweight.devices.copy_threads import Crew
+from liveweight.devices.copy_threads import CopyThreads
 from liveweight.devices.kernels import choose_kernels
 from liveweight.devices.memory import Memory
-from liveweight.lab.bench.child_process import Line
+from liveweight.lab.bench.child_process import JsonSocket
 from liveweight.lab.bench.model_shapes import parameters
 from liveweight.plan.digest_sums import lanes_to_bytes
 from liveweight.spec.deadline import Deadline
@@ -20,21 +20,21 @@ from liveweight.spec.decoding import converted
 from liveweight.spec.manifest import TensorSpec
 from liveweight.transports.attach import ask_source
 from liveweight.transports.nixl.arena_location import place_from
-from liveweight.transports.nixl.library import Agent
+from liveweight.transports.nixl.library import NixlAgent
 from liveweight.transports.nixl.reader import NixlReader
 from liveweight.wire.codec import Codec
 from liveweight.wire.credentials import Secret, load_or_create_secret
-from liveweight.wire.limits import Limits
+from liveweight.wire.limits import WireLimits
 from liveweight.wire.messages import Message
 from liveweight.wire.messages.values import Offer
 from liveweight.worker.shadow_digest import ShadowDigest
-from liveweight.worker.staging import Stopped, stage
+from liveweight.worker.staging import StagingStopped, stage
 from liveweight.worker.targets.torch_target import TensorTarget
 
 WAIT_S = 600.0
 
 
-def main(line: Line, config: dict[str, Any]) -> None:
+def main(line: JsonSocket, config: dict[str, Any]) -> None:
     """Read, on request, until told to stop; every answer has when it began and ended, on the clock that all processes share."""
     import torch
 
@@ -42,7 +42,7 @@ def main(line: Line, config: dict[str, Any]) -> None:
     specs = converted(config["specs"], list[TensorSpec])
     secret = load_or_create_secret(Path(config["secret"]))
     target = TensorTarget(parameters(specs, config["rank"], config["world"]))
-    with NixlReader(secret, choose_kernels(), name="gdr", direct=True) as reader, Crew(1) as crew:
+    with NixlReader(secret, choose_kernels(), name="gdr", direct=True) as reader, CopyThreads(1) as crew:
         rank = _Rank(target, reader, crew, secret)
         line.say(ready=True)
         while (command := line.hear(Deadline.after(WAIT_S)))["do"] != "stop":
@@ -52,7 +52,7 @@ def main(line: Line, config: dict[str, Any]) -> None:
 class _Rank:
     """What a rank keeps from one round to the next."""
 
-    def __init__(self, target: TensorTarget, reader: NixlReader, crew: Crew, secret: Secret) -> None:
+    def __init__(self, target: TensorTarget, reader: NixlReader, crew: CopyThreads, secret: Secret) -> None:
         self._target, self._reader, self._crew, self._secret = target, reader, crew, secret
         self._digest = ShadowDigest(target.layout, choose_kernels())
         self._bare: BareRead | None = None
@@ -97,7 +97,7 @@ class _Rank:
             beside=digesting.beside,
         )
         lanes = digesting.rest(stop=_never, deadline=deadline)
-        if isinstance(lanes, Stopped):
+        if isinstance(lanes, StagingStopped):
             raise TypeError("a stage that nobody stopped was stopped")
         return lanes_to_bytes(lanes)
 
@@ -115,12 +115,12 @@ class BareRead:
 
     def __init__(self, offer: Offer, secret: Secret, shadow: Sequence[Memory]) -> None:
         deadline = Deadline.after(WAIT_S)
-        attached = ask_source(offer, offer.layout, secret, Codec[Message](Message), Limits(), deadline)
+        attached = ask_source(offer, offer.layout, secret, Codec[Message](Message), WireLimits(), deadline)
         place = place_from(attached.memories[0], attached.layout.memories_bytes[0])
         first = min(memory.address for memory in shadow)
         last = max(memory.address + memory.size_bytes for memory in shadow)
         size = min(last - first, place.size_bytes)
-        self._agent = Agent("liveweight-bench", progress=False)
+        self._agent = NixlAgent("liveweight-bench", progress=False)
         here = np.array([[first, size, 0]], dtype=np.uint64)
         self._agent.register(here)
         peer = self._agent.meet(place.description)

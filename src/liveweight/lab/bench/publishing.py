@@ -7,7 +7,7 @@ from contextlib import ExitStack
 from pathlib import Path
 
 from liveweight.rounds.replica import WireReplica
-from liveweight.trainer.local_publisher import Publishing, publishing_to
+from liveweight.trainer.local_publisher import ConnectedPublisher, publishing_to
 from liveweight.trainer.offers.live import SharedModule
 from liveweight.trainer.sources.in_memory import ModuleSource
 from liveweight.transports.packing_source import RingSettings
@@ -24,7 +24,7 @@ def publishing(
     ring: RingSettings | None = None,
     transfer_mode: str = "ipc",
     files: Path | None = None,
-) -> Publishing:
+) -> ConnectedPublisher:
     """Meet the replicas, whose secret lies in the directory; everything ends with the stack."""
     secret = load_or_create_secret(directory / "secret")
     return publishing_to(

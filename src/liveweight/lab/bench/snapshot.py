@@ -32,7 +32,7 @@ from liveweight.transports.snapshot.disk.parts import PART_BYTES
 from liveweight.transports.snapshot.disk.store import Store
 from liveweight.transports.snapshot.disk.writer import Image, WriteSettings
 from liveweight.transports.snapshot.restore import restore
-from liveweight.transports.snapshot.save import Saved, save
+from liveweight.transports.snapshot.save import SavedSnapshot, save
 
 if TYPE_CHECKING:
     import torch
@@ -99,7 +99,7 @@ class _Bench:
         image = Image(layout=self._layout, memories=[self._weights])
         saved = save(self._store, Version(run="bench", label=self._count), [image], settings=self._settings)
         took_s = time.monotonic() - began_s
-        if isinstance(saved, Saved):  # nobody cancels it
+        if isinstance(saved, SavedSnapshot):  # nobody cancels it
             self._path, self.parts = saved.path, len(list(saved.path.glob("*.pdparams")))
         return took_s
 

@@ -16,28 +16,34 @@ from pathlib import Path
 from liveweight.engine.init_model.checkpoint import init_model
 from liveweight.errors import LiveWeightError, RoundAborted
 from liveweight.integrations.vllm.server_process import VllmLaunching
-from liveweight.lab.demo.engine_servers import Fleet, Server
+from liveweight.lab.demo.engine_servers import EngineServer, EngineServers
 from liveweight.lab.demo.faults import plan
 from liveweight.lab.demo.learning.policy import Policy
-from liveweight.lab.demo.learning.rollouts import Asking, Rollouts
-from liveweight.lab.demo.learning.staleness import Bound
-from liveweight.lab.demo.publishing import Published, Publishing
+from liveweight.lab.demo.learning.rollouts import Rollouts, RolloutSettings
+from liveweight.lab.demo.learning.staleness import StalenessBound
+from liveweight.lab.demo.publishing import Published, StepPublisher
 from liveweight.lab.demo.records import (
+    DemoRound,
     Listener,
     Phase,
     PhaseName,
-    Round,
     Run,
-    Step,
     Summary,
+    TrainingStep,
     Warmed,
     summarise,
 )
 from liveweight.lab.demo.settings import DemoSettings, Launching
 from liveweight.lab.demo.stopping import Stop
-from liveweight.lab.demo.trainer_rounds import Listening, MakePublisher, Progress, Rounds, Unheard
-from liveweight.lab.demo.training_loop import Look, Loop, Publish
-from liveweight.lab.demo.vllm_servers import VllmServer
+from liveweight.lab.demo.trainer_rounds import (
+    MakePublisher,
+    RoundListener,
+    RoundProgress,
+    SilentListener,
+    TrainerRounds,
+)
+from liveweight.lab.demo.training_loop import Look, Publish, TrainingLoop
+from liveweight.lab.demo.vllm_servers import DemoVllmServer
 from liveweight.lab.demo.watched_replica import WatchedReplica
 from liveweight.wire.credentials import load_or_create_secret
 
@@ -46,10 +52,10 @@ KEPT = 3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Outcome:
+class DemoOutcome:
     """What came of it."""
 
-    steps: tuple[Step, ...]
+    steps: tuple[TrainingStep, ...]
     summary: Summary
 
 
@@ -60,12 +66,12 @@ def run_demo(
     *,
     say: Listener,
     stop: Stop,
-) -> Outcome:
+) -> DemoOutcome:
     """Run it. `make_publisher` is given the directory for its sockets and its secret. Raises Stopped if it is told to end."""
     with ExitStack() as stack:
         directory = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="lw-demo-")))
         demo = _Demo(settings, directory, make_publisher(directory), say=say, stop=stop)
-        fleet = stack.enter_context(Fleet(demo.servers(launching)))
+        fleet = stack.enter_context(EngineServers(demo.servers(launching)))
         try:
             return demo.go(fleet)
         except LiveWeightError:
@@ -86,18 +92,18 @@ class _Demo:
         self._settings, self._directory, self._make_publisher = settings, directory, make_publisher
         self._say, self._stop, self._since_s = say, stop, time.monotonic()
         self._model = directory / "model"
-        self._bound = Bound(staleness=settings.staleness, batch=settings.training.prompts)
+        self._bound = StalenessBound(staleness=settings.staleness, batch=settings.training.prompts)
 
-    def servers(self, launching: Launching | VllmLaunching) -> list[Server]:
+    def servers(self, launching: Launching | VllmLaunching) -> list[EngineServer]:
         return [self._server(number, launching) for number in range(self._settings.replicas)]
 
-    def _server(self, number: int, launching: Launching | VllmLaunching) -> Server:
+    def _server(self, number: int, launching: Launching | VllmLaunching) -> EngineServer:
         if isinstance(launching, VllmLaunching):
-            return VllmServer(number, self._directory, self._model, launching)
+            return DemoVllmServer(number, self._directory, self._model, launching)
         tp, elastic = self._settings.tp, self._settings.chaos
-        return Server(number, self._directory, self._model, launching, tp=tp, elastic=elastic)
+        return EngineServer(number, self._directory, self._model, launching, tp=tp, elastic=elastic)
 
-    def go(self, fleet: Fleet) -> Outcome:
+    def go(self, fleet: EngineServers) -> DemoOutcome:
         self._phase("start", self._settings.engines)
         init_model(self._model, self._settings.size, seed=self._settings.seed)
         load_or_create_secret(self._directory / "secret")
@@ -120,7 +126,7 @@ class _Demo:
         )
         self._phase("end")
         self._say(summary)
-        return Outcome(steps=tuple(steps), summary=summary)
+        return DemoOutcome(steps=tuple(steps), summary=summary)
 
     def _warm_up(self, policy: Policy) -> None:
         """Imitate a careless teacher for a moment."""
@@ -133,7 +139,7 @@ class _Demo:
             loss = policy.imitate(self._settings.task, chance)
             self._say(Warmed(at_s=self._now_s(), step=step, steps=count, loss=loss))
 
-    def _live(self, policy: Policy, fleet: Fleet) -> list[Step]:
+    def _live(self, policy: Policy, fleet: EngineServers) -> list[TrainingStep]:
         """Every step's weights are published."""
         self._phase("live", "every step is published into the running engines")
         settings = self._settings
@@ -141,17 +147,17 @@ class _Demo:
         rollouts = self._rollouts(fleet, self._bound)
         with self._rounds(policy, fleet, rollouts) as rounds:
             first = self._publish_warm(policy, rounds)
-            publishing = Publishing(
+            publishing = StepPublisher(
                 rounds=rounds, servers=fleet.servers, blows=blows, stop=self._stop, since_s=self._since_s
             )
             with rollouts:
                 return self._loop("live", policy, rollouts, publishing.after, publishing.look).go([first])
 
-    def _control(self, policy: Policy, fleet: Fleet) -> list[Step]:
+    def _control(self, policy: Policy, fleet: EngineServers) -> list[TrainingStep]:
         """The same again, but for one thing: the engines keep the warm-up's weights."""
         self._phase("control", "the same, but nothing is published after the warm-up")
         rollouts = self._rollouts(fleet, replace(self._bound, enforced=False))
-        with self._rounds(policy, fleet, Unheard()) as rounds:
+        with self._rounds(policy, fleet, SilentListener()) as rounds:
             self._publish_warm(policy, rounds)
 
         def keep_still(step: int, last: bool) -> Published:
@@ -163,7 +169,7 @@ class _Demo:
         with rollouts:
             return self._loop("control", policy, rollouts, keep_still, lambda _: False).go()
 
-    def _publish_warm(self, policy: Policy, rounds: Rounds) -> Round:
+    def _publish_warm(self, policy: Policy, rounds: TrainerRounds) -> DemoRound:
         """The first publish of a run; no fault is planned for it."""
         policy.begin_rl()
         policy.keep(0)
@@ -172,8 +178,10 @@ class _Demo:
             raise RoundAborted(f"the warm-up's weights were not taken: {first.problem}")
         return first
 
-    def _loop(self, run: Run, policy: Policy, rollouts: Rollouts, publish: Publish, look: Look) -> Loop:
-        return Loop(
+    def _loop(
+        self, run: Run, policy: Policy, rollouts: Rollouts, publish: Publish, look: Look
+    ) -> TrainingLoop:
+        return TrainingLoop(
             run=run,
             steps=self._settings.steps,
             policy=policy,
@@ -185,21 +193,23 @@ class _Demo:
             since_s=self._since_s,
         )
 
-    def _rollouts(self, fleet: Fleet, bound: Bound) -> Rollouts:
-        asking = Asking(group=self._settings.training.group, seed=self._settings.seed)
+    def _rollouts(self, fleet: EngineServers, bound: StalenessBound) -> Rollouts:
+        asking = RolloutSettings(group=self._settings.training.group, seed=self._settings.seed)
         return Rollouts(fleet.servers, self._settings.task, bound, asking, self._stop)
 
-    def _rounds(self, policy: Policy, fleet: Fleet, listening: Listening) -> Rounds:
+    def _rounds(self, policy: Policy, fleet: EngineServers, listening: RoundListener) -> TrainerRounds:
         """A publisher that has met the fleet: a new run, whose labels are steps."""
         secret = load_or_create_secret(self._directory / "secret")
-        progress = Progress(len(fleet.servers), since_s=self._since_s, say=self._say, listening=listening)
+        progress = RoundProgress(
+            len(fleet.servers), since_s=self._since_s, say=self._say, listening=listening
+        )
         replicas = [
             WatchedReplica(server.number, server.replica(secret), progress.heard) for server in fleet.servers
         ]
         for one in replicas:
             self._stop.call(one.interrupt)
         publisher = self._make_publisher(policy.model, replicas)
-        return Rounds(publisher, replicas, stop=self._stop, since_s=self._since_s)
+        return TrainerRounds(publisher, replicas, stop=self._stop, since_s=self._since_s)
 
     def _phase(self, name: PhaseName, detail: str = "") -> None:
         self._stop.check()

@@ -28,7 +28,7 @@ LOOK_S = 0.02
 LAST_WORDS = 400
 
 
-class Server:
+class EngineServer:
     """One replica. `url` is None while it is not there. For the trainer's thread; `url` is for any."""
 
     start_s = 120.0
@@ -187,10 +187,10 @@ def _words(path: Path) -> list[str]:
         return []
 
 
-class Fleet:
+class EngineServers:
     """All replicas, started at once. Ends with the `with`: asked first, all at once, then made to."""
 
-    def __init__(self, servers: Sequence[Server]) -> None:
+    def __init__(self, servers: Sequence[EngineServer]) -> None:
         self.servers = tuple(servers)
 
     def launch(self) -> None:

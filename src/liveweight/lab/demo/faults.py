@@ -9,10 +9,10 @@ import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from liveweight.lab.demo.engine_servers import Server
-from liveweight.lab.demo.records import FaultKind, Round, Stage
+from liveweight.lab.demo.engine_servers import EngineServer
+from liveweight.lab.demo.records import DemoRound, FaultKind, Stage
 from liveweight.lab.demo.stopping import Stop
-from liveweight.lab.demo.trainer_rounds import Rounds
+from liveweight.lab.demo.trainer_rounds import TrainerRounds
 from liveweight.spec.deadline import Deadline
 
 KINDS: tuple[FaultKind, ...] = ("cut", "deadline", "rank", "replica")
@@ -22,7 +22,7 @@ NOTICE_S = 60.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Blow:
+class PlannedFault:
     """One thing to break: which, at which replica, and a choice of moments and ranks in `number`."""
 
     kind: FaultKind
@@ -30,7 +30,7 @@ class Blow:
     number: int
 
 
-def plan(steps: int, replicas: int, seed: int) -> Mapping[int, Blow]:
+def plan(steps: int, replicas: int, seed: int) -> Mapping[int, PlannedFault]:
     """By step: every kind at least once if there are steps enough, in any order, never in the first or the last step."""
     chance = random.Random(f"{seed} chaos")
     count = max(0, min(steps - 2, max(len(KINDS), steps // 20)))
@@ -38,14 +38,14 @@ def plan(steps: int, replicas: int, seed: int) -> Mapping[int, Blow]:
     kinds = [KINDS[at % len(KINDS)] for at in range(count)]
     chance.shuffle(kinds)
     return {
-        step: Blow(kind=kind, replica=chance.randrange(replicas), number=chance.randrange(1 << 16))
+        step: PlannedFault(kind=kind, replica=chance.randrange(replicas), number=chance.randrange(1 << 16))
         for step, kind in zip(chosen, kinds, strict=True)
     }
 
 
 def strike(
-    blow: Blow, version: int, rounds: Rounds, servers: Sequence[Server], stop: Stop
-) -> tuple[str, list[Round]]:
+    blow: PlannedFault, version: int, rounds: TrainerRounds, servers: Sequence[EngineServer], stop: Stop
+) -> tuple[str, list[DemoRound]]:
     """Break it in the middle of the round of that version: what was done, and what became of the round."""
     server, replica = servers[blow.replica], rounds.replicas[blow.replica]
     match blow.kind:

@@ -11,11 +11,11 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from liveweight.lab.demo.engine_servers import Server
-from liveweight.lab.demo.faults import Blow, strike
-from liveweight.lab.demo.records import Fault, FaultKind, Round
+from liveweight.lab.demo.engine_servers import EngineServer
+from liveweight.lab.demo.faults import PlannedFault, strike
+from liveweight.lab.demo.records import DemoFault, DemoRound, FaultKind
 from liveweight.lab.demo.stopping import Stop
-from liveweight.lab.demo.trainer_rounds import Rounds
+from liveweight.lab.demo.trainer_rounds import TrainerRounds
 from liveweight.spec.deadline import Deadline
 
 RECOVER_S = 600.0
@@ -26,21 +26,21 @@ AGAIN_S = 0.2
 class Published:
     """What became of publishing in one step: the rounds that ended in it, and the faults that were survived."""
 
-    rounds: tuple[Round, ...] = ()
-    faults: tuple[Fault, ...] = ()
+    rounds: tuple[DemoRound, ...] = ()
+    faults: tuple[DemoFault, ...] = ()
 
 
 @dataclass(slots=True, kw_only=True)
-class Publishing:
+class StepPublisher:
     """One run's publishing. For the trainer's thread."""
 
-    rounds: Rounds
-    servers: Sequence[Server]
-    blows: Mapping[int, Blow]
+    rounds: TrainerRounds
+    servers: Sequence[EngineServer]
+    blows: Mapping[int, PlannedFault]
     stop: Stop
     since_s: float
-    _ended: list[Round] = field(default_factory=list)
-    _faults: list[Fault] = field(default_factory=list)
+    _ended: list[DemoRound] = field(default_factory=list)
+    _faults: list[DemoFault] = field(default_factory=list)
 
     def look(self, version: int) -> bool:
         """While the trainer waits for rollouts: start an engine that ended by itself again, with that version's weights, which the
@@ -68,12 +68,12 @@ class Publishing:
         self._ended, self._faults = [], []
         return published
 
-    def _strike(self, step: int, blow: Blow) -> None:
+    def _strike(self, step: int, blow: PlannedFault) -> None:
         began_s = time.monotonic()
         what, struck = strike(blow, step, self.rounds, self.servers, self.stop)
         self._recover(step, blow.kind, what, struck, began_s)
 
-    def _recover(self, step: int, kind: FaultKind, what: str, ended: list[Round], began_s: float) -> None:
+    def _recover(self, step: int, kind: FaultKind, what: str, ended: list[DemoRound], began_s: float) -> None:
         """Start again what ended, and publish until the whole fleet serves these weights."""
         said = next(
             (one.problem for one in ended if one.problem is not None),
@@ -93,7 +93,7 @@ class Publishing:
         took_ms = (time.monotonic() - began_s) * 1e3
         self._ended += ended
         self._faults.append(
-            Fault(
+            DemoFault(
                 at_s=began_s - self.since_s, step=step, kind=kind, what=what, said=said, recovered_ms=took_ms
             )
         )

@@ -39,7 +39,7 @@ class Warmed:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Reached:
+class StepReached:
     """A replica has come that far in the present round."""
 
     at_s: float
@@ -72,7 +72,7 @@ class ReplicaPart:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Round:
+class DemoRound:
     """A round that ended. `problem` None: the fleet serves the version."""
 
     began_s: float
@@ -95,7 +95,7 @@ class Round:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Fault:
+class DemoFault:
     """Something was broken, and the run went on: what it was, what the round said of it, and how long until all served again."""
 
     at_s: float
@@ -122,7 +122,7 @@ class Gap:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Step:
+class TrainingStep:
     """A step of training. `version` is what it made; `staleness` is of its samples, in versions; `dropped` groups were too old."""
 
     at_s: float
@@ -138,8 +138,8 @@ class Step:
     dropped: int
     tokens_per_s: float
     gap: Gap
-    rounds: tuple[Round, ...] = ()
-    faults: tuple[Fault, ...] = ()
+    rounds: tuple[DemoRound, ...] = ()
+    faults: tuple[DemoFault, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -171,12 +171,12 @@ class Summary:
     took_s: float
 
 
-Record: TypeAlias = Phase | Warmed | Reached | Step | Summary
+Record: TypeAlias = Phase | Warmed | StepReached | TrainingStep | Summary
 Listener: TypeAlias = Callable[[Record], None]
 """Hears every record, on the thread that says it, which may be any. Must be quick."""
 
 
-def last_reward(steps: Sequence[Step]) -> float:
+def last_reward(steps: Sequence[TrainingStep]) -> float:
     """The mean reward of a run's last steps."""
     return statistics.fmean(step.reward for step in steps[-LAST_STEPS:])
 
@@ -189,7 +189,7 @@ def percentile(values: Sequence[float], share: float) -> float:
 
 
 def summarise(
-    steps: Sequence[Step], *, seed: int, mode: str, kv_policy: str, replicas: int, took_s: float
+    steps: Sequence[TrainingStep], *, seed: int, mode: str, kv_policy: str, replicas: int, took_s: float
 ) -> Summary:
     """The demo's numbers from its steps, of both runs."""
     live = [step for step in steps if step.run == "live"]

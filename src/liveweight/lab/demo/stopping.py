@@ -12,7 +12,7 @@ from typing import Self
 from liveweight.wire.waker import Waker
 
 
-class Stopped(Exception):
+class RunStopped(Exception):
     """The run was told to end. No error: nothing is wrong."""
 
 
@@ -52,12 +52,12 @@ class Stop:
     def check(self) -> None:
         """Raise Stopped if the run is to end."""
         if self._said.is_set():
-            raise Stopped
+            raise RunStopped
 
     def wait(self, seconds: float) -> None:
         """Let that much time pass; Stopped if the run is told to end meanwhile."""
         if self._said.wait(seconds):
-            raise Stopped
+            raise RunStopped
 
     def fileno(self) -> int:
         """For a selector."""

@@ -13,21 +13,21 @@ from types import TracebackType
 from typing import Protocol, Self, TypeAlias
 
 from liveweight.errors import OutcomeUnknown, RoundFailed
-from liveweight.lab.demo.records import Reached, Round, Stage
+from liveweight.lab.demo.records import DemoRound, Stage, StepReached
 from liveweight.lab.demo.stopping import Stop
 from liveweight.lab.demo.watched_replica import WatchedReplica
 from liveweight.rounds.report import Report
-from liveweight.trainer.publisher import Publisher
+from liveweight.trainer.publisher import RoundPublisher
 
-MakePublisher: TypeAlias = Callable[[object, Sequence[WatchedReplica]], Publisher]
+MakePublisher: TypeAlias = Callable[[object, Sequence[WatchedReplica]], RoundPublisher]
 """(the trainer's module, the fleet) -> `lw.Publisher`."""
 
 
-class Rounds:
+class TrainerRounds:
     """For the trainer's thread. `heard` is called by the publisher's."""
 
     def __init__(
-        self, publisher: Publisher, replicas: Sequence[WatchedReplica], *, stop: Stop, since_s: float
+        self, publisher: RoundPublisher, replicas: Sequence[WatchedReplica], *, stop: Stop, since_s: float
     ) -> None:
         self.replicas = tuple(replicas)
         self._publisher, self._stop, self._since_s = publisher, stop, since_s
@@ -40,7 +40,7 @@ class Rounds:
         self._publisher.offer(version)
         self._open = True
 
-    def finish(self) -> list[Round]:
+    def finish(self) -> list[DemoRound]:
         """The round that was begun, when it has ended; none if none was. Stopped if the demo is to end."""
         if not self._open:
             return []
@@ -52,7 +52,7 @@ class Rounds:
         self._stop.check()
         return [self._round(report, problem)]
 
-    def publish(self, version: int) -> Round:
+    def publish(self, version: int) -> DemoRound:
         """Both."""
         self.begin(version)
         return self.finish()[0]
@@ -75,9 +75,9 @@ class Rounds:
     ) -> None:
         self._publisher.close()
 
-    def _round(self, report: Report | None, problem: str | None) -> Round:
+    def _round(self, report: Report | None, problem: str | None) -> DemoRound:
         total_s = time.monotonic() - self._began_s
-        return Round(
+        return DemoRound(
             began_s=self._began_s - self._since_s,
             version=self._version,
             total_ms=(total_s if report is None else report.total_s) * 1e3,
@@ -88,7 +88,7 @@ class Rounds:
         )
 
 
-class Listening(Protocol):
+class RoundListener(Protocol):
     """Who wants to know what becomes of versions. Called by the publisher's threads."""
 
     def offers(self, version: int) -> None:
@@ -98,21 +98,21 @@ class Listening(Protocol):
         """All replicas serve it, or a later one."""
 
 
-class Unheard:
+class SilentListener:
     """Nobody wants to know."""
 
     def offers(self, version: int) -> None:
-        """See Listening."""
+        """See RoundListener."""
 
     def serves(self, version: int) -> None:
-        """See Listening."""
+        """See RoundListener."""
 
 
-class Progress:
+class RoundProgress:
     """Hears how far replicas have come, says so, and knows when all of them serve a version. Any thread."""
 
     def __init__(
-        self, count: int, *, since_s: float, say: Callable[[Reached], None], listening: Listening
+        self, count: int, *, since_s: float, say: Callable[[StepReached], None], listening: RoundListener
     ) -> None:
         self._latest = [-1] * count
         self._since_s, self._say, self._listening = since_s, say, listening
@@ -120,7 +120,7 @@ class Progress:
     def heard(self, version: int, replica: int, stage: Stage, took_ms: float) -> None:
         """A replica has come that far."""
         at_s = time.monotonic() - self._since_s
-        self._say(Reached(at_s=at_s, version=version, replica=replica, stage=stage, took_ms=took_ms))
+        self._say(StepReached(at_s=at_s, version=version, replica=replica, stage=stage, took_ms=took_ms))
         if stage == "open":
             self._listening.offers(version)
         elif stage == "commit":

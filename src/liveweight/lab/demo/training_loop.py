@@ -14,9 +14,9 @@ from typing import TypeAlias
 
 from liveweight.lab.demo.learning.on_policy_check import gap, to_check
 from liveweight.lab.demo.learning.policy import Policy
-from liveweight.lab.demo.learning.rollouts import Rollouts, Taken
+from liveweight.lab.demo.learning.rollouts import Rollouts, StepSamples
 from liveweight.lab.demo.publishing import Published
-from liveweight.lab.demo.records import Listener, Round, Run, Step
+from liveweight.lab.demo.records import DemoRound, Listener, Run, TrainingStep
 from liveweight.lab.demo.stopping import Stop
 
 Publish: TypeAlias = Callable[[int, bool], Published]
@@ -27,7 +27,7 @@ Look: TypeAlias = Callable[[int], bool]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Loop:
+class TrainingLoop:
     """One run. For the trainer's thread."""
 
     run: Run
@@ -40,9 +40,9 @@ class Loop:
     say: Listener
     since_s: float
 
-    def go(self, first: Sequence[Round] = ()) -> list[Step]:
+    def go(self, first: Sequence[DemoRound] = ()) -> list[TrainingStep]:
         """All steps, each said as it is done. `first` are the rounds that brought the warm-up's weights."""
-        done: list[Step] = []
+        done: list[TrainingStep] = []
         since_s = time.monotonic()
         for step in range(1, self.steps + 1):
             self.stop.check()
@@ -55,7 +55,9 @@ class Loop:
             self.say(record)
         return done
 
-    def _learn(self, step: int, taken: Taken, took_s: float, first: Sequence[Round]) -> Step:
+    def _learn(
+        self, step: int, taken: StepSamples, took_s: float, first: Sequence[DemoRound]
+    ) -> TrainingStep:
         """One step: what these groups teach becomes a version."""
         loss = self.policy.learn(taken.groups, done=(step - 1) / self.steps)
         found = gap(self.policy, to_check(taken.groups, self.policy.training.checked))
@@ -63,7 +65,7 @@ class Loop:
         published = self.publish(step, step == self.steps)
         samples = [sample for group in taken.groups for sample in group.samples]
         ages = [step - 1 - sample.oldest for sample in samples]
-        return Step(
+        return TrainingStep(
             at_s=time.monotonic() - self.since_s,
             run=self.run,
             step=step,

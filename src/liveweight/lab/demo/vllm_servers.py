@@ -10,14 +10,14 @@ from pathlib import Path
 from liveweight.integrations.vllm.engine import vllm
 from liveweight.integrations.vllm.server_process import (
     START_S,
-    Serving,
     VllmLaunching,
+    VllmServerConfig,
     await_serving,
     end,
     free_port,
     launch,
 )
-from liveweight.lab.demo.engine_servers import Server
+from liveweight.lab.demo.engine_servers import EngineServer
 from liveweight.lab.demo.settings import Launching
 from liveweight.lab.demo.stopping import Stop
 from liveweight.lab.demo.watched_replica import Driven
@@ -30,7 +30,7 @@ OPTIONS = (
 )
 
 
-class VllmServer(Server):
+class DemoVllmServer(EngineServer):
     """One replica, of one worker."""
 
     start_s = START_S
@@ -38,7 +38,7 @@ class VllmServer(Server):
     def __init__(self, number: int, directory: Path, model: Path, launching: VllmLaunching) -> None:
         super().__init__(number, directory, model, Launching(program=(), environment={}), tp=1)
         self._secret_file = directory / "secret"
-        self._wanted = Serving(
+        self._wanted = VllmServerConfig(
             python=launching.python,
             runs=launching.runs,
             model=model,
@@ -50,26 +50,26 @@ class VllmServer(Server):
         )
 
     def replica(self, secret: Secret) -> Driven:
-        """See Server."""
+        """See EngineServer."""
         return vllm(self._wanted.url, address=self.address).replica(secret, self._secret_file)
 
     def launch(self) -> None:
-        """See Server."""
+        """See EngineServer."""
         self._process = launch(self._wanted)
 
     def await_ready(self, stop: Stop, deadline: Deadline) -> None:
-        """See Server."""
+        """See EngineServer."""
         if self._process is not None:
             await_serving(self._wanted, self._process, deadline, stop.check)
             self.url = self._wanted.url
 
     def kill(self) -> None:
-        """See Server. What it had started ends with it."""
+        """See EngineServer. What it had started ends with it."""
         self.url = None
         self.close()
 
     def close(self) -> None:
-        """See Server."""
+        """See EngineServer."""
         process, self._process = self._process, None
         if process is not None:
             end(process)

@@ -27,7 +27,7 @@ GREEDY = {"temperature": 0.0, "ignore_eos": True, "stream": True, "return_token_
 
 
 @dataclass(slots=True)
-class Answer:
+class ClientAnswer:
     """A request and what it got. `mark` says in which part of the demo it was begun."""
 
     client: int
@@ -36,11 +36,11 @@ class Answer:
     tokens: list[int] = field(default_factory=list)
 
 
-class Stream:
+class ClientStream:
     """The clients of one side, while the `with` lasts. `finished` is called for every whole answer, on its client's thread."""
 
     def __init__(
-        self, name: str, url: str, *, clients: int, tokens: int, finished: Callable[[Answer], None]
+        self, name: str, url: str, *, clients: int, tokens: int, finished: Callable[[ClientAnswer], None]
     ) -> None:
         self.name, self.streamed = name, 0
         self._at, self._tokens, self._finished = urlsplit(url), tokens, finished
@@ -99,7 +99,7 @@ class Stream:
         number = 0
         try:
             while not self._stopping:
-                answer = Answer(client=client, mark=self._mark, prompt=prompt(client, number))
+                answer = ClientAnswer(client=client, mark=self._mark, prompt=prompt(client, number))
                 while len(answer.tokens) < self._tokens:
                     self._stream(answer)
                 self._note(answer)
@@ -112,14 +112,14 @@ class Stream:
                     )
                 self._changed.notify_all()
 
-    def _note(self, answer: Answer) -> None:
+    def _note(self, answer: ClientAnswer) -> None:
         self._finished(answer)
         with self._changed:
             if answer.mark == self._mark:
                 self._done[answer.client] += 1
             self._changed.notify_all()
 
-    def _stream(self, answer: Answer) -> None:
+    def _stream(self, answer: ClientAnswer) -> None:
         """Ask for what is left of an answer; returns when the engine ends it, at its length or before."""
         connection = http.client.HTTPConnection(str(self._at.hostname), self._at.port, timeout=ANSWER_S)
         with self._changed:

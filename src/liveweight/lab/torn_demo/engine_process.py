@@ -17,9 +17,9 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from liveweight.engine.config import EngineConfig
-from liveweight.engine.serving.step_channel import Pipe
+from liveweight.engine.serving.step_channel import StepChannel
 from liveweight.errors import ChannelClosed, LiveWeightError
-from liveweight.lab.torn_demo.processes import Go, Served, Told, run
+from liveweight.lab.torn_demo.processes import ChildMessage, Go, Served, run
 
 if TYPE_CHECKING:
     from liveweight.engine.engine import Engine
@@ -37,7 +37,7 @@ def main(descriptor: int) -> None:
         run(descriptor, SideConfig, _serve)
 
 
-def _serve(pipe: Pipe[SideConfig | Go], config: SideConfig) -> None:
+def _serve(pipe: StepChannel[SideConfig | Go], config: SideConfig) -> None:
     """Serve on a port of its own until the pipe closes, which is as a SIGTERM: also while it starts, everything is released."""
     from liveweight.engine.engine import Engine
     from liveweight.server.server import bind
@@ -50,7 +50,7 @@ def _serve(pipe: Pipe[SideConfig | Go], config: SideConfig) -> None:
         raise fault
 
 
-def _end_with(pipe: Pipe[SideConfig | Go]) -> None:
+def _end_with(pipe: StepChannel[SideConfig | Go]) -> None:
     """Hears the end of the pipe; the main thread only speaks on it."""
     with suppress(ChannelClosed):
         pipe.receive()
@@ -58,20 +58,20 @@ def _end_with(pipe: Pipe[SideConfig | Go]) -> None:
 
 
 async def _until_told(
-    engine: Engine, bound: socket.socket, pipe: Pipe[SideConfig | Go]
+    engine: Engine, bound: socket.socket, pipe: StepChannel[SideConfig | Go]
 ) -> LiveWeightError | None:
     from prometheus_client import CollectorRegistry
 
     from liveweight.server.app import build_app
-    from liveweight.server.request_guard import Access
-    from liveweight.server.server import Ending, Serving, serve, url_of
+    from liveweight.server.request_guard import AccessRules
+    from liveweight.server.server import Ending, ServerTimes, serve, url_of
 
     def ready() -> None:
         with suppress(ChannelClosed):
-            pipe.send(Told("ready", served=Served(url=url_of(bound), pids=engine.pids)))
+            pipe.send(ChildMessage("ready", served=Served(url=url_of(bound), pids=engine.pids)))
 
     ending = Ending()
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, ending.ask)
-    app = build_app(engine, registry=CollectorRegistry(), access=Access())
-    times = Serving(grace_s=0.0, tell_fault_s=0.0)
+    app = build_app(engine, registry=CollectorRegistry(), access=AccessRules())
+    times = ServerTimes(grace_s=0.0, tell_fault_s=0.0)
     return await serve(engine, app, bound, times, ready=ready, ending=ending)

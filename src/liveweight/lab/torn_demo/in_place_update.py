@@ -22,9 +22,9 @@ from liveweight.devices.cpu import mapped
 from liveweight.devices.device import CPU, Device
 from liveweight.devices.memory import Memory
 from liveweight.engine.models.forward import Solo
-from liveweight.engine.serving.step_channel import Pipe
+from liveweight.engine.serving.step_channel import StepChannel
 from liveweight.errors import Unavailable
-from liveweight.lab.torn_demo.processes import Go, Told, engine_of, run
+from liveweight.lab.torn_demo.processes import ChildMessage, Go, engine_of, run
 from liveweight.server.client import EngineClient
 from liveweight.spec.deadline import Deadline
 from liveweight.trainer.offers.live import share_module
@@ -97,21 +97,21 @@ def trainer_main(descriptor: int) -> None:
     run(descriptor, InPlaceConfig, _train)
 
 
-def _train(pipe: Pipe[InPlaceConfig | Go], config: InPlaceConfig) -> None:
+def _train(pipe: StepChannel[InPlaceConfig | Go], config: InPlaceConfig) -> None:
     """Load, hear where the engine is, and write. Where it is to be killed it says so and waits for its end."""
     shares = [share_of(Path(config.checkpoint), rank, config.ranks) for rank in range(config.ranks)]
-    pipe.send(Told("ready"))
+    pipe.send(ChildMessage("ready"))
     served = engine_of(pipe)
     engine, live = EngineClient(served.url), [live_memory(pid) for pid in served.pids]
     if config.paused:
         engine.pause("abort", Deadline.after(ANSWER_S))
     for written in write(shares, live, config.buckets):
         if written == config.stop_after:
-            pipe.send(Told("middle", f"{written} of {config.buckets} buckets are written"))
+            pipe.send(ChildMessage("middle", f"{written} of {config.buckets} buckets are written"))
             pipe.receive()
     if config.paused:
         engine.resume(Deadline.after(ANSWER_S))
-    pipe.send(Told("done"))
+    pipe.send(ChildMessage("done"))
 
 
 def write(sources: Sequence[Memory], targets: Sequence[Memory], buckets: int) -> Iterator[int]:

@@ -33,7 +33,7 @@ _KINDS: dict[tuple[bool, bool], Kind | None] = {
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Counts:
+class TokenCounts:
     """Tokens by the version that would have drawn them."""
 
     old: int = 0
@@ -51,8 +51,8 @@ class Counts:
         counted = Counter(kinds)
         return cls(old=counted["old"], new=counted["new"], neither=counted["neither"])
 
-    def __add__(self, other: Counts) -> Counts:
-        return Counts(
+    def __add__(self, other: TokenCounts) -> TokenCounts:
+        return TokenCounts(
             old=self.old + other.old, new=self.new + other.new, neither=self.neither + other.neither
         )
 
@@ -61,7 +61,7 @@ class Counts:
         return {"old": self.old, "new": self.new, "neither": self.neither, "total": self.total}
 
 
-class Judge:
+class TokenJudge:
     """Both versions, loaded. For one thread."""
 
     def __init__(self, old: Path, new: Path) -> None:

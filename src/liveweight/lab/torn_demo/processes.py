@@ -19,7 +19,7 @@ from typing import Literal, Self, TypeAlias, TypeVar
 
 import msgspec
 
-from liveweight.engine.serving.step_channel import Pipe
+from liveweight.engine.serving.step_channel import StepChannel
 from liveweight.errors import ChannelClosed, LiveWeightError, MessageInvalid
 from liveweight.spec.deadline import Deadline
 from liveweight.wire.messages.values import Fault, fault_of
@@ -34,7 +34,7 @@ class Served(msgspec.Struct, frozen=True, kw_only=True):
     pids: tuple[int, ...]
 
 
-class Told(msgspec.Struct, frozen=True, tag=True):
+class ChildMessage(msgspec.Struct, frozen=True, tag=True):
     """What a process says: that it stands ready, that it is in the middle of its update, that it has done it; and what there is to say."""
 
     what: Literal["ready", "middle", "done"]
@@ -42,7 +42,7 @@ class Told(msgspec.Struct, frozen=True, tag=True):
     served: Served | None = None
 
 
-class Failed(msgspec.Struct, frozen=True, tag=True):
+class ChildFailed(msgspec.Struct, frozen=True, tag=True):
     """A process's last word."""
 
     fault: Fault
@@ -54,12 +54,12 @@ class Go(msgspec.Struct, frozen=True, tag=True):
     served: Served | None = None
 
 
-Word: TypeAlias = Told | Failed
+Word: TypeAlias = ChildMessage | ChildFailed
 Config = TypeVar("Config", bound=msgspec.Struct)
 Heard = TypeVar("Heard")
 
 
-class Child:
+class TornProcess:
     """A process that runs `main` with `config`. Ends with the `with`: by itself, or killed when it has not within `grace_s`."""
 
     def __init__(
@@ -74,7 +74,7 @@ class Child:
         self.name, self._grace_s = name, grace_s
         self._words: deque[Word] = deque()
         ours, theirs = socket.socketpair()
-        self._pipe: Pipe[Word] = Pipe(ours, Word, peer=name)
+        self._pipe: StepChannel[Word] = StepChannel(ours, Word, peer=name)
         code = f"from {main.__module__} import {main.__name__} as main; main({theirs.fileno()})  # {name}"
         with theirs:
             self._process = subprocess.Popen(
@@ -94,7 +94,7 @@ class Child:
         """Its id."""
         return self._process.pid
 
-    def hear(self, what: str, deadline: Deadline) -> Told:
+    def hear(self, what: str, deadline: Deadline) -> ChildMessage:
         """Wait until it says this. Its own failure is raised; ChannelClosed where it ended without a word."""
         while not self._words:
             if not select.select([self._pipe], [], [], deadline.remaining_s())[0]:
@@ -104,7 +104,7 @@ class Child:
             except ChannelClosed as error:
                 raise ChannelClosed(f"{self.name} {self._ended()} before it was {what}") from error
         word = self._words.popleft()
-        if isinstance(word, Failed):
+        if isinstance(word, ChildFailed):
             raise word.fault.to_error()
         if word.what != what:
             raise ChannelClosed(f"{self.name} is {word.what}, not {what}")
@@ -142,7 +142,7 @@ class Child:
             return "closed its pipe"
 
 
-def engine_of(pipe: Pipe[Config | Go]) -> Served:
+def engine_of(pipe: StepChannel[Config | Go]) -> Served:
     """In a trainer: wait to be told to go, and with which engine."""
     word = pipe.receive()
     if not isinstance(word, Go) or word.served is None:
@@ -150,26 +150,28 @@ def engine_of(pipe: Pipe[Config | Go]) -> Served:
     return word.served
 
 
-def run(descriptor: int, config: type[Config], main: Callable[[Pipe[Config | Go], Config], None]) -> None:
+def run(
+    descriptor: int, config: type[Config], main: Callable[[StepChannel[Config | Go], Config], None]
+) -> None:
     """What a process does: hear its configuration, then `main`, which hears nothing but Go. An error of ours is its last word.
 
     A pipe that the program has closed ends it without one: nobody listens any more.
     """
 
-    def checked(pipe: Pipe[Config | Go], first: Config | Go) -> None:
+    def checked(pipe: StepChannel[Config | Go], first: Config | Go) -> None:
         if isinstance(first, config):
             main(pipe, first)
 
     run_with(descriptor, config | Go, checked)
 
 
-def run_with(descriptor: int, receives: object, main: Callable[[Pipe[Heard], Heard], None]) -> None:
+def run_with(descriptor: int, receives: object, main: Callable[[StepChannel[Heard], Heard], None]) -> None:
     """The same for a process that hears other words: `main` is called with the first of them."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     with socket.socket(fileno=descriptor) as end:
-        pipe: Pipe[Heard] = Pipe(end, receives, peer="the program that started it")
+        pipe: StepChannel[Heard] = StepChannel(end, receives, peer="the program that started it")
         try:
             main(pipe, pipe.receive())
         except LiveWeightError as error:
             with suppress(ChannelClosed):
-                pipe.send(Failed(fault_of(error, step="demo")))
+                pipe.send(ChildFailed(fault_of(error, step="demo")))

@@ -13,19 +13,19 @@ from typing import TypeAlias
 
 import msgspec
 
-from liveweight.engine.serving.step_channel import Pipe
-from liveweight.lab.torn_demo.processes import Go, Told, engine_of, run
+from liveweight.engine.serving.step_channel import StepChannel
+from liveweight.lab.torn_demo.processes import ChildMessage, Go, engine_of, run
 from liveweight.rounds.replica import WireReplica
 from liveweight.server.client import wire_address
 from liveweight.spec.deadline import Deadline
-from liveweight.trainer.publisher import Publisher
+from liveweight.trainer.publisher import RoundPublisher
 from liveweight.wire.credentials import Secret, load_or_create_secret
 from liveweight.wire.messages.publisher import Phase, Progress
 from liveweight.wire.messages.values import RoundId
 
 ANSWER_S = 60.0
 
-MakePublisher: TypeAlias = Callable[..., Publisher]
+MakePublisher: TypeAlias = Callable[..., RoundPublisher]
 """`lw.Publisher`."""
 
 
@@ -61,7 +61,7 @@ def main(descriptor: int, make: MakePublisher) -> None:
     run(descriptor, PublishConfig, partial(_train, make))
 
 
-def _train(make: MakePublisher, pipe: Pipe[PublishConfig | Go], config: PublishConfig) -> None:
+def _train(make: MakePublisher, pipe: StepChannel[PublishConfig | Go], config: PublishConfig) -> None:
     """Hear where the engine is, meet it, publish once."""
     import torch
 
@@ -70,10 +70,14 @@ def _train(make: MakePublisher, pipe: Pipe[PublishConfig | Go], config: PublishC
 
     def staging(progress: Progress) -> None:
         if config.stops:
-            pipe.send(Told("middle", f"rank {' and '.join(map(str, progress.missing))} read the new weights"))
+            pipe.send(
+                ChildMessage(
+                    "middle", f"rank {' and '.join(map(str, progress.missing))} read the new weights"
+                )
+            )
             pipe.receive()
 
-    pipe.send(Told("ready"))
+    pipe.send(ChildMessage("ready"))
     address = wire_address(engine_of(pipe).url, None, Deadline.after(ANSWER_S))
     replica = StagingReplica(address, secret, staging)
     with make(
@@ -88,4 +92,4 @@ def _train(make: MakePublisher, pipe: Pipe[PublishConfig | Go], config: PublishC
             publisher.settings, timeout_s=config.timeout_s, lease_s=config.lease_s
         )
         report = publisher.publish(config.label)
-        pipe.send(Told("done", str(report.version)))
+        pipe.send(ChildMessage("done", str(report.version)))

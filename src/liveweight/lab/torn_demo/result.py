@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from liveweight.lab.torn_demo.judge import Counts
+from liveweight.lab.torn_demo.judge import TokenCounts
 
 LABEL = "step_2"
 """What the new version is called."""
@@ -17,14 +17,14 @@ PARTS = ("before", "update", "after_kill", "after_successor")
 class SideResult:
     """What one side's clients were sent. `serving` is the version that the engine itself names at the end."""
 
-    parts: dict[str, Counts]
+    parts: dict[str, TokenCounts]
     streamed: int
     serving: str
 
     @property
-    def counts(self) -> Counts:
+    def counts(self) -> TokenCounts:
         """All of it."""
-        return sum(self.parts.values(), Counts())
+        return sum(self.parts.values(), TokenCounts())
 
     def to_dict(self) -> dict[str, Any]:
         """As JSON has it."""

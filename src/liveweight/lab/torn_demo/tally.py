@@ -5,24 +5,24 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 
-from liveweight.lab.replay_thread import Replaying
-from liveweight.lab.torn_demo.clients import Answer
-from liveweight.lab.torn_demo.judge import Counts, Judge, Kind
+from liveweight.lab.replay_thread import ReplayThread
+from liveweight.lab.torn_demo.clients import ClientAnswer
+from liveweight.lab.torn_demo.judge import Kind, TokenCounts, TokenJudge
 
-OnJudged = Callable[[str, Answer, Sequence[Kind]], None]
+OnJudged = Callable[[str, ClientAnswer, Sequence[Kind]], None]
 """(side, answer, the kinds of its tokens)."""
 
 
-class Tally(Replaying[tuple[str, Answer]]):
+class AnswerCounts(ReplayThread[tuple[str, ClientAnswer]]):
     """Counts by side and part of answers that have all their tokens."""
 
-    def __init__(self, judge: Judge, on_judged: OnJudged) -> None:
+    def __init__(self, judge: TokenJudge, on_judged: OnJudged) -> None:
         super().__init__(self._count)
-        self.counts: defaultdict[tuple[str, int], Counts] = defaultdict(Counts)
+        self.counts: defaultdict[tuple[str, int], TokenCounts] = defaultdict(TokenCounts)
         self._kinds, self._on_judged = judge.kinds, on_judged
 
-    def _count(self, item: tuple[str, Answer]) -> None:
+    def _count(self, item: tuple[str, ClientAnswer]) -> None:
         side, answer = item
         kinds = self._kinds(answer.prompt, answer.tokens)
-        self.counts[side, answer.mark] += Counts.of(kinds)
+        self.counts[side, answer.mark] += TokenCounts.of(kinds)
         self._on_judged(side, answer, kinds)

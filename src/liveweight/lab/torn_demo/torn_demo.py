@@ -20,14 +20,14 @@ from liveweight.engine.init_model.sizes import SIZES
 from liveweight.engine.text.tokenizer import Tokenizer
 from liveweight.errors import MessageInvalid
 from liveweight.lab.torn_demo import engine_process, in_place_update
-from liveweight.lab.torn_demo.clients import Answer, Stream
+from liveweight.lab.torn_demo.clients import ClientAnswer, ClientStream
 from liveweight.lab.torn_demo.engine_process import SideConfig
 from liveweight.lab.torn_demo.in_place_update import InPlaceConfig
-from liveweight.lab.torn_demo.judge import Judge, Kind
-from liveweight.lab.torn_demo.processes import Child, Served, Told
+from liveweight.lab.torn_demo.judge import Kind, TokenJudge
+from liveweight.lab.torn_demo.processes import ChildMessage, Served, TornProcess
 from liveweight.lab.torn_demo.publishing_trainer import PublishConfig
 from liveweight.lab.torn_demo.result import LABEL, PARTS, SideResult, TornResult
-from liveweight.lab.torn_demo.tally import Tally
+from liveweight.lab.torn_demo.tally import AnswerCounts
 from liveweight.server.client import EngineClient
 from liveweight.spec.deadline import Deadline
 
@@ -59,7 +59,7 @@ class TornSettings:
     seed: int = 0
 
 
-class View(Protocol):
+class TornView(Protocol):
     """Who watches. `note` comes from the demo's thread, `judged` from the judge's."""
 
     def note(self, side: Side | None, text: str) -> None:
@@ -69,7 +69,7 @@ class View(Protocol):
         """Every token of an answer was replayed: their texts, and what they are."""
 
 
-def run_torn(settings: TornSettings, view: View, *, publisher_main: Callable[[int], None]) -> TornResult:
+def run_torn(settings: TornSettings, view: TornView, *, publisher_main: Callable[[int], None]) -> TornResult:
     """Run it. `publisher_main` is the right side's trainer: `torn_trainer.main` with `lw.Publisher`, by a name that a process can import.
 
     Everything that was started has ended on return, however it returns.
@@ -93,7 +93,7 @@ class _Demo:
     def __init__(
         self,
         settings: TornSettings,
-        view: View,
+        view: TornView,
         publisher_main: Callable[[int], None],
         directory: Path,
         stack: ExitStack,
@@ -111,11 +111,13 @@ class _Demo:
         self._view.note(None, f"starting two engines of {TP} ranks on the same checkpoint")
         engines = {side: self._engine(side) for side in SIDES}
         self._trainers = {side: self._trainer(side, dies=settings.kill) for side in SIDES}
-        tally = self._tally = self._stack.enter_context(Tally(Judge(self._old, self._new), self._judged))
+        tally = self._tally = self._stack.enter_context(
+            AnswerCounts(TokenJudge(self._old, self._new), self._judged)
+        )
         self._served = {side: _served(engine.hear("ready", deadline)) for side, engine in engines.items()}
         self._streams = {
             side: self._stack.enter_context(
-                Stream(
+                ClientStream(
                     f"the {side} engine",
                     self._served[side].url,
                     clients=settings.clients,
@@ -180,7 +182,7 @@ class _Demo:
         self._tally.finish(deadline)
         return TornResult(left=self._result("left", deadline), right=self._result("right", deadline))
 
-    def _judged(self, side: str, answer: Answer, kinds: Sequence[Kind]) -> None:
+    def _judged(self, side: str, answer: ClientAnswer, kinds: Sequence[Kind]) -> None:
         self._view.judged(side, [_word(self._tokenizer, token) for token in answer.tokens], kinds)
 
     def _result(self, side: Side, deadline: Deadline) -> SideResult:
@@ -208,7 +210,7 @@ class _Demo:
             pause.wait(LOOK_S)
         return str(said["rounds"][-1]["outcome"])
 
-    def _engine(self, side: Side) -> Child:
+    def _engine(self, side: Side) -> TornProcess:
         updates = None
         if side == "right":
             size_bytes = sum(path.stat().st_size for path in self._old.glob("*.safetensors"))
@@ -225,12 +227,12 @@ class _Demo:
             updates=updates,
             hooks=(in_place_update.HOOK,) if side == "left" else (),
         )
-        child = Child(
+        child = TornProcess(
             f"the {side} engine", engine_process.main, SideConfig(engine=config), grace_s=ENGINE_END_S
         )
         return self._stack.enter_context(child)
 
-    def _trainer(self, side: Side, *, dies: bool) -> Child:
+    def _trainer(self, side: Side, *, dies: bool) -> TornProcess:
         name = f"the {side} trainer"
         if side == "left":
             buckets = self._settings.buckets
@@ -241,7 +243,7 @@ class _Demo:
                 paused=self._settings.paused,
                 stop_after=buckets // 2 if dies else None,
             )
-            return self._stack.enter_context(Child(name, in_place_update.trainer_main, write))
+            return self._stack.enter_context(TornProcess(name, in_place_update.trainer_main, write))
         publish = PublishConfig(
             checkpoint=str(self._new),
             directory=str(self._directory / "trainer"),
@@ -251,7 +253,7 @@ class _Demo:
             lease_s=LEASE_S if dies else 10.0,
             stops=dies,
         )
-        return self._stack.enter_context(Child(name, self._publisher_main, publish))
+        return self._stack.enter_context(TornProcess(name, self._publisher_main, publish))
 
 
 def _checkpoint(directory: Path, settings: TornSettings, number: int) -> Path:
@@ -260,7 +262,7 @@ def _checkpoint(directory: Path, settings: TornSettings, number: int) -> Path:
     return directory
 
 
-def _served(word: Told) -> Served:
+def _served(word: ChildMessage) -> Served:
     if word.served is None:
         raise MessageInvalid("an engine that stands ready says where")
     return word.served

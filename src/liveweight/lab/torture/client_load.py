@@ -10,17 +10,17 @@ from typing import Protocol, Self
 
 from liveweight.engine.serving.requests import Delta, Sampling, Sink
 from liveweight.errors import LiveWeightError
-from liveweight.lab.torture.replay import Answer
+from liveweight.lab.torture.replay import ReplayAnswer
 from liveweight.spec.deadline import Deadline
 
 AGAIN_S = 0.01
 END_S = 30.0
 
 
-class Asked(Protocol):
+class LoadTarget(Protocol):
     """An engine, as clients see it. For any thread."""
 
-    def ask(self, answer: Answer, sampling: Sampling, patience_s: float) -> Iterator[int]:
+    def ask(self, answer: ReplayAnswer, sampling: Sampling, patience_s: float) -> Iterator[int]:
         """Ask what the answer answers, and write into it what comes: first 0, once the request is taken, then how many tokens came.
         LiveWeightError where it failed, TimeoutError if it stood still for so long."""
 
@@ -38,8 +38,8 @@ class Submitting:
     def __init__(self, engine: Submits) -> None:
         self._engine = engine
 
-    def ask(self, answer: Answer, sampling: Sampling, patience_s: float) -> Iterator[int]:
-        """See Asked."""
+    def ask(self, answer: ReplayAnswer, sampling: Sampling, patience_s: float) -> Iterator[int]:
+        """See LoadTarget."""
         pieces: queue.SimpleQueue[Delta] = queue.SimpleQueue()
         self._engine.submit(answer.prompt, sampling, pieces.put)
         yield 0
@@ -57,17 +57,17 @@ class Submitting:
                 return
 
 
-class Load:
+class ClientLoad:
     """The clients, while the `with` lasts. `finished` gets every answer, whole or not; one that stands for `patience_s` is late."""
 
     def __init__(
         self,
-        engine: Callable[[], Asked],
+        engine: Callable[[], LoadTarget],
         *,
         clients: int,
         tokens: int,
         patience_s: float,
-        finished: Callable[[Answer], None],
+        finished: Callable[[ReplayAnswer], None],
     ) -> None:
         """`engine` says which one is asked: another may have taken its place."""
         self.late = self.failed = self._arrived = 0
@@ -101,14 +101,14 @@ class Load:
     def _run(self, client: int) -> None:
         number = 0
         while not self._stopping.is_set():
-            answer = Answer(prompt(client, number))
+            answer = ReplayAnswer(prompt(client, number))
             if self._ask(answer):
                 number += 1
             else:
                 self._stopping.wait(AGAIN_S)
             self._finished(answer)
 
-    def _ask(self, answer: Answer) -> bool:
+    def _ask(self, answer: ReplayAnswer) -> bool:
         """One request, to its end; False where it was refused or failed."""
         taken = False
         try:

@@ -11,10 +11,10 @@ from liveweight.observe.events import OfferKind
 
 Kind: TypeAlias = Literal["kill", "stop", "corrupt", "cut"]
 Whom: TypeAlias = Literal["trainer", "rank", "server"]
-After: TypeAlias = Literal["publish", "RoundOpened", "Verified", "Voted", "Committed"]
+After: TypeAlias = Literal["publish", "RoundOpened", "RankVerified", "VoteCast", "RoundCommitted"]
 """What a strike waits for: that publishing was asked for, or an event of the engine's leader. Ranks stage after the round is opened."""
 
-MOMENTS: tuple[After, ...] = ("publish", "RoundOpened", "Verified", "Voted", "Committed")
+MOMENTS: tuple[After, ...] = ("publish", "RoundOpened", "RankVerified", "VoteCast", "RoundCommitted")
 _OFTEN = (2, 5, 2, 3, 1)
 """How often each is chosen: staging takes longest, and behind a commit little is left to strike."""
 READING: tuple[After, ...] = ("publish", "RoundOpened")
@@ -23,7 +23,7 @@ STOPS_S = (0.02, 0.3)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Menu:
+class StrikeMenu:
     """What is done to whom, how often beside the others; and the part of all stops that nobody ends: until the engine gives the rank up, or
     the round is over without its trainer."""
 
@@ -31,7 +31,7 @@ class Menu:
     forever: float
 
 
-MENU = Menu(
+MENU = StrikeMenu(
     kinds=(
         ("kill", "trainer", 6),
         ("kill", "rank", 3),
@@ -63,7 +63,7 @@ class Strike:
         return f"{self.kind} {self.whom}"
 
 
-def strikes(seed: int, menu: Menu = MENU) -> Iterator[Strike]:
+def strikes(seed: int, menu: StrikeMenu = MENU) -> Iterator[Strike]:
     """Without an end. Of corrupted bytes only verified offers that are copies take notice: parameters may change on their own."""
     chance = random.Random(f"{seed} torture")
     kinds = [(kind, whom) for kind, whom, often in menu.kinds for _ in range(often)]

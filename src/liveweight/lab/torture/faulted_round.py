@@ -14,10 +14,10 @@ from typing import Protocol
 from liveweight.errors import DeadlineExceeded, LiveWeightError
 from liveweight.lab.torture.fault_plan import Strike
 from liveweight.lab.torture.faults import cut, flip
-from liveweight.lab.torture.round_moments import Events
-from liveweight.lab.torture.targets.target import SLACK_S, Tally
-from liveweight.lab.torture.trainer_main import Ended, Publish
-from liveweight.lab.torture.trainer_process import Hand
+from liveweight.lab.torture.round_moments import RoundMoments
+from liveweight.lab.torture.targets.target import SLACK_S, StrikeCounts
+from liveweight.lab.torture.trainer_main import Publish, RoundResult
+from liveweight.lab.torture.trainer_process import TrainerProcess
 from liveweight.spec.deadline import Deadline
 from liveweight.trainer.settings import PublisherSettings, last_steps_s
 
@@ -26,7 +26,7 @@ STEP_PART_S = 0.004
 """About how long the steps after staging take."""
 
 
-class Struck(Protocol):
+class FaultedRound(Protocol):
     """The engine whose rounds are struck. For the torture's thread."""
 
     def pid_of(self, strike: Strike) -> int:
@@ -42,14 +42,14 @@ class Struck(Protocol):
         """What it says of itself, for notes."""
 
 
-class Rounds:
+class FaultedRounds:
     """One round after the other. `lasts_s`: about how long what follows a moment takes, where that is known."""
 
     def __init__(
         self,
-        engine: Struck,
-        tally: Tally,
-        events: Events,
+        engine: FaultedRound,
+        tally: StrikeCounts,
+        events: RoundMoments,
         *,
         lasts_s: Mapping[str, float],
         round_s: float,
@@ -77,7 +77,7 @@ class Rounds:
         """What rounds took."""
         return statistics.median(self._took_s)
 
-    def strike(self, strike: Strike, order: Publish, trainer: Hand) -> int:
+    def strike(self, strike: Strike, order: Publish, trainer: TrainerProcess) -> int:
         """Let the trainer publish, and strike that. No call of the trainer is under way on return; the process that was struck."""
         self._events.begin()
         trainer.begin(order)
@@ -88,7 +88,7 @@ class Rounds:
         self._settle(strike, order, trainer, ended)
         return pid
 
-    def undisturbed(self, order: Publish, trainer: Hand) -> str | None:
+    def undisturbed(self, order: Publish, trainer: TrainerProcess) -> str | None:
         """A round that nobody strikes; the code that it failed with, whose words are noted."""
         self._events.begin()
         trainer.begin(order)
@@ -99,7 +99,7 @@ class Rounds:
             self._tally.notes.append(f"round {order.label}, which nobody struck, failed: {ended.said}")
         return ended.code
 
-    def _until_moment(self, strike: Strike, trainer: Hand) -> Ended | None:
+    def _until_moment(self, strike: Strike, trainer: TrainerProcess) -> RoundResult | None:
         """Wait for what the strike waits for, and a part of the time after it; the round's end, if that comes first."""
         deadline = Deadline.after(self._round_s)
         while not self._events.seen(strike.after) and deadline.remaining_s() > 0:
@@ -112,7 +112,7 @@ class Rounds:
             pass
         return ended
 
-    def _blow(self, strike: Strike, pid: int, trainer: Hand) -> bool:
+    def _blow(self, strike: Strike, pid: int, trainer: TrainerProcess) -> bool:
         """Do it; whether there was anything to strike."""
         send = os.kill if strike.whom == "trainer" else self._engine.send
         try:
@@ -132,7 +132,9 @@ class Rounds:
             return False
         return True
 
-    def _settle(self, strike: Strike, order: Publish, trainer: Hand, ended: Ended | None) -> None:
+    def _settle(
+        self, strike: Strike, order: Publish, trainer: TrainerProcess, ended: RoundResult | None
+    ) -> None:
         """The round's end, in the time that it has. One who never wakes up by itself is woken when the engine has given it up."""
         if strike.kind == "kill" and strike.whom == "trainer":
             trainer.kill()
@@ -147,7 +149,9 @@ class Rounds:
         if ended is not None:
             self._tally.outcomes[ended.code or "committed"] += 1
 
-    def _end_of(self, order: Publish, trainer: Hand, strike: Strike | None, stopped_s: float) -> Ended | None:
+    def _end_of(
+        self, order: Publish, trainer: TrainerProcess, strike: Strike | None, stopped_s: float
+    ) -> RoundResult | None:
         """How a round ended. A trainer that does not say so in time is late, and killed."""
         steps_s = last_steps_s(PublisherSettings(lease_s=order.lease_s), 1)
         deadline = Deadline.after(2 * order.timeout_s + steps_s + stopped_s + self._grace_s + SLACK_S)

@@ -73,7 +73,7 @@ class Forked:
         return 0
 
 
-class Nursery:
+class ForkServer:
     """Our side. `program` is the module that serves it: `serve` with its roles. For any thread."""
 
     def __init__(self, program: str) -> None:

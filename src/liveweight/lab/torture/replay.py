@@ -12,14 +12,14 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from liveweight.lab.replay_thread import Replaying
+from liveweight.lab.replay_thread import ReplayThread
 from liveweight.lab.torn_demo.judge import drawable, loaded, logits
 
 BACKLOG = 64
 
 
 @dataclass(slots=True)
-class Answer:
+class ReplayAnswer:
     """A prompt, what came after it, and what each token says of its weights: `LABEL@DIGEST`. Or, of the whole answer, `served`: the
     contents that may have served it, in their order."""
 
@@ -29,7 +29,7 @@ class Answer:
     served: tuple[int, ...] = ()
 
 
-class Versions:
+class PublishedContents:
     """The contents that are published in turn, and which of them a label has: that of its number. The engine starts on the first."""
 
     def __init__(self, directories: Sequence[Path]) -> None:
@@ -52,16 +52,16 @@ class Versions:
         return (begun, *(self.of_label(label) for label in range(start + 1, end + 1)))
 
 
-class Replay(Replaying[Answer]):
+class Replay(ReplayThread[ReplayAnswer]):
     """Counts tokens, and those of them that are torn."""
 
-    def __init__(self, versions: Versions, *, attributed: bool) -> None:
+    def __init__(self, versions: PublishedContents, *, attributed: bool) -> None:
         super().__init__(self._count, backlog=BACKLOG)
         self.tokens = self.torn = 0
         self._versions, self._attributed = versions, attributed
         self._models = [loaded(directory) for directory in versions.directories]
 
-    def _count(self, answer: Answer) -> None:
+    def _count(self, answer: ReplayAnswer) -> None:
         if not answer.tokens:
             return
         self.tokens += len(answer.tokens)
@@ -76,7 +76,7 @@ class Replay(Replaying[Answer]):
             drawn = self._drawn(answer, numbers)
             self.torn += sum(not drawn[number][at] for at, number in enumerate(numbers))
 
-    def _drawn(self, answer: Answer, contents: Iterable[int]) -> dict[int, list[bool]]:
+    def _drawn(self, answer: ReplayAnswer, contents: Iterable[int]) -> dict[int, list[bool]]:
         """By content, whether it would have drawn each of the tokens."""
         whole = [*answer.prompt, *answer.tokens]
         tables = {

@@ -11,7 +11,7 @@ from liveweight.wire import messages as m
 from liveweight.wire.messages.values import RoundId
 
 
-class Telling:
+class ReportingReplica:
     """Drives another one; it implements the same port. `say` is called by the publisher's threads, after the fact."""
 
     def __init__(self, replica: Replica, say: Callable[[After], None]) -> None:
@@ -35,16 +35,16 @@ class Telling:
         """See Replica."""
         progress = self._replica.status(round_id, until, deadline)
         if until == "verified" and progress.fault is None and m.ORDER[progress.phase] >= m.ORDER[until]:
-            self._say("Verified")
+            self._say("RankVerified")
         return progress
 
     def vote(self, round_id: RoundId, lease_s: float, deadline: Deadline) -> None:
         """See Replica."""
         self._replica.vote(round_id, lease_s, deadline)
-        self._say("Voted")
+        self._say("VoteCast")
 
     def commit(self, round_id: RoundId, deadline: Deadline) -> m.Committed:
         """See Replica."""
         committed = self._replica.commit(round_id, deadline)
-        self._say("Committed")
+        self._say("RoundCommitted")
         return committed

@@ -5,15 +5,15 @@ from __future__ import annotations
 import threading
 
 from liveweight.lab.torture.fault_plan import MOMENTS
-from liveweight.lab.torture.targets.target import Tally
-from liveweight.observe.events import AnyEvent, Committed, Recovered, RoundEnded, RoundEvent, RoundOpened
+from liveweight.lab.torture.targets.target import StrikeCounts
+from liveweight.observe.events import AnyEvent, Recovered, RoundCommitted, RoundEnded, RoundEvent, RoundOpened
 from liveweight.wire.waker import Waker
 
 
-class Events:
+class RoundMoments:
     """Remembers what was said since a round was begun. `on_event` is the bus's, on any thread; the rest is the torture's."""
 
-    def __init__(self, tally: Tally) -> None:
+    def __init__(self, tally: StrikeCounts) -> None:
         self.waker = Waker()
         self.last = "publish"
         self._seen = {"publish"}
@@ -37,7 +37,7 @@ class Events:
             self.last = name
             self._seen.add(name)
             self._tally.rounds += name == "RoundOpened"
-            self._tally.committed += name == "Committed"
+            self._tally.committed += name == "RoundCommitted"
 
     def on_event(self, event: AnyEvent) -> None:
         """The bus's reader."""
@@ -48,7 +48,7 @@ class Events:
                 self._seen.add(name)
             self._tally.rounds += isinstance(event, RoundOpened)
             self._tally.restarts += isinstance(event, Recovered)
-            self._tally.committed += isinstance(event, Committed) and event.rank is None
+            self._tally.committed += isinstance(event, RoundCommitted) and event.rank is None
             if isinstance(event, RoundEnded):
                 self._seen |= set(MOMENTS)  # none of them comes any more
         self.waker.wake()

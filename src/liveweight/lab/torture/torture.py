@@ -14,19 +14,22 @@ from liveweight.engine.init_model.checkpoint import init_model
 from liveweight.engine.init_model.sizes import SIZES, VLLM_TINY
 from liveweight.errors import DeadlineExceeded, Unavailable
 from liveweight.integrations.vllm.server_process import VllmLaunching
-from liveweight.lab.torture.client_load import Load
+from liveweight.lab.torture.client_load import ClientLoad
 from liveweight.lab.torture.fault_plan import strikes
-from liveweight.lab.torture.fork_server import Nursery
+from liveweight.lab.torture.fork_server import ForkServer
 from liveweight.lab.torture.leaks import Leaks
-from liveweight.lab.torture.replay import Replay, Versions
-from liveweight.lab.torture.targets.embedded import Embedded
-from liveweight.lab.torture.targets.in_place import InPlace
-from liveweight.lab.torture.targets.target import RECOVER_S, Target
-from liveweight.lab.torture.targets.vllm import Vllm
+from liveweight.lab.torture.replay import PublishedContents, Replay
+from liveweight.lab.torture.targets.embedded import EmbeddedTarget
+from liveweight.lab.torture.targets.in_place import InPlaceTarget
+from liveweight.lab.torture.targets.target import RECOVER_S, TortureTarget
+from liveweight.lab.torture.targets.vllm import VllmTortureTarget
 from liveweight.spec.deadline import Deadline
 
 Name: TypeAlias = Literal["embedded", "in-place", "vllm"]
-TARGETS: dict[Name, Callable[[Nursery, Path, Versions], Target]] = {"embedded": Embedded, "in-place": InPlace}
+TARGETS: dict[Name, Callable[[ForkServer, Path, PublishedContents], TortureTarget]] = {
+    "embedded": EmbeddedTarget,
+    "in-place": InPlaceTarget,
+}
 CONTENTS = 3
 REPLAY_S = 600.0
 
@@ -81,7 +84,7 @@ class TortureResult:
         return {name: getattr(self, name) for name in self.__slots__} | {"holds": self.holds}
 
 
-def torture(settings: TortureSettings, struck: Callable[[int, Target], None]) -> TortureResult:
+def torture(settings: TortureSettings, struck: Callable[[int, TortureTarget], None]) -> TortureResult:
     """Run it; `struck` is called after every strike with how many there were. Everything that was started has ended on return."""
     import torch
 
@@ -89,12 +92,12 @@ def torture(settings: TortureSettings, struck: Callable[[int, Target], None]) ->
     began_s, leaks = time.monotonic(), Leaks()
     with ExitStack() as stack:
         directory = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="lw-torture-")))
-        versions = Versions([_content(directory, settings, number) for number in range(CONTENTS)])
-        nursery = stack.enter_context(Nursery(settings.program))
+        versions = PublishedContents([_content(directory, settings, number) for number in range(CONTENTS)])
+        nursery = stack.enter_context(ForkServer(settings.program))
         target = _target(settings, nursery, directory, versions)
         with Replay(versions, attributed=target.attributed) as replay:
             with target:
-                load = Load(
+                load = ClientLoad(
                     target.engine,
                     clients=settings.clients,
                     tokens=settings.tokens,
@@ -108,20 +111,22 @@ def torture(settings: TortureSettings, struck: Callable[[int, Target], None]) ->
         return _result(settings, target, load, replay, leaks, time.monotonic() - began_s)
 
 
-def _target(settings: TortureSettings, nursery: Nursery, directory: Path, versions: Versions) -> Target:
+def _target(
+    settings: TortureSettings, nursery: ForkServer, directory: Path, versions: PublishedContents
+) -> TortureTarget:
     if settings.target != "vllm":
         return TARGETS[settings.target](nursery, directory, versions)
     if settings.vllm is None:
         raise Unavailable("torturing vLLM needs the Python of its environment")
-    return Vllm(nursery, directory, versions, settings.vllm)
+    return VllmTortureTarget(nursery, directory, versions, settings.vllm)
 
 
 def _strike(
     settings: TortureSettings,
-    target: Target,
-    load: Load,
+    target: TortureTarget,
+    load: ClientLoad,
     leaks: Leaks,
-    struck: Callable[[int, Target], None],
+    struck: Callable[[int, TortureTarget], None],
 ) -> None:
     load.went_on(Deadline.after(RECOVER_S))
     chosen = (strike for strike in strikes(settings.seed, target.menu) if target.takes(strike))
@@ -144,7 +149,12 @@ def _content(directory: Path, settings: TortureSettings, number: int) -> Path:
 
 
 def _result(
-    settings: TortureSettings, target: Target, load: Load, replay: Replay, leaks: Leaks, took_s: float
+    settings: TortureSettings,
+    target: TortureTarget,
+    load: ClientLoad,
+    replay: Replay,
+    leaks: Leaks,
+    took_s: float,
 ) -> TortureResult:
     tally = target.tally
     return TortureResult(

@@ -17,19 +17,19 @@ from typing import TYPE_CHECKING, TypeAlias
 import msgspec
 
 from liveweight.checkpoint import CheckpointSource
-from liveweight.engine.serving.step_channel import Pipe
+from liveweight.engine.serving.step_channel import StepChannel
 from liveweight.errors import LiveWeightError, RoundFailed, RoundOpen
 from liveweight.integrations.vllm.engine import vllm
 from liveweight.lab.bench.engine.live_trainer import module_of_checkpoint
 from liveweight.lab.torn_demo.in_place_update import live_memory, share_of, write
-from liveweight.lab.torn_demo.processes import Failed, run_with
+from liveweight.lab.torn_demo.processes import ChildFailed, run_with
 from liveweight.lab.torture.fault_plan import After
-from liveweight.lab.torture.reporting_replica import Telling
+from liveweight.lab.torture.reporting_replica import ReportingReplica
 from liveweight.observe.bus import Bus
 from liveweight.observe.events import OfferKind
 from liveweight.spec.deadline import Deadline
 from liveweight.trainer.offers.live import share_module
-from liveweight.trainer.publisher import Publisher
+from liveweight.trainer.publisher import RoundPublisher
 from liveweight.transports.ipc.arena import SharedArena
 from liveweight.wire.credentials import load_or_create_secret
 
@@ -39,11 +39,11 @@ if TYPE_CHECKING:
 FREE_S = 60.0
 LOOK_S = 0.005
 
-MakePublisher: TypeAlias = Callable[..., Publisher]
+MakePublisher: TypeAlias = Callable[..., RoundPublisher]
 """`lw.Publisher`."""
 
 
-class Publishing(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+class PublishingConfig(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """A trainer that publishes: what there is to publish, and where. With a URL the engine is a vLLM, whose leader shall listen at the
     address and whose workers stage at that pace."""
 
@@ -55,7 +55,7 @@ class Publishing(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     pace_bytes_per_s: float | None = None
 
 
-class Writing(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+class WritingConfig(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """A trainer that writes in place: as many buckets, each as long after the one before as a wire would take."""
 
     checkpoints: tuple[str, ...]
@@ -76,19 +76,19 @@ class Publish(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     pids: tuple[int, ...] = ()
 
 
-class Standing(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+class TrainerReady(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """It is ready. `parameters` is where its own weights lie."""
 
     parameters: int = 0
 
 
-class Reached(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+class RoundReached(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """How far a round has come."""
 
     name: After
 
 
-class Ended(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+class RoundResult(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """A round is over: committed, or failed with that code, of which `said` has the words."""
 
     label: int
@@ -97,8 +97,8 @@ class Ended(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     said: str = ""
 
 
-Word: TypeAlias = Standing | Reached | Ended | Failed
-Told: TypeAlias = Publishing | Writing | Publish
+Word: TypeAlias = TrainerReady | RoundReached | RoundResult | ChildFailed
+Told: TypeAlias = PublishingConfig | WritingConfig | Publish
 
 
 def publisher_main(descriptor: int, make: MakePublisher) -> None:
@@ -111,11 +111,11 @@ def writer_main(descriptor: int) -> None:
     run_with(descriptor, Told, _write_on_request)
 
 
-def _publish_on_request(make: MakePublisher, pipe: Pipe[Told], config: Told) -> None:
+def _publish_on_request(make: MakePublisher, pipe: StepChannel[Told], config: Told) -> None:
     import torch
 
     torch.set_num_threads(1)
-    if not isinstance(config, Publishing):
+    if not isinstance(config, PublishingConfig):
         raise LiveWeightError("a publisher is told where to publish first")
     contents = [dict(CheckpointSource(Path(path)).tensors()) for path in config.checkpoints]
     module = module_of_checkpoint(Path(config.checkpoints[0]))
@@ -132,21 +132,21 @@ def _publish_on_request(make: MakePublisher, pipe: Pipe[Told], config: Told) -> 
                 bus=Bus(),
             )
         )
-        pipe.send(Standing(parameters=shared.arena.memory.address))
+        pipe.send(TrainerReady(parameters=shared.arena.memory.address))
         while isinstance(order := pipe.receive(), Publish):
             _load(module, contents[order.content])
             pipe.send(_published(publisher, order))
 
 
-def _engine(config: Publishing, pipe: Pipe[Told]) -> str | Telling:
+def _engine(config: PublishingConfig, pipe: StepChannel[Told]) -> str | ReportingReplica:
     """As `lw.Publisher` takes it."""
     if config.vllm_url is None:
         return config.address
     secret = load_or_create_secret(Path(config.secret_file))
     named = vllm(config.vllm_url, address=config.address, pace_bytes_per_s=config.pace_bytes_per_s)
     # While a round runs, its thread alone speaks: the program's waits for its end.
-    return Telling(
-        named.replica(secret, Path(config.secret_file)), lambda name: pipe.send(Reached(name=name))
+    return ReportingReplica(
+        named.replica(secret, Path(config.secret_file)), lambda name: pipe.send(RoundReached(name=name))
     )
 
 
@@ -159,7 +159,7 @@ def _load(module: torch.nn.Module, content: dict[str, torch.Tensor]) -> None:
             parameter.copy_(content[name])
 
 
-def _published(publisher: Publisher, order: Publish) -> Ended:
+def _published(publisher: RoundPublisher, order: Publish) -> RoundResult:
     """Publish, once whoever held the engine has left it."""
     publisher.settings = dataclasses.replace(
         publisher.settings,
@@ -180,24 +180,24 @@ def _published(publisher: Publisher, order: Publish) -> Ended:
                 continue
         except LiveWeightError as error:
             code, said = error.code, str(error)
-        return Ended(label=order.label, code=code, took_s=time.monotonic() - began_s, said=said)
+        return RoundResult(label=order.label, code=code, took_s=time.monotonic() - began_s, said=said)
 
 
-def _write_on_request(pipe: Pipe[Told], config: Told) -> None:
+def _write_on_request(pipe: StepChannel[Told], config: Told) -> None:
     import torch
 
     torch.set_num_threads(1)
-    if not isinstance(config, Writing):
+    if not isinstance(config, WritingConfig):
         raise LiveWeightError("a writer is told what to write first")
     shares = [
         [share_of(Path(path), rank, config.ranks) for rank in range(config.ranks)]
         for path in config.checkpoints
     ]
     pause = threading.Event()
-    pipe.send(Standing())
+    pipe.send(TrainerReady())
     while isinstance(order := pipe.receive(), Publish):
         began_s = time.monotonic()
         targets = [live_memory(pid) for pid in order.pids]
         for _ in write(shares[order.content], targets, config.buckets):
             pause.wait(config.bucket_s)
-        pipe.send(Ended(label=order.label, code=None, took_s=time.monotonic() - began_s))
+        pipe.send(RoundResult(label=order.label, code=None, took_s=time.monotonic() - began_s))

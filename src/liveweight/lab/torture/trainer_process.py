@@ -8,30 +8,38 @@ import socket
 from collections import deque
 from collections.abc import Callable, Sequence
 
-from liveweight.engine.serving.step_channel import Pipe
+from liveweight.engine.serving.step_channel import StepChannel
 from liveweight.errors import ChannelClosed
-from liveweight.lab.torn_demo.processes import Failed
-from liveweight.lab.torture.fork_server import Nursery
-from liveweight.lab.torture.trainer_main import Ended, Publish, Publishing, Reached, Standing, Word, Writing
+from liveweight.lab.torn_demo.processes import ChildFailed
+from liveweight.lab.torture.fork_server import ForkServer
+from liveweight.lab.torture.trainer_main import (
+    Publish,
+    PublishingConfig,
+    RoundReached,
+    RoundResult,
+    TrainerReady,
+    Word,
+    WritingConfig,
+)
 from liveweight.spec.deadline import Deadline
 from liveweight.wire.waker import Waker
 
 
-class Hand:
+class TrainerProcess:
     """One trainer. For one thread."""
 
     def __init__(
         self,
-        nursery: Nursery,
+        nursery: ForkServer,
         role: str,
-        config: Publishing | Writing,
+        config: PublishingConfig | WritingConfig,
         deadline: Deadline,
         reached: Callable[[str], None] = lambda _: None,
     ) -> None:
         """Returns when it stands ready; its own failure is raised. `reached` is told the moments that it says of its rounds."""
         self._reached = reached
         ours, theirs = socket.socketpair()
-        self._pipe: Pipe[Word] = Pipe(ours, Word, peer="a trainer")
+        self._pipe: StepChannel[Word] = StepChannel(ours, Word, peer="a trainer")
         with theirs:
             self.process = nursery.fork(role, theirs)
         self._words: deque[Word] = deque()
@@ -48,18 +56,18 @@ class Hand:
         """Let it publish. ChannelClosed where it is gone."""
         self._pipe.send(order)
 
-    def ended(self, timeout_s: float, wakers: Sequence[Waker] = ()) -> Ended | None:
+    def ended(self, timeout_s: float, wakers: Sequence[Waker] = ()) -> RoundResult | None:
         """How its round ended, if it says so within that time, and before a waker wakes or it says anything else. A trainer that is gone
         says nothing any more."""
         if not self.alive:
             return None
-        waited: list[Pipe[Word] | Waker] = [self._pipe, *wakers]
+        waited: list[StepChannel[Word] | Waker] = [self._pipe, *wakers]
         if not self._words and self._pipe not in select.select(waited, [], [], timeout_s)[0]:
             return None
         match self._word():
-            case Ended() as ended:
+            case RoundResult() as ended:
                 return ended
-            case Reached(name=name):
+            case RoundReached(name=name):
                 self._reached(name)
         return None
 
@@ -80,7 +88,7 @@ class Hand:
         if not select.select([self._pipe], [], [], deadline.remaining_s())[0]:
             raise deadline.exceeded("a trainer to stand ready")
         word = self._word()
-        if not isinstance(word, Standing):
+        if not isinstance(word, TrainerReady):
             raise ChannelClosed("a trainer ended before it stood ready")
         return word.parameters
 
@@ -93,7 +101,7 @@ class Hand:
             self.kill()
             return None
         word = self._words.popleft()
-        if isinstance(word, Failed):
+        if isinstance(word, ChildFailed):
             self.kill()
             raise word.fault.to_error()
         return word

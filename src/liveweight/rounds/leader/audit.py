@@ -22,11 +22,11 @@ from liveweight.errors import (
     WireError,
 )
 from liveweight.observe.events import Audited
-from liveweight.plan.digest_sums import Tally, lanes_from_bytes
-from liveweight.rounds.leader.audit_references import Mask, Reference, of_manifest
-from liveweight.rounds.leader.audit_verdicts import Installed, choose, verdict
-from liveweight.rounds.leader.membership import Member, Membership
-from liveweight.rounds.leader.round_record import Action, Reply, Say, Tell
+from liveweight.plan.digest_sums import DigestSums, lanes_from_bytes
+from liveweight.rounds.leader.audit_references import AuditReference, Mask, of_manifest
+from liveweight.rounds.leader.audit_verdicts import InstalledVersion, choose, verdict
+from liveweight.rounds.leader.membership import JoinedRank, Membership
+from liveweight.rounds.leader.round_record import Action, EmitEvent, NotifyRank, SendReply
 from liveweight.spec.digest import Lanes
 from liveweight.spec.manifest import Version
 from liveweight.wire import messages as m
@@ -43,9 +43,9 @@ class Audit:
     peer: bytes
     call: int
     asked: m.Verify
-    tally: Tally
+    tally: DigestSums
     chosen: Mask
-    reference: Reference | None
+    reference: AuditReference | None
     began_s: float
     number: int | None = None
     tries: int = 0
@@ -76,7 +76,7 @@ class Audits:
         self._open: list[Audit] = []
         self._said: dict[int, m.Join] = {}
         self._exchanges, self._exchanging = 0, False
-        self._now, self._before = Installed(), Installed()
+        self._now, self._before = InstalledVersion(), InstalledVersion()
 
     # What the replica does.
 
@@ -89,16 +89,16 @@ class Audits:
                 reference = self._told(tally, version)
             except (Refused, WireError):  # it does not fit what the ranks own: nobody can compare with it
                 reference = None
-            self._now, self._before = Installed(version, reference), Installed()
+            self._now, self._before = InstalledVersion(version, reference), InstalledVersion()
 
     def exchanging(self) -> None:
         """An exchange was decided: what was digested since may be of either side."""
         self._exchanges += 1
         self._exchanging = True
 
-    def committed(self, version: Version | None, reference: Reference | None) -> None:
+    def committed(self, version: Version | None, reference: AuditReference | None) -> None:
         """All ranks hold that version now."""
-        self._now, self._before = Installed(version, reference), self._now
+        self._now, self._before = InstalledVersion(version, reference), self._now
         self._said.clear()
         self._exchanging = False
 
@@ -114,16 +114,16 @@ class Audits:
     def torn(self, error: LiveWeightError) -> list[Action]:
         """Ranks hold a mixture, which is no version: there is nothing to compare it with, and who waits is told."""
         self._exchanging = False
-        self._now, self._before = Installed(), Installed()
+        self._now, self._before = InstalledVersion(), InstalledVersion()
         return self.end(error)
 
     def end(self, error: LiveWeightError) -> list[Action]:
         """There is nothing to digest: who waits is told so."""
         ended, self._open = self._open, []
-        return [Reply(audit.peer, audit.call, self._refusal(error)) for audit in ended]
+        return [SendReply(audit.peer, audit.call, self._refusal(error)) for audit in ended]
 
     @property
-    def reference(self) -> Reference | None:
+    def reference(self) -> AuditReference | None:
         """What is installed should be this, as far as it is known."""
         return self._now.reference
 
@@ -155,7 +155,7 @@ class Audits:
         self._open.append(audit)
         return self.go_on(now_s)
 
-    def digested(self, now_s: float, peer: bytes, body: m.Digested) -> list[Action]:
+    def digested(self, now_s: float, peer: bytes, body: m.LiveDigests) -> list[Action]:
         """A rank's answer. Of another try, or of a process that was replaced, it has no effect."""
         audit = next((audit for audit in self._open if audit.number == body.audit), None)
         member = self._membership.members.get(body.rank)
@@ -173,14 +173,14 @@ class Audits:
                 audit.apart.setdefault(name, []).append(body.rank)
         return self.go_on(now_s)
 
-    def lost(self, rank: int, member: Member) -> list[Action]:
+    def lost(self, rank: int, member: JoinedRank) -> list[Action]:
         """A rank's process is gone: nobody can say what it held."""
         error = ChannelClosed(f"rank {rank} (process {member.pid}) is gone")
         fault = fault_of(error, step="verify", rank=rank)
         self._said.pop(rank, None)
         ended, self._open = self._open, []
         return [
-            Reply(audit.peer, audit.call, m.Refusal(fault=fault, serving=self._now.version))
+            SendReply(audit.peer, audit.call, m.Refusal(fault=fault, serving=self._now.version))
             for audit in ended
         ]
 
@@ -191,9 +191,9 @@ class Audits:
             answer = self._answer(now_s, audit)
             if answer is not None:
                 self._open.remove(audit)
-                actions.append(Reply(audit.peer, audit.call, answer))
+                actions.append(SendReply(audit.peer, audit.call, answer))
             if isinstance(answer, m.Verdict):
-                actions.append(Say(self._event(answer)))
+                actions.append(EmitEvent(self._event(answer)))
             elif audit.number is None and not self._exchanging:
                 actions += self._ask(now_s, audit)
         return actions
@@ -206,8 +206,8 @@ class Audits:
         expected, names = audit.tally.expected.tensors, None
         if not audit.chosen.all():
             names = tuple(expected[number].name for number in np.flatnonzero(audit.chosen))
-        order = m.Digest(audit=audit.number, names=names, timeout_s=max(0.0, audit.ends_s - now_s))
-        return [Tell(rank, order) for rank in range(self._membership.world)]
+        order = m.DigestLive(audit=audit.number, names=names, timeout_s=max(0.0, audit.ends_s - now_s))
+        return [NotifyRank(rank, order) for rank in range(self._membership.world)]
 
     def _answer(self, now_s: float, audit: Audit) -> m.Verdict | m.Refusal | None:
         """What the caller hears, if it is time; a try that an exchange has spoilt is forgotten."""
@@ -242,7 +242,7 @@ class Audits:
         fault = fault_of(error, step="verify", rank=rank, waited_s=waited_s)
         return m.Refusal(fault=fault, serving=self._now.version)
 
-    def _told(self, tally: Tally, version: Version | None) -> Reference | None:
+    def _told(self, tally: DigestSums, version: Version | None) -> AuditReference | None:
         """What the ranks said at their joining of the version that they hold; it counts if it is that version's."""
         manifests = [body.manifest for body in self._said.values() if body.manifest is not None]
         if version is None or not manifests or manifests[0].digest() != version.digest:

@@ -13,8 +13,8 @@ import numpy as np
 import numpy.typing as npt
 
 from liveweight.errors import ManifestInvalid, ManifestMismatch
-from liveweight.plan.digest_sums import KEPT, Tally, lanes_from_bytes
-from liveweight.rounds.leader.membership import Fit
+from liveweight.plan.digest_sums import KEPT, DigestSums, lanes_from_bytes
+from liveweight.rounds.leader.membership import ManifestFit
 from liveweight.spec.digest import SEEDS, ContentDigest, Lanes, from_hex
 from liveweight.spec.manifest import Manifest
 
@@ -23,7 +23,7 @@ Mask: TypeAlias = npt.NDArray[np.bool_]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Reference:
+class AuditReference:
     """Digests of the tensors that a replica expects, in its order; where `known` is false, nobody has said one.
 
     `content` makes the version's digest, in its source's own names: of the expected tensors that `filled` lists. `parts` are the digests
@@ -46,7 +46,9 @@ class Reference:
         return self.content.of(totals[self.filled])
 
 
-def of_manifest(tally: Tally, manifest: Manifest, parts: tuple[Lanes, ...] | None = None) -> Reference:
+def of_manifest(
+    tally: DigestSums, manifest: Manifest, parts: tuple[Lanes, ...] | None = None
+) -> AuditReference:
     """What a manifest says; it may list a part of the tensors.
 
     ManifestMismatch with the names that the replica does not have, or has in another form; ManifestInvalid without digests.
@@ -65,8 +67,8 @@ def of_manifest(tally: Tally, manifest: Manifest, parts: tuple[Lanes, ...] | Non
 
 
 def of_round(
-    fit: Fit, digests: bytes | None, parts: Sequence[Lanes], base: Reference | None
-) -> Reference | None:
+    fit: ManifestFit, digests: bytes | None, parts: Sequence[Lanes], base: AuditReference | None
+) -> AuditReference | None:
     """What a round brought: its offer's digests, and what it kept of the base. None: its content is not known."""
     if digests is None:
         return None
@@ -80,14 +82,14 @@ def of_round(
 
 def _reference(
     sources: Numbers, lanes: Lanes, content: ContentDigest, parts: tuple[Lanes, ...] | None
-) -> Reference:
+) -> AuditReference:
     """From digests in their source's order; `sources` says for every expected tensor which of them is its own."""
     known = sources != KEPT
     filled = np.zeros(len(lanes), dtype=np.int64)
     filled[sources[known]] = np.flatnonzero(known)
     own = np.zeros((len(sources), SEEDS), dtype=np.uint32)
     own[known] = lanes[sources[known]]
-    return Reference(content=content, filled=filled, lanes=own, known=known, parts=parts)
+    return AuditReference(content=content, filled=filled, lanes=own, known=known, parts=parts)
 
 
 def _misfits(expected: Manifest, manifest: Manifest) -> Iterator[str]:

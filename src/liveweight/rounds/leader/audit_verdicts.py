@@ -13,8 +13,8 @@ import msgspec
 import numpy as np
 
 from liveweight.errors import ManifestMismatch
-from liveweight.plan.digest_sums import Tally
-from liveweight.rounds.leader.audit_references import Mask, Reference
+from liveweight.plan.digest_sums import DigestSums
+from liveweight.rounds.leader.audit_references import AuditReference, Mask
 from liveweight.spec.digest import ContentDigest, Lanes, to_hex
 from liveweight.spec.manifest import Manifest, Version
 from liveweight.wire.messages import Verdict
@@ -25,13 +25,13 @@ EMPTY: Mapping[str, Sequence[int]] = MappingProxyType({})
 
 
 @dataclass(frozen=True, slots=True)
-class Installed:
+class InstalledVersion:
     """A version, and what its tensors should be, if that is known."""
 
     version: Version | None = None
-    reference: Reference | None = None
+    reference: AuditReference | None = None
 
-    def is_content(self, tally: Tally, totals: Lanes) -> bool:
+    def is_content(self, tally: DigestSums, totals: Lanes) -> bool:
         """Whether these are its tensors' digests; False where that is not known."""
         if self.version is None:
             return False
@@ -41,13 +41,13 @@ class Installed:
 
 
 def verdict(
-    tally: Tally,
+    tally: DigestSums,
     partials: Sequence[Lanes],
     *,
     seconds: Sequence[float],
     chosen: Mask,
-    given: Reference | None,
-    installed: tuple[Installed, Installed],
+    given: AuditReference | None,
+    installed: tuple[InstalledVersion, InstalledVersion],
     listed: bool,
     apart: Mapping[str, Sequence[int]] = EMPTY,
     unread: Collection[str] = (),
@@ -82,7 +82,7 @@ def verdict(
     )
 
 
-def choose(tally: Tally, names: Sequence[str] | None, reference: Reference | None) -> Mask:
+def choose(tally: DigestSums, names: Sequence[str] | None, reference: AuditReference | None) -> Mask:
     """The tensors to be digested, in the expected order: those that were named; else those that the reference lists; else all."""
     if names is None:
         everything = np.ones(len(tally.expected.tensors), dtype=np.bool_)
@@ -99,7 +99,7 @@ def choose(tally: Tally, names: Sequence[str] | None, reference: Reference | Non
     return chosen
 
 
-def _digest(tally: Tally, totals: Lanes, against: Reference | None, chosen: Mask) -> str | None:
+def _digest(tally: DigestSums, totals: Lanes, against: AuditReference | None, chosen: Mask) -> str | None:
     """The digest of the whole; None where a tensor of it was not digested."""
     if against is None:
         return ContentDigest(tally.expected).of(totals) if chosen.all() else None
@@ -107,11 +107,11 @@ def _digest(tally: Tally, totals: Lanes, against: Reference | None, chosen: Mask
 
 
 def _mismatches(
-    tally: Tally,
+    tally: DigestSums,
     wrong: Mask,
     partials: Sequence[Lanes],
-    against: Reference | None,
-    installed: Reference | None,
+    against: AuditReference | None,
+    installed: AuditReference | None,
     apart: Mapping[str, Sequence[int]],
 ) -> tuple[Mismatch, ...]:
     """The first tensors that differ, each with the ranks that do."""
@@ -128,7 +128,7 @@ def _mismatches(
 
 
 def _parts(
-    tally: Tally, against: Reference, installed: Reference | None, partials: Sequence[Lanes]
+    tally: DigestSums, against: AuditReference, installed: AuditReference | None, partials: Sequence[Lanes]
 ) -> Sequence[Lanes]:
     """What every rank's part should be, as far as it is known; else what it is. Of tensors that should be what is installed, what the
     ranks held when it was is known."""
@@ -144,7 +144,7 @@ def _parts(
     ]
 
 
-def _listing(tally: Tally, totals: Lanes, chosen: Mask, torn: Sequence[str]) -> Manifest:
+def _listing(tally: DigestSums, totals: Lanes, chosen: Mask, torn: Sequence[str]) -> Manifest:
     """The tensors that were digested, with what was found; copies that disagree have no digest."""
     return Manifest(
         tensors=tuple(

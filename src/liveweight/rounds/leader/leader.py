@@ -11,28 +11,36 @@ import msgspec
 
 from liveweight.errors import ChannelClosed, DeadlineExceeded, LiveWeightError, Torn, WrongState
 from liveweight.observe import events
-from liveweight.plan.digest_sums import Tally
+from liveweight.plan.digest_sums import DigestSums
 from liveweight.rounds import states
 from liveweight.rounds.leader.audit import Audits
 from liveweight.rounds.leader.membership import Membership
-from liveweight.rounds.leader.notices import Aside
-from liveweight.rounds.leader.replica_record import Books
-from liveweight.rounds.leader.round_end import Endings
-from liveweight.rounds.leader.round_record import NEVER, Action, Reply, Round, Say, Tell, Waiter
-from liveweight.rounds.leader.staging_reports import Gathering
-from liveweight.rounds.leader.votes_and_commits import Deciding
+from liveweight.rounds.leader.notices import Notices
+from liveweight.rounds.leader.replica_record import ReplicaRecord
+from liveweight.rounds.leader.round_end import RoundEnd
+from liveweight.rounds.leader.round_record import (
+    NEVER,
+    Action,
+    EmitEvent,
+    LeaderRound,
+    NotifyRank,
+    SendReply,
+    WaitingCall,
+)
+from liveweight.rounds.leader.staging_reports import StagingReports
+from liveweight.rounds.leader.votes_and_commits import VotesAndCommits
 from liveweight.spec.manifest import Version
 from liveweight.wire import messages as m
 from liveweight.wire.messages.values import RoundId, fault_of
 
 STEPS: dict[type, str] = {
     m.Join: "join",
-    m.Inquire: "open",
+    m.GetReplicaState: "open",
     m.Describe: "open",
     m.Open: "open",
-    m.Await: "stage",
+    m.WaitFor: "stage",
     m.Compare: "verify",
-    m.Ask: "vote",
+    m.RequestVote: "vote",
     m.Commit: "commit",
     m.Swapped: "commit",
     m.Abort: "abort",
@@ -42,20 +50,23 @@ STEPS: dict[type, str] = {
 """Which step of a round a refused message belongs to."""
 
 
-class Scheduler:
+class Leader:
     """Decides for one replica of `world` ranks. Used by one thread."""
 
     def __init__(self, *, replica: str, boot: str, world: int) -> None:
         self.membership = Membership(world)
         audits = Audits(replica, self.membership)
-        self._books = Books(
+        self._books = ReplicaRecord(
             replica=replica, boot=boot, world=world, membership=self.membership, audits=audits
         )
-        endings = Endings(self._books)
+        endings = RoundEnd(self._books)
         self._endings = endings
-        self._gathering, self._deciding = Gathering(self._books, endings), Deciding(self._books, endings)
-        self._aside = Aside(self._books, endings)
-        self._inquirers: list[Waiter] = []
+        self._gathering, self._deciding = (
+            StagingReports(self._books, endings),
+            VotesAndCommits(self._books, endings),
+        )
+        self._aside = Notices(self._books, endings)
+        self._inquirers: list[WaitingCall] = []
 
     @property
     def state(self) -> states.State:
@@ -74,9 +85,9 @@ class Scheduler:
             actions += self._handle(now_s, peer, call, body)
         except LiveWeightError as error:
             if call == 0:
-                return [*actions, Say(events.PeerRefused(code=error.code, reason=str(error)))]
+                return [*actions, EmitEvent(events.PeerRefused(code=error.code, reason=str(error)))]
             fault = fault_of(error, step=STEPS.get(type(body), "ask"))
-            return [*actions, Reply(peer, call, m.Refusal(fault=fault, serving=self._books.serving))]
+            return [*actions, SendReply(peer, call, m.Refusal(fault=fault, serving=self._books.serving))]
         return actions + self._answered(now_s)
 
     def _handle(self, now_s: float, peer: bytes, call: int, body: m.Message) -> list[Action]:
@@ -84,34 +95,34 @@ class Scheduler:
         match body:
             case m.Join():
                 return self._join(now_s, peer, call, body)
-            case m.Staged() | m.Verified() | m.Failed() | m.Dropped():
+            case m.Staged() | m.Verified() | m.StagingFailed() | m.ShadowDropped():
                 return self._gathering.reported(now_s, peer, body)
             case m.Swapped():
                 return self._deciding.swapped(now_s, peer, call, body)
-            case m.Inquire(wait_s=wait_s):
-                self._inquirers.append(Waiter(peer, call, "open", now_s + wait_s))
+            case m.GetReplicaState(wait_s=wait_s):
+                self._inquirers.append(WaitingCall(peer, call, "open", now_s + wait_s))
                 return []
             case m.Describe(structure=structure, manifest=manifest):
                 tally = self.membership.whole()
                 books.ledger.describe(structure, manifest, tally, self.membership.optional)
-                return [Reply(peer, call, m.Described())]
+                return [SendReply(peer, call, m.Described())]
             case m.Open():
                 return self._open(now_s, peer, call, body)
-            case m.Await(round=round_id, until=until, wait_s=wait_s):
-                books.named(round_id).waiters.append(Waiter(peer, call, until, now_s + wait_s))
+            case m.WaitFor(round=round_id, until=until, wait_s=wait_s):
+                books.named(round_id).waiters.append(WaitingCall(peer, call, until, now_s + wait_s))
                 return []
             case m.Compare():
                 return self._gathering.compare(now_s, peer, call, body)
-            case m.Ask() | m.Commit() | m.Undo() | m.Abort():
+            case m.RequestVote() | m.Commit() | m.Undo() | m.Abort():
                 return self._deciding.decide(now_s, peer, call, body)
             case m.Verify():
                 if books.torn is not None:
                     raise Torn(books.torn.cause)
                 self._aside.check_awake("a verification")
                 return books.audits.begin(now_s, peer, call, body)
-            case m.Digested():
+            case m.LiveDigests():
                 return books.audits.digested(now_s, peer, body)
-            case m.Sleep() | m.Wake() | m.StandBack():
+            case m.Sleep() | m.Wake() | m.MarkBehind():
                 return self._aside.told(peer, call, body)
             case _:
                 raise WrongState("leading a replica", type(body).__name__)
@@ -141,14 +152,14 @@ class Scheduler:
         late = [] if current is None or now_s < current.ends_s else self._late(now_s, current)
         return late + self._answered(now_s)
 
-    def _late(self, now_s: float, current: Round) -> list[Action]:
+    def _late(self, now_s: float, current: LeaderRound) -> list[Action]:
         missing, waited_s = current.missing(), now_s - current.began_s
         rank = missing[0] if len(missing) == 1 else None
         who = "rank " + ", ".join(map(str, missing)) if missing else "the publisher"
         step = {"open": "stage", "staged": "verify", "committing": "commit"}.get(current.phase, "decide")
         said: list[Action] = []
         if current.phase == "ready":
-            said = [Say(events.LeaseExpired(**self._books.who(current), lease_s=current.lease_s))]
+            said = [EmitEvent(events.LeaseExpired(**self._books.who(current), lease_s=current.lease_s))]
         error = DeadlineExceeded(f"{who} to {step}", waited_s)
         fault = fault_of(error, step=step, rank=rank, waited_s=waited_s)
         return said + self._deciding.late(now_s, current, fault)
@@ -192,16 +203,16 @@ class Scheduler:
         if self.membership.tally is not None:
             books.ledger.forget_manifests()
             if books.torn is None:
-                books.state, books.since_s = states.Serving(self.membership.common_version()), now_s
+                books.state, books.since_s = states.ServingState(self.membership.common_version()), now_s
         books.audits.joined(body, books.serving)
         seat = self.membership.members[body.rank].seat
-        return [*actions, Reply(peer, call, m.Joined(replica=books.replica, boot=books.boot, seat=seat))]
+        return [*actions, SendReply(peer, call, m.Joined(replica=books.replica, boot=books.boot, seat=seat))]
 
     # Before a round.
 
-    def _standing(self, tally: Tally, now_s: float) -> m.Standing:
+    def _standing(self, tally: DigestSums, now_s: float) -> m.ReplicaState:
         books = self._books
-        return m.Standing(
+        return m.ReplicaState(
             replica=books.replica,
             boot=books.boot,
             state=states.describe(books.state),
@@ -223,8 +234,8 @@ class Scheduler:
         serving = books.serving
         if serving is not None and serving.digest is not None and serving == body.version:
             there = m.Opened(round=None, serving=serving, kept=books.ledger.kept(serving))
-            confirmed = events.Confirmed(replica=books.replica, version=str(serving))
-            return [*before, Say(confirmed), Reply(peer, call, there)]
+            confirmed = events.VersionConfirmed(replica=books.replica, version=str(serving))
+            return [*before, EmitEvent(confirmed), SendReply(peer, call, there)]
         kept = books.ledger.fit(body).kept
         self._check_heals(kept)
         opened, version = self._begun(now_s, body)
@@ -241,8 +252,8 @@ class Scheduler:
             **books.who(opened), serving=None if serving is None else str(serving), kept=kept
         )
         answer = m.Opened(round=opened.id, serving=serving, kept=kept, in_place=opened.in_place)
-        orders = [Tell(rank, order) for rank in sorted(opened.ranks)]
-        return [*before, Say(said), Reply(peer, call, answer), *orders]
+        orders = [NotifyRank(rank, order) for rank in sorted(opened.ranks)]
+        return [*before, EmitEvent(said), SendReply(peer, call, answer), *orders]
 
     def _check_heals(self, kept: tuple[str, ...]) -> None:
         """Refuse an offer that would keep what may be a mixture."""
@@ -251,7 +262,7 @@ class Scheduler:
             missing = ", ".join(kept)
             raise Torn(f"{states.describe(torn)}: only an offer that has its {missing}, too, heals it")
 
-    def _begun(self, now_s: float, body: m.Open) -> tuple[Round, Version]:
+    def _begun(self, now_s: float, body: m.Open) -> tuple[LeaderRound, Version]:
         """The record of the round that holds the replica from now on, and the version it is for."""
         books, version = self._books, body.version
         round_id = RoundId(boot=books.boot, epoch=books.epoch + 1, publisher=body.publisher)
@@ -260,7 +271,7 @@ class Scheduler:
         books.state = states.open_round(books.state, version, round_id)
         books.epoch = round_id.epoch
         ranks = frozenset(range(books.world))
-        books.round = Round(
+        books.round = LeaderRound(
             id=round_id,
             label=str(body.version),
             asked=body,
@@ -280,17 +291,21 @@ class Scheduler:
         actions: list[Action] = []
         for known in (books.round, *books.ended.values()):
             if known is not None:
-                actions += [Reply(w.peer, w.call, known.progress()) for w in known.heard(now_s)]
+                actions += [SendReply(w.peer, w.call, known.progress()) for w in known.heard(now_s)]
                 readers = tuple(sorted(known.readers))
-                actions += [Reply(w.peer, w.call, m.Aborted(readers=readers)) for w in known.released(now_s)]
+                actions += [
+                    SendReply(w.peer, w.call, m.Aborted(readers=readers)) for w in known.released(now_s)
+                ]
         actions += books.audits.go_on(now_s)
         waiting, self._inquirers = self._inquirers, []
         for waiter in waiting:
             if self.membership.tally is not None:
-                actions.append(Reply(waiter.peer, waiter.call, self._standing(self.membership.tally, now_s)))
+                actions.append(
+                    SendReply(waiter.peer, waiter.call, self._standing(self.membership.tally, now_s))
+                )
             elif now_s >= waiter.ends_s:
                 fault = fault_of(self.membership.incomplete(), step="inquire")
-                actions.append(Reply(waiter.peer, waiter.call, m.Refusal(fault=fault)))
+                actions.append(SendReply(waiter.peer, waiter.call, m.Refusal(fault=fault)))
             else:
                 self._inquirers.append(waiter)
         return actions

@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from liveweight.errors import LayoutInvalid, ManifestInvalid, ReplicaIncomplete, VersionConflict, WrongState
-from liveweight.plan.digest_sums import Tally, lanes_from_bytes
+from liveweight.plan.digest_sums import DigestSums, lanes_from_bytes
 from liveweight.spec.digest import ContentDigest, Lanes
 from liveweight.spec.layout import Layout
 from liveweight.spec.manifest import Manifest, OptionalGroup, Version, compare, left_out
@@ -26,7 +26,7 @@ LABELS = 4096
 
 
 @dataclass(frozen=True, slots=True)
-class Member:
+class JoinedRank:
     """A rank that has joined: the peer that it speaks as, and the seat that it was given. A predecessor had others."""
 
     peer: bytes
@@ -44,19 +44,19 @@ class Membership:
     def __init__(self, world: int) -> None:
         self.world = world
         self._seats = 0
-        self.members: dict[int, Member] = {}
+        self.members: dict[int, JoinedRank] = {}
         self.met: deque[str] = deque(maxlen=MET)
         """What those who control the engine have told it, the newest last. Written by other threads, too."""
-        self.tally: Tally | None = None
+        self.tally: DigestSums | None = None
 
-    def candidate(self, peer: bytes, body: Join) -> tuple[dict[int, Member], Tally | None]:
+    def candidate(self, peer: bytes, body: Join) -> tuple[dict[int, JoinedRank], DigestSums | None]:
         """The replica with this rank in it; refused if its ranks' regions then overlap in part or leave elements to nobody, and if it is
         another engine's."""
         if body.met and body.met not in self.met:
             raise WrongState("not met by those who met this rank", "join")
         if not 0 <= body.rank < self.world:
             raise LayoutInvalid(f"rank {body.rank} joins a replica of {self.world}")
-        member = Member(
+        member = JoinedRank(
             *(peer, self._seats + 1, body.pid),
             layout=body.layout,
             serving=body.serving,
@@ -66,7 +66,7 @@ class Membership:
         members = self.members | {body.rank: member}
         if len(members) < self.world:
             return members, None
-        tally = Tally([members[rank].layout for rank in range(self.world)])
+        tally = DigestSums([members[rank].layout for rank in range(self.world)])
         _check_optional(members, tally)
         if len({member.in_place for member in members.values()}) > 1:
             raise LayoutInvalid("some ranks of the replica have a shadow, and others are updated in place")
@@ -82,12 +82,12 @@ class Membership:
         """Whether a commit overwrites what the ranks hold: what every rank of the complete replica said."""
         return any(member.in_place for member in self.members.values())
 
-    def adopt(self, candidate: tuple[dict[int, Member], Tally | None]) -> None:
+    def adopt(self, candidate: tuple[dict[int, JoinedRank], DigestSums | None]) -> None:
         """Let the rank in."""
         self.members, self.tally = candidate
         self._seats += 1
 
-    def leave(self, rank: int) -> Member | None:
+    def leave(self, rank: int) -> JoinedRank | None:
         """A rank is gone; the replica is incomplete until another joins in its place."""
         member = self.members.pop(rank, None)
         if member is not None:
@@ -98,7 +98,7 @@ class Membership:
         """All ranks serve that version now."""
         self.members = {rank: replace(member, serving=version) for rank, member in self.members.items()}
 
-    def whole(self) -> Tally:
+    def whole(self) -> DigestSums:
         """The complete replica's tally; ReplicaIncomplete while ranks are missing."""
         if self.tally is None:
             raise self.incomplete()
@@ -115,7 +115,7 @@ class Membership:
         return versions.pop() if len(versions) == 1 else None
 
 
-def _check_optional(members: Mapping[int, Member], tally: Tally) -> None:
+def _check_optional(members: Mapping[int, JoinedRank], tally: DigestSums) -> None:
     """Refuse groups about which ranks disagree, or which have tensors that nobody owns."""
     known = {spec.name for spec in tally.expected}
     for rank, member in members.items():
@@ -129,7 +129,7 @@ def _check_optional(members: Mapping[int, Member], tally: Tally) -> None:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Fit:
+class ManifestFit:
     """How a manifest fits: how many tensors it has, which of them fills each one expected, and the groups that it leaves out.
 
     `content` makes the digest of a version of it.
@@ -148,18 +148,18 @@ class Ledger:
     """
 
     def __init__(self) -> None:
-        self._manifests: OrderedDict[str, Fit] = OrderedDict()
+        self._manifests: OrderedDict[str, ManifestFit] = OrderedDict()
         self._labels: OrderedDict[tuple[str, str | int], str] = OrderedDict()
         self._kept: OrderedDict[Version, tuple[str, ...]] = OrderedDict()
 
     def describe(
-        self, structure: str, manifest: Manifest, tally: Tally, optional: Iterable[OptionalGroup] = ()
+        self, structure: str, manifest: Manifest, tally: DigestSums, optional: Iterable[OptionalGroup] = ()
     ) -> None:
         """Note a manifest that fits; ManifestMismatch with the names if it does not."""
         optional = tuple(optional)
         compare(tally.expected, manifest, optional)
         absent = left_out(manifest, optional)
-        self._manifests[structure] = Fit(
+        self._manifests[structure] = ManifestFit(
             tensors=len(manifest.tensors),
             sources=tally.sources(manifest, {name for group in absent for name in group.tensors}),
             kept=tuple(group.name for group in absent),
@@ -172,7 +172,7 @@ class Ledger:
         """The replica's ranks have changed: what fitted may fit no more."""
         self._manifests.clear()
 
-    def fit(self, body: Open) -> Fit:
+    def fit(self, body: Open) -> ManifestFit:
         """How the offer's manifest fits; ManifestInvalid where it was not described."""
         found = self._manifests.get(body.structure)
         if found is None:

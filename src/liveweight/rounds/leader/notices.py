@@ -8,27 +8,27 @@ from __future__ import annotations
 from liveweight.errors import RoundAborted, RoundOpen, WrongState
 from liveweight.observe import events
 from liveweight.rounds import states
-from liveweight.rounds.leader.replica_record import Books
-from liveweight.rounds.leader.round_end import Endings
-from liveweight.rounds.leader.round_record import Action, Reply, Say
+from liveweight.rounds.leader.replica_record import ReplicaRecord
+from liveweight.rounds.leader.round_end import RoundEnd
+from liveweight.rounds.leader.round_record import Action, EmitEvent, SendReply
 from liveweight.wire import messages as m
 from liveweight.wire.messages.values import fault_of
 
 
-class Aside:
+class Notices:
     """One replica's. Used by the scheduler's thread."""
 
-    def __init__(self, books: Books, endings: Endings) -> None:
+    def __init__(self, books: ReplicaRecord, endings: RoundEnd) -> None:
         self._books, self._endings = books, endings
 
-    def told(self, peer: bytes, call: int, body: m.Sleep | m.Wake | m.StandBack) -> list[Action]:
+    def told(self, peer: bytes, call: int, body: m.Sleep | m.Wake | m.MarkBehind) -> list[Action]:
         """A message that is no round's."""
         match body:
-            case m.StandBack(version=version, reason=reason):
+            case m.MarkBehind(version=version, reason=reason):
                 if self._books.serving == version:
                     return []  # heard late
-                said = events.StoodBack(replica=self._books.replica, version=str(version), reason=reason)
-                return [Say(said)]
+                said = events.MarkedBehind(replica=self._books.replica, version=str(version), reason=reason)
+                return [EmitEvent(said)]
             case m.Sleep() | m.Wake():
                 return self._rest(peer, call, body)
 
@@ -41,11 +41,11 @@ class Aside:
         books.state = moved(books.state, weights=body.weights, kv_cache=body.kv_cache)
         error = WrongState(states.describe(books.state), "a verification")
         ended = books.audits.end(error) if body.weights else []
-        return [*ended, Reply(peer, call, m.Slept())]
+        return [*ended, SendReply(peer, call, m.SleepNoted())]
 
     def check_awake(self, command: str) -> None:
         """Refuse what needs weights while they are given back."""
-        if isinstance(self._books.state, states.Released) and self._books.state.weights:
+        if isinstance(self._books.state, states.ReleasedState) and self._books.state.weights:
             raise WrongState(states.describe(self._books.state), command)
 
     def give_up(self, now_s: float, body: m.Open) -> list[Action]:

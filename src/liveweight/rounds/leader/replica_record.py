@@ -13,7 +13,7 @@ from liveweight.observe.events import RoundFacts
 from liveweight.rounds import states
 from liveweight.rounds.leader.audit import Audits
 from liveweight.rounds.leader.membership import Ledger, Membership
-from liveweight.rounds.leader.round_record import NEVER, Round
+from liveweight.rounds.leader.round_record import NEVER, LeaderRound
 from liveweight.spec.manifest import Version
 from liveweight.wire.messages import Phase
 from liveweight.wire.messages.values import Fault, RoundId
@@ -22,7 +22,7 @@ REMEMBERED = 64
 
 
 @dataclass(slots=True, kw_only=True)
-class Books:
+class ReplicaRecord:
     """Of one replica of `world` ranks. Used by the scheduler's thread. `since_s`: when what serves came to."""
 
     replica: str
@@ -31,11 +31,11 @@ class Books:
     membership: Membership
     audits: Audits
     ledger: Ledger = field(default_factory=Ledger)
-    state: states.State = field(default_factory=lambda: states.Serving(None))
+    state: states.State = field(default_factory=lambda: states.ServingState(None))
     since_s: float = NEVER
     epoch: int = 0
-    round: Round | None = None
-    ended: OrderedDict[RoundId, Round] = field(default_factory=OrderedDict)
+    round: LeaderRound | None = None
+    ended: OrderedDict[RoundId, LeaderRound] = field(default_factory=OrderedDict)
 
     @property
     def serving(self) -> Version | None:
@@ -45,10 +45,10 @@ class Books:
     @property
     def undo(self) -> Version | None:
         """What an undo would bring back."""
-        return self.state.undo if isinstance(self.state, states.Serving) else None
+        return self.state.undo if isinstance(self.state, states.ServingState) else None
 
     @property
-    def torn(self) -> states.Torn | None:
+    def torn(self) -> states.TornState | None:
         """Why nothing may serve, if a round tore the replica."""
         return states.torn_by(self.state)
 
@@ -58,13 +58,13 @@ class Books:
         if self.round is not None:
             raise RoundOpen(self.replica, self.round.id.publisher)
 
-    def current(self, round_id: RoundId, command: str) -> Round:
+    def current(self, round_id: RoundId, command: str) -> LeaderRound:
         """The open round, if it has that id."""
         if self.round is None or self.round.id != round_id:
             raise WrongState(f"not in that round ({states.describe(self.state)})", command)
         return self.round
 
-    def named(self, round_id: RoundId) -> Round:
+    def named(self, round_id: RoundId) -> LeaderRound:
         """The round with that id, open or ended."""
         ended = self.ended.get(round_id)
         return ended if ended is not None else self.current(round_id, "a question about a round")
@@ -74,7 +74,7 @@ class Books:
         faults = ((ended.id, ended.fault) for ended in self.ended.values())
         return {round_id: fault for round_id, fault in faults if fault is not None and fault.rank is not None}
 
-    def close(self, current: Round, phase: Phase) -> None:
+    def close(self, current: LeaderRound, phase: Phase) -> None:
         """The round has ended."""
         current.phase, self.round = phase, None
         self.ended[current.id] = current
@@ -83,6 +83,6 @@ class Books:
             if old != last_kept:  # a rank in doubt about it may still ask
                 del self.ended[old]
 
-    def who(self, current: Round) -> RoundFacts:
+    def who(self, current: LeaderRound) -> RoundFacts:
         """What events say of a round."""
         return {"replica": self.replica, "round": f"{self.boot}/{current.id.epoch}", "version": current.label}

@@ -6,20 +6,27 @@ from liveweight.errors import Torn
 from liveweight.observe import events
 from liveweight.rounds import states
 from liveweight.rounds.leader.audit_references import of_round
-from liveweight.rounds.leader.replica_record import Books
-from liveweight.rounds.leader.round_record import Action, Reply, Round, Say, Tell, Withdraw
+from liveweight.rounds.leader.replica_record import ReplicaRecord
+from liveweight.rounds.leader.round_record import (
+    Action,
+    EmitEvent,
+    LeaderRound,
+    NotifyRank,
+    SendReply,
+    WithdrawDecision,
+)
 from liveweight.spec.manifest import Version
 from liveweight.wire import messages as m
 from liveweight.wire.messages.values import Fault, fault_of
 
 
-class Endings:
+class RoundEnd:
     """Ends the rounds of one replica, and tells everybody who waits for that."""
 
-    def __init__(self, books: Books) -> None:
+    def __init__(self, books: ReplicaRecord) -> None:
         self._books = books
 
-    def done(self, now_s: float, current: Round) -> list[Action]:
+    def done(self, now_s: float, current: LeaderRound) -> list[Action]:
         """All ranks keep what they have now."""
         books = self._books
         books.state = (
@@ -34,16 +41,16 @@ class Endings:
         actions: list[Action] = self._settle(current, keep=True)
         if current.committer is not None:
             answer = m.Committed(serving=serving, undo=books.undo, stall_s=stall_s, ranks=current.times())
-            actions.append(Reply(*current.committer, answer))
+            actions.append(SendReply(*current.committer, answer))
         said = (
-            events.Committed(**books.who(current), stall_s=stall_s)
+            events.RoundCommitted(**books.who(current), stall_s=stall_s)
             if current.asked is not None
-            else events.Undone(**books.who(current), serving=str(serving), stall_s=stall_s)
+            else events.RoundUndone(**books.who(current), serving=str(serving), stall_s=stall_s)
         )
-        outcome = events.Outcome.COMMITTED if current.asked is not None else events.Outcome.UNDONE
-        return [*actions, Say(said), self._end(now_s, current, "done", outcome)]
+        outcome = events.RoundOutcome.COMMITTED if current.asked is not None else events.RoundOutcome.UNDONE
+        return [*actions, EmitEvent(said), self._end(now_s, current, "done", outcome)]
 
-    def fail(self, now_s: float, current: Round, fault: Fault) -> list[Action]:
+    def fail(self, now_s: float, current: LeaderRound, fault: Fault) -> list[Action]:
         """End it from any phase, at the old version or torn; ranks that exchanged are told to exchange back."""
         books = self._books
         committing = current.phase == "committing"
@@ -51,29 +58,33 @@ class Endings:
         current.fault = fault
         actions: list[Action] = self._settle(current, keep=False) + torn
         if committing:
-            actions.append(Withdraw(current.id))
+            actions.append(WithdrawDecision(current.id))
         if current.committer is not None:
-            actions.append(Reply(*current.committer, m.Refusal(fault=fault, serving=books.serving)))
+            actions.append(SendReply(*current.committer, m.Refusal(fault=fault, serving=books.serving)))
         actions += [
-            Tell(rank, m.Drop(round=current.id))
+            NotifyRank(rank, m.DropShadow(round=current.id))
             for rank in sorted(current.ranks & set(books.membership.members))
         ]
-        aborted = events.Aborted(
+        aborted = events.RoundGivenUp(
             **books.who(current), rank=fault.rank, step=fault.step, code=fault.code, reason=fault.message
         )
-        outcome = events.Outcome.TORN if isinstance(books.state, states.Torn) else events.Outcome.ABORTED
-        return [*actions, Say(aborted), self._end(now_s, current, "failed", outcome)]
+        outcome = (
+            events.RoundOutcome.TORN
+            if isinstance(books.state, states.TornState)
+            else events.RoundOutcome.ABORTED
+        )
+        return [*actions, EmitEvent(aborted), self._end(now_s, current, "failed", outcome)]
 
-    def outcome(self, current: Round, *, keep: bool) -> m.Settled:
+    def outcome(self, current: LeaderRound, *, keep: bool) -> m.Settled:
         """What a rank is told that exchanged, or overwrote, its weights."""
         torn = self._books.torn if current.in_place else None
         return m.Settled(keep=keep, serving=self._books.serving, torn=None if torn is None else torn.cause)
 
-    def _settle(self, current: Round, *, keep: bool) -> list[Action]:
+    def _settle(self, current: LeaderRound, *, keep: bool) -> list[Action]:
         outcome = self.outcome(current, keep=keep)
-        return [Reply(ack.peer, ack.call, outcome) for ack in current.acks.values()]
+        return [SendReply(ack.peer, ack.call, outcome) for ack in current.acks.values()]
 
-    def _fallen_to(self, current: Round, fault: Fault) -> tuple[Fault, list[Action]]:
+    def _fallen_to(self, current: LeaderRound, fault: Fault) -> tuple[Fault, list[Action]]:
         """Which state a failure leaves, what it is called then, and who is told of it."""
         books = self._books
         if current.in_place and current.phase == "committing":
@@ -86,13 +97,13 @@ class Endings:
         else:
             books.state = states.after_failure(books.state, fault.message)
             if fault.code == Torn.code and current.asked is not None:
-                books.state = states.Torn(current.asked.version, fault.message)
-        if isinstance(books.state, states.Torn):
+                books.state = states.TornState(current.asked.version, fault.message)
+        if isinstance(books.state, states.TornState):
             return fault, books.audits.torn(fault.to_error())
         books.audits.stayed()
         return fault, []
 
-    def _note_installed(self, current: Round, serving: Version | None) -> None:
+    def _note_installed(self, current: LeaderRound, serving: Version | None) -> None:
         """What the ranks hold from now on, so that it can be verified later."""
         audits, world = self._books.audits, self._books.world
         if current.asked is None:
@@ -104,10 +115,12 @@ class Endings:
         brought = None if current.fit is None else of_round(current.fit, current.asked.digests, parts, base)
         audits.committed(serving, brought)
 
-    def _end(self, now_s: float, current: Round, phase: m.Phase, outcome: events.Outcome) -> Action:
+    def _end(
+        self, now_s: float, current: LeaderRound, phase: m.Phase, outcome: events.RoundOutcome
+    ) -> Action:
         books = self._books
         books.close(current, phase)
-        return Say(
+        return EmitEvent(
             events.RoundEnded(
                 **books.who(current),
                 outcome=outcome,

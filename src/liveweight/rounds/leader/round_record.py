@@ -7,7 +7,7 @@ from typing import TypeAlias
 
 from liveweight.observe.events import AnyEvent
 from liveweight.plan.digest_sums import lanes_from_bytes
-from liveweight.rounds.leader.membership import Fit
+from liveweight.rounds.leader.membership import ManifestFit
 from liveweight.spec.digest import Lanes
 from liveweight.spec.layout import Layout
 from liveweight.wire.messages import ORDER, Message, Open, Phase, Progress
@@ -15,7 +15,7 @@ from liveweight.wire.messages.values import Fault, KvPolicy, Overwritten, RankTi
 
 
 @dataclass(frozen=True, slots=True)
-class Reply:
+class SendReply:
     """Answer this call of this peer."""
 
     peer: bytes
@@ -24,7 +24,7 @@ class Reply:
 
 
 @dataclass(frozen=True, slots=True)
-class Tell:
+class NotifyRank:
     """Notify this rank."""
 
     rank: int
@@ -32,7 +32,7 @@ class Tell:
 
 
 @dataclass(frozen=True, slots=True)
-class Decide:
+class PutDecision:
     """Hand this decision to the boundary: exchange shadow and live weights, for a commit or an undo."""
 
     round: RoundId
@@ -42,14 +42,14 @@ class Decide:
 
 
 @dataclass(frozen=True, slots=True)
-class Withdraw:
+class WithdrawDecision:
     """Take the decision back if the boundary has not taken it."""
 
     round: RoundId
 
 
 @dataclass(frozen=True, slots=True)
-class Say:
+class EmitEvent:
     """An event for the bus."""
 
     event: AnyEvent
@@ -57,11 +57,11 @@ class Say:
 
 NEVER = float("inf")
 
-Action: TypeAlias = Reply | Tell | Decide | Withdraw | Say
+Action: TypeAlias = SendReply | NotifyRank | PutDecision | WithdrawDecision | EmitEvent
 
 
 @dataclass(frozen=True, slots=True)
-class Waiter:
+class WaitingCall:
     """A parked call: answered when the round has come that far, or at that time."""
 
     peer: bytes
@@ -71,7 +71,7 @@ class Waiter:
 
 
 @dataclass(frozen=True, slots=True)
-class Ack:
+class SwapAck:
     """A rank that has exchanged its weights and waits for the outcome."""
 
     peer: bytes
@@ -81,7 +81,7 @@ class Ack:
 
 
 @dataclass(slots=True)
-class Round:
+class LeaderRound:
     """Mutable, owned by the scheduler. `asked`, and how it fits, is None for an undo.
 
     In place, `gone` are ranks that were lost during the commit, `written` those that said they had begun to write; `taken`, whether
@@ -94,7 +94,7 @@ class Round:
     began_s: float
     ends_s: float
     ranks: frozenset[int]
-    fit: Fit | None = None
+    fit: ManifestFit | None = None
     phase: Phase = "open"
     fault: Fault | None = None
     lease_s: float = 0.0
@@ -102,9 +102,9 @@ class Round:
     lanes: dict[int, Lanes] = field(default_factory=dict)
     verify_s: dict[int, float] = field(default_factory=dict)
     readers: set[int] = field(default_factory=set)
-    acks: dict[int, Ack] = field(default_factory=dict)
-    waiters: list[Waiter] = field(default_factory=list)
-    aborters: list[Waiter] = field(default_factory=list)
+    acks: dict[int, SwapAck] = field(default_factory=dict)
+    waiters: list[WaitingCall] = field(default_factory=list)
+    aborters: list[WaitingCall] = field(default_factory=list)
     committer: tuple[bytes, int] | None = None
     in_place: bool = False
     gone: set[int] = field(default_factory=set)
@@ -175,7 +175,7 @@ class Round:
             )
         return tuple(found)
 
-    def heard(self, now_s: float) -> list[Waiter]:
+    def heard(self, now_s: float) -> list[WaitingCall]:
         """Take out the waiters that can be answered now."""
         ready = [
             waiter
@@ -185,7 +185,7 @@ class Round:
         self.waiters = [waiter for waiter in self.waiters if waiter not in ready]
         return ready
 
-    def released(self, now_s: float) -> list[Waiter]:
+    def released(self, now_s: float) -> list[WaitingCall]:
         """Take out the callers of an abort that can be answered now."""
         ready = [waiter for waiter in self.aborters if not self.readers or now_s >= waiter.ends_s]
         self.aborters = [waiter for waiter in self.aborters if waiter not in ready]

@@ -8,31 +8,31 @@ from liveweight.errors import DigestMismatch, WrongState
 from liveweight.observe import events
 from liveweight.plan.digest_sums import lanes_from_bytes
 from liveweight.rounds import states
-from liveweight.rounds.leader.replica_record import Books
-from liveweight.rounds.leader.round_end import Endings
-from liveweight.rounds.leader.round_record import Action, Reply, Round, Say
+from liveweight.rounds.leader.replica_record import ReplicaRecord
+from liveweight.rounds.leader.round_end import RoundEnd
+from liveweight.rounds.leader.round_record import Action, EmitEvent, LeaderRound, SendReply
 from liveweight.wire import messages as m
 from liveweight.wire.messages.values import fault_of
 
 
-class Gathering:
+class StagingReports:
     """Takes reports for the rounds of one replica."""
 
-    def __init__(self, books: Books, endings: Endings) -> None:
+    def __init__(self, books: ReplicaRecord, endings: RoundEnd) -> None:
         self._books, self._endings = books, endings
 
     def reported(
-        self, now_s: float, peer: bytes, body: m.Staged | m.Verified | m.Failed | m.Dropped
+        self, now_s: float, peer: bytes, body: m.Staged | m.Verified | m.StagingFailed | m.ShadowDropped
     ) -> list[Action]:
         """How far a rank came. Of another round, or too late in this one, it has no effect."""
         books = self._books
         current = books.round if books.round is not None and books.round.id == body.round else None
-        rank = body.fault.rank if isinstance(body, m.Failed) else body.rank
+        rank = body.fault.rank if isinstance(body, m.StagingFailed) else body.rank
         member = None if rank is None else books.membership.members.get(rank)
         if member is None or member.peer != peer:
             return []  # a process that was replaced has no say any more
         match body:
-            case m.Dropped(rank=rank):
+            case m.ShadowDropped(rank=rank):
                 ended = books.ended.get(body.round)
                 if ended is not None:
                     ended.readers.discard(rank)
@@ -47,7 +47,7 @@ class Gathering:
                 current.verify_s[rank] = body.seconds
                 if current.phase == "staged" and not current.missing():
                     return self._all_verified(now_s, current)
-            case m.Failed(fault=fault) if current is not None and current.phase in ("open", "staged"):
+            case m.StagingFailed(fault=fault) if current is not None and current.phase in ("open", "staged"):
                 if fault.rank is not None:
                     current.readers.discard(fault.rank)
                 return self._endings.fail(now_s, current, fault)
@@ -61,36 +61,38 @@ class Gathering:
         current = books.named(body.round)
         asked = current.asked
         if current.over:
-            return [Reply(peer, call, m.Compared())]  # why it ended, `Await` tells
+            return [SendReply(peer, call, m.Compared())]  # why it ended, `WaitFor` tells
         awaited = "verified" if current.in_place else "staged"
         if asked is None or asked.digests is not None or not asked.verify or current.phase != awaited:
             raise WrongState(f"{current.phase} ({states.describe(books.state)})", "compare")
         told = msgspec.structs.replace(asked, digests=body.digests)
         books.ledger.digests(told)  # refused here if they are not of its tensors
         current.asked = told
-        actions: list[Action] = [Reply(peer, call, m.Compared())]
+        actions: list[Action] = [SendReply(peer, call, m.Compared())]
         if current.in_place or current.missing():
             return actions
         return [*actions, *self._all_verified(now_s, current)]
 
-    def _all_staged(self, now_s: float, current: Round) -> list[Action]:
+    def _all_staged(self, now_s: float, current: LeaderRound) -> list[Action]:
         current.phase = "staged"
         if current.asked is not None and current.asked.verify and not current.in_place:
             return [] if current.missing() else self._all_verified(now_s, current)
         current.phase = "verified"
         return []
 
-    def _all_verified(self, now_s: float, current: Round) -> list[Action]:
+    def _all_verified(self, now_s: float, current: LeaderRound) -> list[Action]:
         if current.asked is not None and current.asked.digests is None:
             return []  # a ring's are told when all have staged
         error = differing(self._books, current, "shadow")
         if error is not None:
             return self._endings.fail(now_s, current, fault_of(error, step="verify"))
         current.phase = "verified"
-        return [Say(events.Verified(**self._books.who(current), took_s=max(current.verify_s.values())))]
+        return [
+            EmitEvent(events.RankVerified(**self._books.who(current), took_s=max(current.verify_s.values())))
+        ]
 
 
-def differing(books: Books, current: Round, where: str) -> DigestMismatch | None:
+def differing(books: ReplicaRecord, current: LeaderRound, where: str) -> DigestMismatch | None:
     """How what all ranks say that they hold differs from what was offered; both are known."""
     tally, asked = books.membership.whole(), current.asked
     offered = None if asked is None else books.ledger.digests(asked)

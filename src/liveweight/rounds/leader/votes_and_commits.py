@@ -9,42 +9,44 @@ from __future__ import annotations
 from liveweight.errors import LiveWeightError, MessageInvalid, RoundAborted, WrongState
 from liveweight.observe import events
 from liveweight.rounds import states
-from liveweight.rounds.leader.replica_record import Books
-from liveweight.rounds.leader.round_end import Endings
+from liveweight.rounds.leader.replica_record import ReplicaRecord
+from liveweight.rounds.leader.round_end import RoundEnd
 from liveweight.rounds.leader.round_record import (
     NEVER,
-    Ack,
     Action,
-    Decide,
-    Reply,
-    Round,
-    Say,
-    Tell,
-    Waiter,
-    Withdraw,
+    EmitEvent,
+    LeaderRound,
+    NotifyRank,
+    PutDecision,
+    SendReply,
+    SwapAck,
+    WaitingCall,
+    WithdrawDecision,
 )
 from liveweight.rounds.leader.staging_reports import differing
 from liveweight.wire import messages as m
 from liveweight.wire.messages.values import Fault, RoundId, fault_of
 
 
-class Deciding:
+class VotesAndCommits:
     """Decides the rounds of one replica, once ranks have staged and verified."""
 
-    def __init__(self, books: Books, endings: Endings) -> None:
+    def __init__(self, books: ReplicaRecord, endings: RoundEnd) -> None:
         self._books, self._endings = books, endings
 
     # What publishers ask for.
 
     def decide(
-        self, now_s: float, peer: bytes, call: int, body: m.Ask | m.Commit | m.Undo | m.Abort
+        self, now_s: float, peer: bytes, call: int, body: m.RequestVote | m.Commit | m.Undo | m.Abort
     ) -> list[Action]:
         """What a publisher wants to become of a round, or of the version that serves."""
         books = self._books
         match body:
-            case m.Ask(round=round_id) | m.Commit(round=round_id) if round_id in books.fallen():
-                return [Reply(peer, call, m.Refusal(fault=books.fallen()[round_id], serving=books.serving))]
-            case m.Ask():
+            case m.RequestVote(round=round_id) | m.Commit(round=round_id) if round_id in books.fallen():
+                return [
+                    SendReply(peer, call, m.Refusal(fault=books.fallen()[round_id], serving=books.serving))
+                ]
+            case m.RequestVote():
                 return self._vote(now_s, peer, call, body)
             case m.Commit(round=round_id, timeout_s=timeout_s):
                 current = books.current(round_id, "commit")
@@ -57,11 +59,11 @@ class Deciding:
                 named = books.named(round_id)
                 if named.phase in ("committing", "done"):
                     raise WrongState(states.describe(books.state), "abort")
-                named.aborters.append(Waiter(peer, call, "failed", now_s + wait_s))
+                named.aborters.append(WaitingCall(peer, call, "failed", now_s + wait_s))
                 fault = fault_of(RoundAborted(reason), step=named.phase)
                 return [] if named.over else self._endings.fail(now_s, named, fault)
 
-    def _vote(self, now_s: float, peer: bytes, call: int, body: m.Ask) -> list[Action]:
+    def _vote(self, now_s: float, peer: bytes, call: int, body: m.RequestVote) -> list[Action]:
         books, lease_s = self._books, body.lease_s
         current = books.current(body.round, "vote")
         asked = current.asked
@@ -70,28 +72,33 @@ class Deciding:
             raise WrongState(states.describe(books.state), "vote")
         books.state = states.verified(books.state)
         current.phase, current.lease_s, current.ends_s = "ready", lease_s, now_s + lease_s
-        return [Reply(peer, call, m.Voted()), Say(events.Voted(**books.who(current), lease_s=lease_s))]
+        return [
+            SendReply(peer, call, m.Vote()),
+            EmitEvent(events.VoteCast(**books.who(current), lease_s=lease_s)),
+        ]
 
     def _undo(self, now_s: float, peer: bytes, call: int, body: m.Undo) -> list[Action]:
         books = self._books
         books.check_free()
-        if books.membership.in_place and isinstance(books.state, states.Serving):
+        if books.membership.in_place and isinstance(books.state, states.ServingState):
             raise WrongState(f"{states.describe(books.state)}, in place of the version before", "undo")
         round_id = RoundId(boot=books.boot, epoch=books.epoch + 1, publisher=body.publisher)
         label = str(books.serving)
         books.state = states.begin_undo(books.state, round_id)
         books.epoch += 1
         ranks = frozenset(range(books.world))
-        books.round = Round(id=round_id, label=label, asked=None, began_s=now_s, ends_s=now_s, ranks=ranks)
+        books.round = LeaderRound(
+            id=round_id, label=label, asked=None, began_s=now_s, ends_s=now_s, ranks=ranks
+        )
         return self._exchange(now_s, books.round, (peer, call), body.timeout_s)
 
     def _exchange(
-        self, now_s: float, current: Round, committer: tuple[bytes, int], timeout_s: float
+        self, now_s: float, current: LeaderRound, committer: tuple[bytes, int], timeout_s: float
     ) -> list[Action]:
         current.phase, current.committer, current.ends_s = "committing", committer, now_s + timeout_s
         policy = None if current.asked is None else current.asked.kv_policy
         self._books.audits.exchanging()
-        return [Decide(current.id, current.asked is None, timeout_s, policy)]
+        return [PutDecision(current.id, current.asked is None, timeout_s, policy)]
 
     # What ranks have done.
 
@@ -103,11 +110,11 @@ class Deciding:
             ended = next((r for r in books.ended.values() if ours and r.id.epoch == body.epoch), None)
             if ended is None:
                 raise WrongState("without a record of that round", "an outcome")
-            return [Reply(peer, call, self._endings.outcome(ended, keep=ended.phase == "done"))]
+            return [SendReply(peer, call, self._endings.outcome(ended, keep=ended.phase == "done"))]
         member = books.membership.members.get(body.rank)
         if member is None or member.seat != body.seat:
             raise WrongState(f"rank {body.rank} is another process by now", "an exchange of weights")
-        current.acks[body.rank] = Ack(peer, call, body.seconds, body.unread)
+        current.acks[body.rank] = SwapAck(peer, call, body.seconds, body.unread)
         if current.in_place:
             current.overwrote(body.rank, body.overwritten, member.layout)
             stopping = [] if body.fault is None else self._stop_overwriting(current, body.fault)
@@ -116,33 +123,36 @@ class Deciding:
             return self._endings.fail(now_s, current, body.fault)
         return [] if current.missing() else self._endings.done(now_s, current)
 
-    def lost(self, now_s: float, current: Round, rank: int, fault: Fault) -> list[Action]:
+    def lost(self, now_s: float, current: LeaderRound, rank: int, fault: Fault) -> list[Action]:
         """A rank of the round is gone."""
         current.readers.discard(rank)
         current.gone.add(rank)
         return self._broken(now_s, current, fault)
 
-    def late(self, now_s: float, current: Round, fault: Fault) -> list[Action]:
+    def late(self, now_s: float, current: LeaderRound, fault: Fault) -> list[Action]:
         """The time of the round's phase is over."""
         current.late, current.ends_s = True, NEVER
         return self._broken(now_s, current, fault)
 
-    def replaced(self, now_s: float, current: Round) -> list[Action]:
+    def replaced(self, now_s: float, current: LeaderRound) -> list[Action]:
         """A rank joins where one was lost: how far that one came nobody will say any more."""
         return [] if current.fault is None else self._endings.fail(now_s, current, current.fault)
 
-    def _broken(self, now_s: float, current: Round, fault: Fault) -> list[Action]:
+    def _broken(self, now_s: float, current: LeaderRound, fault: Fault) -> list[Action]:
         if current.in_place and current.phase == "committing":
             return self._stop_overwriting(current, fault)
         return self._endings.fail(now_s, current, fault)
 
     # In place.
 
-    def _stop_overwriting(self, current: Round, fault: Fault) -> list[Action]:
+    def _stop_overwriting(self, current: LeaderRound, fault: Fault) -> list[Action]:
         """It fails: who has not begun must not, who has may stop; how far each came is still to be heard."""
         current.fault = current.fault or fault
         waited_for = set(current.missing()) & set(self._books.membership.members)
-        return [Withdraw(current.id), *(Tell(rank, m.Drop(round=current.id)) for rank in sorted(waited_for))]
+        return [
+            WithdrawDecision(current.id),
+            *(NotifyRank(rank, m.DropShadow(round=current.id)) for rank in sorted(waited_for)),
+        ]
 
     def withdrawn(self, now_s: float, round_id: RoundId, *, waited: bool) -> list[Action]:
         """A decision was taken back that still waited, or too late: then the ranks have it, or had it."""
@@ -152,7 +162,7 @@ class Deciding:
         current.taken = not waited
         return self._overwritten(now_s, current)
 
-    def _overwritten(self, now_s: float, current: Round) -> list[Action]:
+    def _overwritten(self, now_s: float, current: LeaderRound) -> list[Action]:
         """End it, once every rank was heard or nobody can be any more."""
         if current.missing() and current.taken and not current.late:
             return []

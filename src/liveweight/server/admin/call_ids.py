@@ -15,7 +15,7 @@ HEADER = "x-liveweight-call"
 _KEY = "liveweight.call"
 
 
-class Calls:
+class CallIds:
     """Middleware around everything that may answer a control route, the guard's refusals included."""
 
     def __init__(self, app: ASGIApp, paths: frozenset[str]) -> None:

@@ -12,7 +12,7 @@ from pydantic import Field
 
 from liveweight.engine.models.spec import DRAFT
 from liveweight.engine.status import PauseMode, RecoveryStatus, SavingStatus
-from liveweight.engine.updates.leader_client import RoundSummary, Standing
+from liveweight.engine.updates.leader_client import RoundSummary, UpdateStatus
 from liveweight.server.admin.route import (
     CONFLICT,
     INVALID,
@@ -23,7 +23,7 @@ from liveweight.server.admin.route import (
     told,
     version_answer,
 )
-from liveweight.server.engine_port import Engine
+from liveweight.server.engine_port import EnginePort
 from liveweight.server.field_types import Text
 from liveweight.server.openai.request_types import Strict
 from liveweight.server.response_types import (
@@ -35,7 +35,7 @@ from liveweight.server.response_types import (
     VersionAnswer,
     WeightsAnswer,
 )
-from liveweight.server.route_context import Service, service_of
+from liveweight.server.route_context import RouteContext, service_of
 from liveweight.spec.manifest import Version
 
 MAX_IDS = 10_000
@@ -114,12 +114,12 @@ def _timeout_s(body: UndoRequest | PauseRequest | None) -> float:
     return TIMEOUT_S if body is None or body.timeout_s is None else body.timeout_s
 
 
-def _paused(engine: Engine) -> PausedAnswer:
+def _paused(engine: EnginePort) -> PausedAnswer:
     state = engine.paused
     return {"is_paused": state == "paused", "state": state}
 
 
-async def _weights(service: Service) -> WeightsAnswer:
+async def _weights(service: RouteContext) -> WeightsAnswer:
     engine, updates = service.engine, service.engine.config.updates
     standing = _started(engine.start) if updates is None else await service.elsewhere(engine.standing)
     return {
@@ -168,12 +168,12 @@ def _recovery(status: RecoveryStatus) -> RecoveryAnswer:
     }
 
 
-def _started(version: Version) -> Standing:
+def _started(version: Version) -> UpdateStatus:
     """An engine without live updates: it has no leader to ask, and serves what it was started on."""
-    return Standing(state=f"serving {version}", serving=version, undo=None, round=None, rounds=())
+    return UpdateStatus(state=f"serving {version}", serving=version, undo=None, round=None, rounds=())
 
 
-def _draft(engine: Engine, standing: Standing) -> Literal["current", "kept"] | None:
+def _draft(engine: EnginePort, standing: UpdateStatus) -> Literal["current", "kept"] | None:
     """Whether the draft's weights are of the version that serves. None: nothing drafts, or nothing serves at this moment."""
     drafts = engine.config.draft and engine.spec.draft_layers > 0
     if not drafts or standing.serving is None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from fastapi import APIRouter, Request
 from typing_extensions import TypedDict  # pydantic needs this one before Python 3.12
 
-from liveweight.engine.serving.sleeping import TAGS, Napped, Tag
+from liveweight.engine.serving.sleeping import TAGS, SleepResult, Tag
 from liveweight.server.admin.route import (
     CONFLICT,
     INVALID,
@@ -58,7 +58,7 @@ def _asked(body: NapRequest | None) -> tuple[frozenset[Tag], float]:
     return frozenset(TAGS if tags is None else tags), TIMEOUT_S if timeout_s is None else timeout_s
 
 
-def _answer(napped: Napped) -> NapAnswer:
+def _answer(napped: SleepResult) -> NapAnswer:
     return {
         "asleep": list(napped.asleep),
         "changed": list(napped.changed),

@@ -14,7 +14,7 @@ from typing_extensions import TypedDict  # pydantic needs this one before Python
 
 from liveweight.engine.models.spec import DRAFT
 from liveweight.engine.status import PauseMode
-from liveweight.engine.updates.requested_update import Updated, Wish
+from liveweight.engine.updates.requested_update import RequestedVersion, UpdateResult
 from liveweight.server.admin.call_ids import call_of
 from liveweight.server.admin.route import (
     CONFLICT,
@@ -120,8 +120,8 @@ async def update_weights(request: Request, body: UpdateRequest | None = None) ->
     return _answer(wish.call, updated)
 
 
-def _wish(call: str, body: UpdateRequest) -> Wish:
-    return Wish(
+def _wish(call: str, body: UpdateRequest) -> RequestedVersion:
+    return RequestedVersion(
         call=call,
         version=body.version,
         transfer_mode=body.transfer_mode,
@@ -132,7 +132,7 @@ def _wish(call: str, body: UpdateRequest) -> Wish:
     )
 
 
-def _answer(call: str, updated: Updated) -> UpdateAnswer:
+def _answer(call: str, updated: UpdateResult) -> UpdateAnswer:
     return {
         "call_id": call,
         "version": version_answer(updated.version),

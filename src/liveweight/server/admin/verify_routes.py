@@ -11,7 +11,7 @@ from fastapi import APIRouter, Request
 from pydantic import AfterValidator, Field, WithJsonSchema, model_validator
 from typing_extensions import TypedDict  # pydantic needs this one before Python 3.12
 
-from liveweight.engine.updates.verifying import Against, Answer, Question
+from liveweight.engine.updates.verifying import Against, VerificationRequest, VerificationResult
 from liveweight.errors import ManifestInvalid, ManifestMismatch
 from liveweight.server.admin.route import (
     CONFLICT,
@@ -140,8 +140,8 @@ async def verify(request: Request, body: VerifyRequest | None = None) -> VerifyA
     return _answer(question.against, answer)
 
 
-def _question(body: VerifyRequest) -> Question:
-    return Question(
+def _question(body: VerifyRequest) -> VerificationRequest:
+    return VerificationRequest(
         against=body.wanted,
         names=None if body.names is None else tuple(body.names),
         manifest=None if body.manifest is None else _manifest(body.manifest),
@@ -160,7 +160,7 @@ def _manifest(given: dict[str, TensorField]) -> Manifest:
     )
 
 
-def _answer(against: Against, answer: Answer) -> VerifyAnswer:
+def _answer(against: Against, answer: VerificationResult) -> VerifyAnswer:
     verdict = answer.verdict
     told_: VerifyAnswer = {
         "match": verdict.match,

@@ -10,13 +10,13 @@ from collections.abc import Sequence
 from typing import Any, Protocol
 
 from liveweight.engine.serving.requests import Delta
-from liveweight.server.engine_port import Engine
-from liveweight.server.openai.generation_requests import Ask
+from liveweight.server.engine_port import EnginePort
+from liveweight.server.openai.generation_requests import EngineRequest
 from liveweight.server.openai.logprobs import ChatLogprobs, CompletionLogprobs
 from liveweight.server.openai.token_versions import Attribution
 
 
-class Choice(Protocol):
+class ChoiceWriter(Protocol):
     """Writes the pieces of one choice, in order."""
 
     def opening(self) -> dict[str, Any] | None:
@@ -32,7 +32,7 @@ class Choice(Protocol):
 class CommonFields:
     """What choices of both routes have."""
 
-    def __init__(self, index: int, ask: Ask, engine: Engine, *, token_ids: bool) -> None:
+    def __init__(self, index: int, ask: EngineRequest, engine: EnginePort, *, token_ids: bool) -> None:
         self._index, self._ask, self._token_ids = index, ask, token_ids
         self._routing_shape = (engine.spec.sparse_layers, engine.spec.experts_per_token)
         self._attribution = Attribution()
@@ -61,7 +61,7 @@ class CommonFields:
 class CompletionChoice:
     """A choice of `/v1/completions`. The prompt's ids, if asked for, come with its first piece."""
 
-    def __init__(self, index: int, ask: Ask, engine: Engine, *, token_ids: bool) -> None:
+    def __init__(self, index: int, ask: EngineRequest, engine: EnginePort, *, token_ids: bool) -> None:
         self._common = CommonFields(index, ask, engine, token_ids=token_ids)
         self._prompt = list(ask.prompt) if token_ids else None
         self._logprobs = None if ask.sampling.logprobs is None else CompletionLogprobs(engine.tokenizer)
@@ -86,7 +86,7 @@ class CompletionChoice:
 class ChatChoice:
     """A choice of `/v1/chat/completions`: the same fields below `delta` in a stream and below `message` at once."""
 
-    def __init__(self, index: int, ask: Ask, engine: Engine, *, token_ids: bool) -> None:
+    def __init__(self, index: int, ask: EngineRequest, engine: EnginePort, *, token_ids: bool) -> None:
         self._common = CommonFields(index, ask, engine, token_ids=token_ids)
         self._logprobs = None if ask.sampling.logprobs is None else ChatLogprobs(engine.tokenizer)
 

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from liveweight.engine.serving.requests import Sampling
-from liveweight.server.engine_port import Engine
+from liveweight.server.engine_port import EnginePort
 from liveweight.server.errors import BadRequest, UnknownModel
 from liveweight.server.openai.request_types import ChatRequest, CompletionRequest, GenerateRequest
 
@@ -21,14 +21,14 @@ _SEEDS = 1 << 64
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Ask:
+class EngineRequest:
     """One request to the engine."""
 
     prompt: Sequence[int]
     sampling: Sampling
 
 
-async def completion_asks(body: CompletionRequest, engine: Engine) -> list[Ask]:
+async def completion_asks(body: CompletionRequest, engine: EnginePort) -> list[EngineRequest]:
     """The asks of `/v1/completions`, those of one prompt together. BadRequest or UnknownModel if it cannot be answered."""
     _check_model(body, engine)
     prompts = [await _ids(prompt, engine) for prompt in body.prompt]
@@ -39,7 +39,7 @@ async def completion_asks(body: CompletionRequest, engine: Engine) -> list[Ask]:
     return _asks(body, engine, "prompt", prompts, wanted, body.logprobs)
 
 
-async def chat_asks(body: ChatRequest, engine: Engine) -> list[Ask]:
+async def chat_asks(body: ChatRequest, engine: EnginePort) -> list[EngineRequest]:
     """The asks of `/v1/chat/completions`. BadRequest, RequestInvalid or UnknownModel if it cannot be answered."""
     _check_model(body, engine)
     messages = [message.plain() for message in body.messages]
@@ -53,14 +53,14 @@ async def chat_asks(body: ChatRequest, engine: Engine) -> list[Ask]:
     return _asks(body, engine, "messages", [prompt], [wanted], logprobs)
 
 
-def _check_model(body: GenerateRequest, engine: Engine) -> None:
+def _check_model(body: GenerateRequest, engine: EnginePort) -> None:
     if body.model is not None and body.model != engine.name:
         raise UnknownModel(f"no model {body.model!r} here, only {engine.name!r}", param="model")
     if body.return_routed_experts and engine.spec.sparse_layers == 0:
         raise BadRequest("this model has no experts to route to", param="return_routed_experts")
 
 
-async def _ids(prompt: str | list[int], engine: Engine) -> list[int]:
+async def _ids(prompt: str | list[int], engine: EnginePort) -> list[int]:
     if isinstance(prompt, str):
         return await _perhaps_elsewhere(len(prompt), lambda: engine.tokenizer.encode(prompt))
     outside = next((token for token in prompt if token >= engine.vocab), None)
@@ -75,18 +75,18 @@ async def _perhaps_elsewhere(size: int, work: Callable[[], list[int]]) -> list[i
 
 def _asks(
     body: GenerateRequest,
-    engine: Engine,
+    engine: EnginePort,
     param: str,
     prompts: Sequence[list[int]],
     wanted: Sequence[int],
     logprobs: int | None,
-) -> list[Ask]:
+) -> list[EngineRequest]:
     """Every prompt as often as there are choices; a choice's seed does not depend on the prompts beside it."""
     for prompt, tokens in zip(prompts, wanted, strict=True):
         _check_length(len(prompt), tokens, engine.context, param)
     seed = secrets.randbits(64) if body.seed is None else body.seed
     return [
-        Ask(prompt=prompt, sampling=_sampling(body, tokens, (seed + choice) % _SEEDS, logprobs))
+        EngineRequest(prompt=prompt, sampling=_sampling(body, tokens, (seed + choice) % _SEEDS, logprobs))
         for prompt, tokens in zip(prompts, wanted, strict=True)
         for choice in range(body.choices)
     ]

@@ -19,13 +19,13 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from liveweight.engine.serving.requests import Delta
-from liveweight.server.engine_bridge import Exchange, Post
-from liveweight.server.engine_port import Engine
+from liveweight.server.engine_bridge import EngineBridge, Post
+from liveweight.server.engine_port import EnginePort
 from liveweight.server.errors import INTERNAL, error_body, kind_of
-from liveweight.server.open_requests import Directory
-from liveweight.server.openai.choices import ChatChoice, Choice, CompletionChoice
+from liveweight.server.open_requests import OpenRequests
+from liveweight.server.openai.choices import ChatChoice, ChoiceWriter, CompletionChoice
 from liveweight.server.openai.client_connection import while_connected
-from liveweight.server.openai.generation_requests import Ask
+from liveweight.server.openai.generation_requests import EngineRequest
 
 _LOGGER = logging.getLogger("liveweight")
 
@@ -37,7 +37,7 @@ class Form:
     prefix: str
     whole: str
     chunk: str
-    choice: Callable[..., Choice]
+    choice: Callable[..., ChoiceWriter]
     prompt_at_top: bool
 
 
@@ -62,7 +62,7 @@ class Order:
     """One HTTP request, ready to be handed to the engine."""
 
     form: Form
-    asks: Sequence[Ask]
+    asks: Sequence[EngineRequest]
     per_prompt: int
     token_ids: bool
     stream: bool
@@ -94,10 +94,10 @@ class Usage:
         }
 
 
-class Reply(Response):
+class HttpReply(Response):
     """Answers one order. The engine is asked when the answer is due, so what it refuses has a status of its own."""
 
-    def __init__(self, order: Order, engine: Engine, post: Post, directory: Directory) -> None:
+    def __init__(self, order: Order, engine: EnginePort, post: Post, directory: OpenRequests) -> None:
         super().__init__()
         self._order, self._engine, self._post, self._directory = order, engine, post, directory
         self._choices = [
@@ -114,12 +114,12 @@ class Reply(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         del scope
-        exchange = Exchange(self._engine, self._post, self._order.asks)
+        exchange = EngineBridge(self._engine, self._post, self._order.asks)
         with exchange, self._directory.listed(self._head["id"], exchange):
             work = self._stream(exchange, send) if self._order.stream else self._whole(exchange, send)
             await while_connected(receive, work)
 
-    async def _whole(self, exchange: Exchange, send: Send) -> None:
+    async def _whole(self, exchange: EngineBridge, send: Send) -> None:
         deltas: list[list[Delta]] = [[] for _ in self._choices]
         async for came in exchange.deltas():
             for index, delta in came:
@@ -132,7 +132,7 @@ class Reply(Response):
         await send(_start((b"content-type", b"application/json"), (b"content-length", size)))
         await send({"type": "http.response.body", "body": encoded})
 
-    async def _stream(self, exchange: Exchange, send: Send) -> None:
+    async def _stream(self, exchange: EngineBridge, send: Send) -> None:
         headers = ((b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache"))
         await send(_start(*headers))
         try:
@@ -149,7 +149,7 @@ class Reply(Response):
             await send(_part([msgspec.json.encode(error_body(error))]))
         await send({"type": "http.response.body", "body": b""})
 
-    async def _events(self, exchange: Exchange) -> AsyncGenerator[list[bytes], None]:
+    async def _events(self, exchange: EngineBridge) -> AsyncGenerator[list[bytes], None]:
         """What is ready to be sent, together."""
         openings = [opening for choice in self._choices if (opening := choice.opening()) is not None]
         first = self._prompt_ids()

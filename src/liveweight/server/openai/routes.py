@@ -8,8 +8,8 @@ from fastapi import APIRouter, Request
 from starlette.responses import Response
 
 from liveweight.server.errors import UnknownModel
-from liveweight.server.openai.generation_requests import Ask, chat_asks, completion_asks
-from liveweight.server.openai.replies import CHAT, COMPLETION, Form, Order, Reply
+from liveweight.server.openai.generation_requests import EngineRequest, chat_asks, completion_asks
+from liveweight.server.openai.replies import CHAT, COMPLETION, Form, HttpReply, Order
 from liveweight.server.openai.request_types import ChatRequest, CompletionRequest, GenerateRequest
 from liveweight.server.response_types import (
     ChatAnswer,
@@ -18,7 +18,7 @@ from liveweight.server.response_types import (
     ModelAnswer,
     ModelsAnswer,
 )
-from liveweight.server.route_context import Service, service_of
+from liveweight.server.route_context import RouteContext, service_of
 
 TAG = "openai"
 ERRORS: dict[int | str, dict[str, Any]] = {
@@ -47,7 +47,7 @@ async def completions(body: CompletionRequest, request: Request) -> Response:
     """Continue one or several prompts."""
     service = service_of(request)
     asks = await completion_asks(body, service.engine)
-    return Reply(_order(COMPLETION, asks, body), service.engine, service.post, service.directory)
+    return HttpReply(_order(COMPLETION, asks, body), service.engine, service.post, service.directory)
 
 
 @router.post(
@@ -59,7 +59,7 @@ async def chat_completions(body: ChatRequest, request: Request) -> Response:
     """Answer a conversation."""
     service = service_of(request)
     asks = await chat_asks(body, service.engine)
-    return Reply(_order(CHAT, asks, body), service.engine, service.post, service.directory)
+    return HttpReply(_order(CHAT, asks, body), service.engine, service.post, service.directory)
 
 
 @router.get("/v1/models", response_model=ModelsAnswer)
@@ -77,7 +77,7 @@ async def model(model: str, request: Request) -> ModelAnswer:
     return _model(service)
 
 
-def _order(form: Form, asks: list[Ask], body: GenerateRequest) -> Order:
+def _order(form: Form, asks: list[EngineRequest], body: GenerateRequest) -> Order:
     return Order(
         form=form,
         asks=asks,
@@ -88,7 +88,7 @@ def _order(form: Form, asks: list[Ask], body: GenerateRequest) -> Order:
     )
 
 
-def _model(service: Service) -> ModelAnswer:
+def _model(service: RouteContext) -> ModelAnswer:
     return {
         "id": service.engine.name,
         "object": "model",

@@ -50,7 +50,7 @@ Seat: TypeAlias = "tuple[int, tuple[int, ...], tuple[int, ...], torch.dtype | DT
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Frozen:
+class FreezeResult:
     """What a freeze did: the digests of the arena's tensors in the manifest's order, if asked for; bytes written; seconds."""
 
     lanes: Lanes | None
@@ -139,7 +139,7 @@ class Freezer:
         self._standing: _Standing | None = None
         self._readings: _Readings | None = None
 
-    def freeze(self, source: Source, arena: Memory, *, threads: int, digest: bool) -> Frozen:
+    def freeze(self, source: Source, arena: Memory, *, threads: int, digest: bool) -> FreezeResult:
         """Copy every tensor to its place, by that many threads. Whatever is raised, the arena holds nothing that may be offered."""
         began_s = time.monotonic()
         if arena.size_bytes < self.layout.memories_bytes[0] or not arena.writable:
@@ -151,7 +151,7 @@ class Freezer:
         with _without_gradients():
             freeze = self._freeze_held if source.held else self._freeze_streamed
             freeze(source, arena, threads, lanes)
-        return Frozen(lanes=lanes, size_bytes=self._size_bytes, took_s=time.monotonic() - began_s)
+        return FreezeResult(lanes=lanes, size_bytes=self._size_bytes, took_s=time.monotonic() - began_s)
 
     def forget(self) -> None:
         """Let go of the arena. Called before it is given back."""

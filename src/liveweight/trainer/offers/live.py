@@ -23,12 +23,12 @@ from liveweight.spec.table import Table
 from liveweight.trainer.offers.freeze import offered_manifest
 from liveweight.trainer.offers.freeze_tables import cut_columns
 from liveweight.trainer.sources.in_memory import ModuleSource, as_source
-from liveweight.trainer.sources.module_walker import Registry
+from liveweight.trainer.sources.module_walker import ModuleWalker
 from liveweight.trainer.sources.source import Source, whole_pass
 from liveweight.trainer.sources.stacked_experts import split_manifest, splits_for
 from liveweight.trainer.sources.tensor_views import extent_bytes, view
 from liveweight.trainer.sources.tensors import AnyTensor
-from liveweight.trainer.sources.tied_tensors import Census, take_census
+from liveweight.trainer.sources.tied_tensors import UniqueTensors, take_census
 from liveweight.transports.port import Arena
 
 if TYPE_CHECKING:
@@ -106,7 +106,7 @@ def share_module(
     An optimiser goes on with the parameters it has. One that keeps the parameters' memory itself (flattened buffers) must be made after.
     Called between steps, never between forward and backward. On failure the module is as it was. `device` is where the arena is.
     """
-    registry = Registry.of(module)
+    registry = ModuleWalker.of(module)
     tensors = registry.tensors()
     census = take_census(registry.names, tensors)
     residents = _residents(census, tensors)
@@ -166,7 +166,7 @@ def live_digest(shared: SharedModule, kernels: Kernels, threads: int, layout: La
     return shared.digest(kernels, threads, shared.layout if layout is None else layout)
 
 
-def _residents(census: Census, tensors: Sequence[torch.Tensor]) -> list[list[torch.Tensor]]:
+def _residents(census: UniqueTensors, tensors: Sequence[torch.Tensor]) -> list[list[torch.Tensor]]:
     """For each tensor of the manifest the distinct objects that are it. None for an empty one, which lies nowhere."""
     owned = {owner: [tensors[owner]] for owner in census.owners}
     for tie in census.ties:

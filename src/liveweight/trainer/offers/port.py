@@ -12,10 +12,10 @@ from liveweight.spec.manifest import Manifest
 from liveweight.wire.messages.values import Offer
 
 if TYPE_CHECKING:
-    from liveweight.trainer.offers.single_source import Made
+    from liveweight.trainer.offers.single_source import MadeOffer
 
 
-class Offering(Protocol):
+class OfferMaker(Protocol):
     """Makes one offer at a time, for one manifest. Called from the thread that offers; `strayed` and `look` from those that drive."""
 
     manifest: Manifest
@@ -23,12 +23,12 @@ class Offering(Protocol):
     structure: str
     size_bytes: int
 
-    def make(self, label: str, kind: OfferKind, *, verify: bool, release: Callable[[], None]) -> Made:
+    def make(self, label: str, kind: OfferKind, *, verify: bool, release: Callable[[], None]) -> MadeOffer:
         """Hold the current values ready. `release` waits for readers of the offer before, a while."""
 
     def freeze(
         self, label: str, reason: str, *, release: Callable[[], None], kind: OfferKind = "live"
-    ) -> Made:
+    ) -> MadeOffer:
         """Hold them ready frozen, where an offer of that kind was asked for and that is why it cannot be."""
 
     def strayed(self, offer: Offer) -> str | None:
@@ -37,7 +37,7 @@ class Offering(Protocol):
     def look(self) -> None:
         """Called now and then while ranks stage: raises where what they read is about to be lost."""
 
-    def staged(self, made: Made) -> Made:
+    def staged(self, made: MadeOffer) -> MadeOffer:
         """All ranks have staged: the offer with the digests that are known only now."""
 
     def end(self, offer: Offer) -> None:
@@ -46,7 +46,7 @@ class Offering(Protocol):
     def failed(self, error: RoundFailed) -> RoundFailed:
         """A round of the last offer failed so; what to raise of it. In the thread that drives, before the next offer."""
 
-    def manifest_of(self, made: Made) -> Manifest | None:
+    def manifest_of(self, made: MadeOffer) -> Manifest | None:
         """The manifest with the digests of what was offered; None where those were not taken."""
 
     def close(self) -> None:

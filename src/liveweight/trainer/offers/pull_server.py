@@ -22,11 +22,18 @@ from liveweight.spec.deadline import Deadline
 from liveweight.spec.manifest import Manifest, Version
 from liveweight.wire.codec import Codec
 from liveweight.wire.credentials import Secret
-from liveweight.wire.limits import Limits
+from liveweight.wire.limits import WireLimits
 from liveweight.wire.listener import Incoming, Listener
 from liveweight.wire.messages import Message
 from liveweight.wire.messages.body import Refusal
-from liveweight.wire.messages.source import Held, Hold, NotHeld, Release, Released, Wanted
+from liveweight.wire.messages.source import (
+    AcquireReadLease,
+    MemoryWanted,
+    ReadLeaseGranted,
+    ReadLeaseRefused,
+    ReadLeaseReleased,
+    ReleaseReadLease,
+)
 from liveweight.wire.messages.values import Offer, fault_of
 
 IDLE_S = 3600.0
@@ -34,7 +41,7 @@ PROBE_S = 0.2
 """How often those who read are told that the memory is wanted, and are found to be gone."""
 
 
-class Bare(enum.Enum):
+class NothingOffered(enum.Enum):
     """Nothing is on offer: so far or any more; or for the moment, while the next version is made."""
 
     EMPTY = "empty"
@@ -42,7 +49,7 @@ class Bare(enum.Enum):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class OnOffer:
+class OfferedVersion:
     """A version that may be asked for."""
 
     version: Version
@@ -50,7 +57,7 @@ class OnOffer:
     offer: Offer
 
 
-State: TypeAlias = OnOffer | Bare
+State: TypeAlias = OfferedVersion | NothingOffered
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,25 +73,25 @@ class _Asked:
 
     peer: bytes
     call: int
-    body: Hold
+    body: AcquireReadLease
     ends_s: float
 
 
-class Shelf:
+class PullServer:
     """One source's shelf. All methods are for the thread that offers; requesters are answered on a thread of its own."""
 
     def __init__(self, address: str, secret: Secret, *, structure: str, manifest: Manifest, bus: Bus) -> None:
         """Listen there. `manifest` is that of every version, and `structure` its name."""
         self._structure, self._manifest, self._bus = structure, manifest, bus
         self._changed = threading.Condition()
-        self._state: State = Bare.EMPTY
+        self._state: State = NothingOffered.EMPTY
         self._holders: dict[int, _Holder] = {}
         self._wanted: Deadline | None = None
         self._read = False
         self._numbers = itertools.count(1)
         self._asked: list[_Asked] = []
         self._closing = False
-        self._limits, self._codec = Limits(), Codec[Message](Message)
+        self._limits, self._codec = WireLimits(), Codec[Message](Message)
         listener = Listener(address, secret, self._codec, self._limits)
         self.address, self._waker = listener.address, listener.waker()
         self._thread = threading.Thread(  # from here on the listener is the thread's
@@ -95,14 +102,14 @@ class Shelf:
     @contextmanager
     def changing(self) -> Iterator[None]:
         """The next version is being made: nobody is let in meanwhile. If it is not put here, the shelf is empty."""
-        self._become(Bare.CHANGING)
+        self._become(NothingOffered.CHANGING)
         try:
             yield
         finally:
             with self._changed:
-                failed = self._state is Bare.CHANGING
+                failed = self._state is NothingOffered.CHANGING
             if failed:
-                self._become(Bare.EMPTY)
+                self._become(NothingOffered.EMPTY)
 
     def wait_for_readers(self, deadline: Deadline) -> None:
         """Wait until nobody reads any more, a while. Those who still do are forgotten: their offer is about to be revoked."""
@@ -118,7 +125,7 @@ class Shelf:
         if left:
             self._bus.emit(events.ReadersRevoked(readers=left, waited_s=deadline.waited_s()))
 
-    def put(self, version: OnOffer) -> None:
+    def put(self, version: OfferedVersion) -> None:
         """Hold that version ready. MessageTooLarge if it could not be told to anyone."""
         self._codec.encode(self._held(0, version), call=1, limits=self._limits)
         self._read = False
@@ -131,7 +138,7 @@ class Shelf:
                 if not self._changed.wait_for(lambda: self._read, deadline.remaining_s()):
                     raise deadline.exceeded(f"somebody to read what {self.address} offers")
         finally:
-            self._become(Bare.EMPTY)
+            self._become(NothingOffered.EMPTY)
 
     def close(self) -> None:
         """End the thread and remove the socket; who reads learns that the source is gone. Twice is fine."""
@@ -167,10 +174,10 @@ class Shelf:
 
     def _take(self, listener: Listener[Message], incoming: Incoming[Message]) -> None:
         match incoming.body:
-            case Hold(wait_s=wait_s) as body:
+            case AcquireReadLease(wait_s=wait_s) as body:
                 ends_s = time.monotonic() + wait_s
                 self._asked.append(_Asked(peer=incoming.peer, call=incoming.call, body=body, ends_s=ends_s))
-            case Release(hold=number):
+            case ReleaseReadLease(hold=number):
                 _send(listener, incoming.peer, self._released(number, incoming.peer), incoming.call)
             case other:
                 error = MessageInvalid(f"a source is asked to hold a version, not {type(other).__name__}")
@@ -183,16 +190,16 @@ class Shelf:
             state = self._state
         now_s, waiting, self._asked = time.monotonic(), self._asked, []
         for asked in waiting:
-            if state is Bare.CHANGING and now_s < asked.ends_s:
+            if state is NothingOffered.CHANGING and now_s < asked.ends_s:
                 self._asked.append(asked)
-            elif isinstance(state, OnOffer) and asked.body.version in (None, str(state.version.label)):
+            elif isinstance(state, OfferedVersion) and asked.body.version in (None, str(state.version.label)):
                 self._let_in(listener, asked, state)
             else:
-                offered = (state.version,) if isinstance(state, OnOffer) else ()
-                answer = NotHeld(offered=offered, changing=state is Bare.CHANGING)
+                offered = (state.version,) if isinstance(state, OfferedVersion) else ()
+                answer = ReadLeaseRefused(offered=offered, changing=state is NothingOffered.CHANGING)
                 _send(listener, asked.peer, answer, asked.call)
 
-    def _let_in(self, listener: Listener[Message], asked: _Asked, state: OnOffer) -> None:
+    def _let_in(self, listener: Listener[Message], asked: _Asked, state: OfferedVersion) -> None:
         """It holds the version from before it hears of it; unless the offer began to change just now."""
         number, ends_s = next(self._numbers), time.monotonic() + asked.body.lease_s
         holder = _Holder(peer=asked.peer, requester=asked.body.requester, ends_s=ends_s)
@@ -214,11 +221,11 @@ class Shelf:
                 self._changed.notify_all()
             return known
 
-    def _released(self, number: int, peer: bytes) -> Released:
+    def _released(self, number: int, peer: bytes) -> ReadLeaseReleased:
         with self._changed:
             known = self._let_go(number, peer)
             self._read |= known
-        return Released(revoked=not known)
+        return ReadLeaseReleased(revoked=not known)
 
     def _probe(self, listener: Listener[Message]) -> None:
         """While somebody waits for the memory: tell those who read. Who cannot be told is gone."""
@@ -229,13 +236,13 @@ class Shelf:
             if over or (
                 wanted is not None
                 and not _send(
-                    listener, holder.peer, Wanted(hold=number, within_s=wanted.remaining_s()), call=0
+                    listener, holder.peer, MemoryWanted(hold=number, within_s=wanted.remaining_s()), call=0
                 )
             ):
                 self._let_go(number, holder.peer)
 
-    def _held(self, number: int, state: OnOffer) -> Held:
-        return Held(
+    def _held(self, number: int, state: OfferedVersion) -> ReadLeaseGranted:
+        return ReadLeaseGranted(
             hold=number,
             version=state.version,
             structure=self._structure,

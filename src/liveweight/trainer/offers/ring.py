@@ -24,8 +24,8 @@ from liveweight.trainer.sources.host_tensor import HostTensor
 from liveweight.trainer.sources.source import Source, check_tensor, whole_pass
 from liveweight.trainer.sources.tensor_views import bytes_of, extent_bytes, strides_bytes
 from liveweight.trainer.sources.tensors import AnyTensor, torch_dtypes
-from liveweight.transports.packing_source import Put, RingSettings, RingTally, Stock
-from liveweight.transports.port import Arena, Outlet
+from liveweight.transports.packing_source import PackingSource, Put, RingCounts, RingSettings
+from liveweight.transports.port import Arena, TransportSource
 from liveweight.wire.messages.values import Offer
 
 
@@ -38,18 +38,18 @@ class PackedRing(Protocol):
     def digests(self, layout: str) -> Lanes:
         """The digests of the offered tensors."""
 
-    def tally(self, layout: str) -> RingTally:
+    def tally(self, layout: str) -> RingCounts:
         """What was packed for whom."""
 
 
-class RingOutlet(Outlet, Protocol):
+class RingTransportSource(TransportSource, Protocol):
     """The outlet of a mode that has ring offers."""
 
     def ring(self, settings: RingSettings | None = None) -> PackedRing:
         """The ring itself."""
 
     def offer_stock(
-        self, stock: Stock, arenas: Sequence[Arena], settings: RingSettings | None = None
+        self, stock: PackingSource, arenas: Sequence[Arena], settings: RingSettings | None = None
     ) -> Offer:
         """Let ranks have this stock packed for them; the arenas carry the generation."""
 
@@ -64,7 +64,7 @@ class RingOffers:
         self._kernels, self._settings = kernels, settings
         self._names = [spec.name for spec in own]
         self._arena: Arena | None = None
-        self._standing: tuple[RingOutlet, Stock] | None = None
+        self._standing: tuple[RingTransportSource, PackingSource] | None = None
         self._digest = False
         self._seats: Sequence[Seat] = []
 
@@ -74,7 +74,7 @@ class RingOffers:
             return None
         return "the source makes its tensors one by one, and a ring is packed in the order of each rank"
 
-    def make(self, outlet: RingOutlet, *, digest: bool) -> Offer:
+    def make(self, outlet: RingTransportSource, *, digest: bool) -> Offer:
         """Hold the source's current values ready."""
         tensors = whole_pass(self._source, self._names)
         stock, self._digest = self._stock(tensors), digest
@@ -90,7 +90,7 @@ class RingOffers:
         outlet, _ = self._standing
         return outlet.ring(self._settings).digests(self._offered.fingerprint)
 
-    def end(self) -> RingTally | None:
+    def end(self) -> RingCounts | None:
         """The parameters may change from now on: whoever still reads is revoked. What the ring did, if there was an offer."""
         if self._standing is None or self._arena is None:
             return None
@@ -109,7 +109,7 @@ class RingOffers:
             self._arena.close()
             self._arena = None
 
-    def _stock(self, tensors: Sequence[AnyTensor]) -> Stock:
+    def _stock(self, tensors: Sequence[AnyTensor]) -> PackingSource:
         """The one of before, if every tensor is where it was: what ranks had bound to it stays."""
         before = None if self._standing is None else self._standing[1]
         if before is not None and seated(tensors, self._seats):
@@ -119,7 +119,7 @@ class RingOffers:
         self._seats = [seat_of(tensor) for tensor in tensors]
         own = [n for n, tensor in enumerate(tensors) if self._has_kernel(n, tensor)]
         others = set(range(len(tensors))) - set(own)
-        return Stock(
+        return PackingSource(
             offered=self._offered,
             held=_where([self._own.tensors[n] for n in own], [tensors[n] for n in own]),
             memories=[_memory(tensors[n]) for n in own],

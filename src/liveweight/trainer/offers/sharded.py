@@ -13,22 +13,24 @@ from liveweight.errors import DigestMismatch, RoundFailed, WrongState
 from liveweight.observe import events
 from liveweight.observe.bus import Bus
 from liveweight.observe.events import OfferKind
-from liveweight.plan.digest_sums import Tally, lanes_from_bytes
+from liveweight.plan.digest_sums import DigestSums, lanes_from_bytes
 from liveweight.spec.digest import ContentDigest, to_hex
 from liveweight.spec.layout import Layout, packed
 from liveweight.spec.manifest import Manifest
-from liveweight.trainer.offers.single_source import Made
-from liveweight.wire.messages import Froze, Station
+from liveweight.trainer.offers.single_source import MadeOffer
+from liveweight.wire.messages import AnnounceShards, ShardsFrozen
 from liveweight.wire.messages.values import Offer, Shard
 
 
-class GatheredOffers:
+class ShardedOffers:
     """An Offering. `stand` brings what the ranks have frozen, and `make` then is the offer of it. In the thread that drives rounds."""
 
-    def __init__(self, stations: Sequence[Station], *, mode: str, look: Callable[[], None], bus: Bus) -> None:
+    def __init__(
+        self, stations: Sequence[AnnounceShards], *, mode: str, look: Callable[[], None], bus: Bus
+    ) -> None:
         """One station per rank. LayoutInvalid where their parts overlap, or leave something of a tensor to nobody."""
         self._stations, self._mode, self._look, self._bus = list(stations), mode, look, bus
-        self._tally = Tally([station.layout for station in stations])
+        self._tally = DigestSums([station.layout for station in stations])
         self.manifest: Manifest = self._tally.expected
         self.content = ContentDigest(self.manifest)
         self.structure = packed(self.manifest.tensors).fingerprint
@@ -39,14 +41,14 @@ class GatheredOffers:
         )
         self.survey = ""
         """Where engine ranks ask who holds what."""
-        self._made: Made | None = None
+        self._made: MadeOffer | None = None
 
     @property
     def layouts(self) -> list[Layout]:
         """What the ranks hold."""
         return [station.layout for station in self._holding]
 
-    def stand(self, frozen: Mapping[int, Froze]) -> None:
+    def stand(self, frozen: Mapping[int, ShardsFrozen]) -> None:
         """All ranks have frozen their shards. DigestMismatch where ranks hold different copies of the same part."""
         partials = [
             lanes_from_bytes(frozen[station.rank].lanes, len(station.layout.placements))
@@ -73,10 +75,10 @@ class GatheredOffers:
             shards=shards,
         )
         slowest_s = max(report.seconds for report in frozen.values())
-        self._made = Made(offer=offer, lanes=totals, freeze_s=slowest_s, digest_s=0.0)
+        self._made = MadeOffer(offer=offer, lanes=totals, freeze_s=slowest_s, digest_s=0.0)
 
-    def make(self, label: str, kind: OfferKind, *, verify: bool, release: Callable[[], None]) -> Made:
-        """See Offering: what was brought last."""
+    def make(self, label: str, kind: OfferKind, *, verify: bool, release: Callable[[], None]) -> MadeOffer:
+        """See OfferMaker: what was brought last."""
         del kind, verify, release  # frozen, with its digests; the freeze has revoked who read the one before
         if self._made is None:
             raise WrongState("nothing was frozen", "offer")
@@ -93,36 +95,36 @@ class GatheredOffers:
 
     def freeze(
         self, label: str, reason: str, *, release: Callable[[], None], kind: OfferKind = "live"
-    ) -> Made:
-        """See Offering; here nothing is ever live."""
+    ) -> MadeOffer:
+        """See OfferMaker; here nothing is ever live."""
         del label, reason, release, kind
         raise WrongState("shards are never offered live", "freeze")
 
-    def staged(self, made: Made) -> Made:
-        """See Offering: every digest came with the freeze."""
+    def staged(self, made: MadeOffer) -> MadeOffer:
+        """See OfferMaker: every digest came with the freeze."""
         return made
 
     def strayed(self, offer: Offer) -> str | None:
-        """See Offering."""
+        """See OfferMaker."""
         del offer
         return None
 
     def look(self) -> None:
-        """See Offering: raises where a rank of the trainer is gone."""
+        """See OfferMaker: raises where a rank of the trainer is gone."""
         self._look()
 
     def end(self, offer: Offer) -> None:
-        """See Offering."""
+        """See OfferMaker."""
 
     def failed(self, error: RoundFailed) -> RoundFailed:
-        """See Offering: there is one transfer mode."""
+        """See OfferMaker: there is one transfer mode."""
         return error
 
-    def manifest_of(self, made: Made) -> Manifest | None:
-        """See Offering."""
+    def manifest_of(self, made: MadeOffer) -> Manifest | None:
+        """See OfferMaker."""
         return (
             None if made.lanes is None else self.manifest.with_digests([to_hex(lane) for lane in made.lanes])
         )
 
     def close(self) -> None:
-        """See Offering: the arenas are the ranks' own."""
+        """See OfferMaker: the arenas are the ranks' own."""

@@ -24,17 +24,17 @@ from liveweight.spec.layout import Layout
 from liveweight.spec.manifest import Manifest
 from liveweight.trainer.offers.freeze import Freezer, offered_manifest
 from liveweight.trainer.offers.live import SharedModule, live_digest, moved_since, why_not_live
-from liveweight.trainer.offers.ring import RingOffers, RingOutlet
-from liveweight.trainer.offers.transfer_fallback import Way, Ways
+from liveweight.trainer.offers.ring import RingOffers, RingTransportSource
+from liveweight.trainer.offers.transfer_fallback import OpenMode, TransferFallback
 from liveweight.trainer.sources.source import Source
 from liveweight.trainer.sources.stacked_experts import SplitSource, split_layout, splits_for
 from liveweight.transports.packing_source import RingSettings
-from liveweight.transports.port import Arena, Outlet
+from liveweight.transports.port import Arena, TransportSource
 from liveweight.wire.messages.values import Offer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Made:
+class MadeOffer:
     """An offer that stands, and what it took. `lanes` are the digests of its tensors, where they were asked for; `failed_modes`, the
     transfer modes that were passed over for it."""
 
@@ -50,7 +50,7 @@ class Made:
         return None if self.lanes is None else lanes_to_bytes(self.lanes)
 
 
-class Offers:
+class SingleSourceOffers:
     """Makes one offer at a time, for one manifest. Called from the thread that offers."""
 
     def __init__(
@@ -58,7 +58,7 @@ class Offers:
         *,
         source: Source,
         expected: Manifest,
-        ways: Ways,
+        ways: TransferFallback,
         kernels: Kernels,
         shared: SharedModule | None,
         threads: int,
@@ -86,7 +86,7 @@ class Offers:
         self.current: Offer | None = None
         """The offer made last."""
 
-    def make(self, label: str, kind: OfferKind, *, verify: bool, release: Callable[[], None]) -> Made:
+    def make(self, label: str, kind: OfferKind, *, verify: bool, release: Callable[[], None]) -> MadeOffer:
         """Hold the source's current values ready. `release` waits for readers of the offer before, a while.
 
         A frozen offer always knows its digests, which ride on the copy; a live one only where they are to be verified. A live one
@@ -101,10 +101,10 @@ class Offers:
         return dataclasses.replace(made, failed_modes=self._ways.failed_modes)
 
     def failed(self, error: RoundFailed) -> RoundFailed:
-        """See Offering: where it was the transfer mode that failed, the next offer is made over the next one."""
+        """See OfferMaker: where it was the transfer mode that failed, the next offer is made over the next one."""
         return self._ways.after(error)
 
-    def _take(self, way: Way) -> None:
+    def _take(self, way: OpenMode) -> None:
         """Make offers over that way from now on; nothing is left with the one before, and whoever still reads there is revoked."""
         if way is self._way:
             return
@@ -114,10 +114,10 @@ class Offers:
         self._way = way
 
     @property
-    def _outlet(self) -> Outlet:
+    def _outlet(self) -> TransportSource:
         return self._way.outlet
 
-    def _made(self, label: str, kind: OfferKind, *, verify: bool, release: Callable[[], None]) -> Made:
+    def _made(self, label: str, kind: OfferKind, *, verify: bool, release: Callable[[], None]) -> MadeOffer:
         if kind not in self._way.mode.offers:
             return self.freeze(label, f"{self._way.mode.name} has none", release=release, kind=kind)
         if kind == "live":
@@ -156,7 +156,7 @@ class Offers:
 
     def freeze(
         self, label: str, reason: str, *, release: Callable[[], None], kind: OfferKind = "live"
-    ) -> Made:
+    ) -> MadeOffer:
         """Hold the current values ready frozen, where a live or a ring offer was asked for and that is why it cannot be."""
         self._bus.emit(events.LiveOfferImpossible(version=label, reason=reason, kind=kind))
         return self._frozen(label, release=release)
@@ -170,7 +170,7 @@ class Offers:
         if offer.kind == "live" and self._shared is not None and not self._shared.closed:
             self._shared.arena.raise_generation()
 
-    def staged(self, made: Made) -> Made:
+    def staged(self, made: MadeOffer) -> MadeOffer:
         """All ranks have staged: with the digests that a ring's packing gave, where they are to be verified."""
         if made.offer.kind != "ring":
             return made
@@ -178,7 +178,7 @@ class Offers:
         lanes = self._ring.digests()
         return dataclasses.replace(made, lanes=lanes, digest_s=time.monotonic() - began_s)
 
-    def manifest_of(self, made: Made) -> Manifest | None:
+    def manifest_of(self, made: MadeOffer) -> Manifest | None:
         """The manifest with the digests of what was offered; None where those were not taken."""
         return (
             None if made.lanes is None else self.manifest.with_digests([to_hex(lane) for lane in made.lanes])
@@ -196,21 +196,21 @@ class Offers:
             self._arena.close()
             self._arena = None
 
-    def _live(self, label: str, shared: SharedModule, *, digest: bool) -> Made:
+    def _live(self, label: str, shared: SharedModule, *, digest: bool) -> MadeOffer:
         layout = shared.layout if self._live_layout is None else self._live_layout
         offer = self._outlet.offer(layout, [shared.arena], "live")
         began_s = time.monotonic()
         lanes = live_digest(shared, self._kernels, self._threads, layout) if digest else None
         self._said(label, "live", layout)
-        return Made(offer=offer, lanes=lanes, freeze_s=0.0, digest_s=time.monotonic() - began_s)
+        return MadeOffer(offer=offer, lanes=lanes, freeze_s=0.0, digest_s=time.monotonic() - began_s)
 
-    def _packed(self, label: str, *, digest: bool) -> Made:
-        outlet = cast("RingOutlet", self._outlet)  # the registry says which modes have rings
+    def _packed(self, label: str, *, digest: bool) -> MadeOffer:
+        outlet = cast("RingTransportSource", self._outlet)  # the registry says which modes have rings
         self.current = offer = self._ring.make(outlet, digest=digest)
         self._said(label, "ring", self._freezer.layout)
-        return Made(offer=offer, lanes=None, freeze_s=0.0, digest_s=0.0)
+        return MadeOffer(offer=offer, lanes=None, freeze_s=0.0, digest_s=0.0)
 
-    def _frozen(self, label: str, *, release: Callable[[], None]) -> Made:
+    def _frozen(self, label: str, *, release: Callable[[], None]) -> MadeOffer:
         began_s = time.monotonic()
         layout = self._freezer.layout
         if self._arena is None:
@@ -220,10 +220,10 @@ class Offers:
             self._arena.raise_generation()
         frozen = self._freezer.freeze(self._source, self._arena.memory, threads=self._threads, digest=True)
         took_s = time.monotonic() - began_s
-        self._bus.emit(events.Frozen(version=label, rank=0, size_bytes=self.size_bytes, took_s=took_s))
+        self._bus.emit(events.SourceFrozen(version=label, rank=0, size_bytes=self.size_bytes, took_s=took_s))
         self.current = offer = self._outlet.offer(layout, [self._arena], "frozen")
         self._said(label, "frozen", layout)
-        return Made(offer=offer, lanes=frozen.lanes, freeze_s=took_s, digest_s=0.0)
+        return MadeOffer(offer=offer, lanes=frozen.lanes, freeze_s=took_s, digest_s=0.0)
 
     def _said(self, label: str, kind: OfferKind, layout: Layout) -> None:
         made = events.OfferMade(

@@ -28,7 +28,7 @@ from liveweight.errors import (
 from liveweight.observe.bus import Bus
 from liveweight.observe.events import ModeFailed, OfferKind
 from liveweight.rounds.report import FailedMode
-from liveweight.transports.port import Outlet
+from liveweight.transports.port import TransportSource
 from liveweight.transports.registry import Mode, check_offer, mode
 from liveweight.wire.credentials import Secret
 
@@ -38,11 +38,11 @@ _AT_THE_SOURCE = (Unavailable, WireError, DeadlineExceeded)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Way:
+class OpenMode:
     """A transfer mode, and its half in this process."""
 
     mode: Mode
-    outlet: Outlet
+    outlet: TransportSource
 
 
 def in_order(transfer_mode: str | None, modes: Sequence[str], offer: OfferKind) -> tuple[Mode, ...]:
@@ -57,10 +57,10 @@ def in_order(transfer_mode: str | None, modes: Sequence[str], offer: OfferKind) 
     return chosen
 
 
-class Ways:
+class TransferFallback:
     """Offers are made over `now`, by the thread that offers; failures are noted by the one that drives rounds, between two offers."""
 
-    def __init__(self, ways: Sequence[Way], bus: Bus) -> None:
+    def __init__(self, ways: Sequence[OpenMode], bus: Bus) -> None:
         self._ways, self._bus = tuple(ways), bus
         self._lock = threading.Lock()
         self._place = 0
@@ -75,19 +75,19 @@ class Ways:
         secret: Secret,
         device: Device,
         bus: Bus,
-    ) -> Ways:
+    ) -> TransferFallback:
         """All of them, so that one that cannot be had is told before the first round; then none is left open. `hosts`: this one's
         address that ranks of each are told."""
         with ExitStack() as stack:
             ways = []
             for each, host in zip(chosen, hosts, strict=True):
-                ways.append(Way(mode=each, outlet=each.outlet(directory, secret, device, host)))
+                ways.append(OpenMode(mode=each, outlet=each.outlet(directory, secret, device, host)))
                 stack.callback(ways[-1].outlet.close)
             stack.pop_all()
         return cls(ways, bus)
 
     @property
-    def now(self) -> Way:
+    def now(self) -> OpenMode:
         """The one in use; for an attempt that began, the next one after a failure."""
         with self._lock:
             return self._ways[self._place]

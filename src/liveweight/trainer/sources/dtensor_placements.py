@@ -26,7 +26,7 @@ Index: TypeAlias = tuple[slice, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Cut:
+class MeshCut:
     """One mesh dimension's cut of a tensor's dimension: into so many parts, of which this rank has one.
 
     `factor` above 1: it was already cut into so many by a later mesh dimension, and each of these is cut (`_StridedShard`).
@@ -38,7 +38,7 @@ class Cut:
     factor: int = 1
 
 
-def held(shape: Sequence[int], cuts: Sequence[Cut]) -> list[tuple[Region, Index]]:
+def held(shape: Sequence[int], cuts: Sequence[MeshCut]) -> list[tuple[Region, Index]]:
     """The regions that are left after these cuts, in order, each with its place in the local tensor. At least one; it may be empty."""
     axes = []
     for dimension, size in enumerate(shape):
@@ -54,7 +54,7 @@ def held(shape: Sequence[int], cuts: Sequence[Cut]) -> list[tuple[Region, Index]
     return found
 
 
-def cuts_of(name: str, tensor: Any) -> list[Cut] | None:
+def cuts_of(name: str, tensor: Any) -> list[MeshCut] | None:
     """The cuts that a DTensor's placements make; None where this rank is not of its mesh. Pending sums are refused."""
     mesh = tensor.device_mesh
     coordinate = mesh.get_coordinate()
@@ -70,7 +70,7 @@ def cuts_of(name: str, tensor: Any) -> list[Cut] | None:
                 f"{name} is placed as {placement!r}, which is not yet a value: redistribute it first"
             )
         cuts.append(
-            Cut(
+            MeshCut(
                 dimension=dimension % max(1, tensor.ndim),
                 parts=mesh.size(axis),
                 which=coordinate[axis],
@@ -85,7 +85,7 @@ def local_of(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().to_local() if is_distributed(tensor) else tensor  # type: ignore[attr-defined]
 
 
-def _cut(runs: Sequence[Run], cut: Cut) -> list[Run]:
+def _cut(runs: Sequence[Run], cut: MeshCut) -> list[Run]:
     first = [_chunk(runs, cut.factor, number) for number in range(cut.factor)]
     return [run for part in first for run in _chunk(part, cut.parts, cut.which)]
 

@@ -20,7 +20,7 @@ from liveweight.spec.region import Region, Span, canonical, counts, meet, show, 
 from liveweight.spec.tensor_names import clean_all
 from liveweight.trainer.offers.freeze import Part, offered_manifest
 from liveweight.trainer.sources.dtensor_placements import Index, cuts_of, held, local_of
-from liveweight.trainer.sources.module_walker import Registry
+from liveweight.trainer.sources.module_walker import ModuleWalker
 from liveweight.trainer.sources.source import Source
 from liveweight.trainer.sources.stacked_experts import Splits, SplitSource, split_manifest, splits_for
 from liveweight.trainer.sources.tensors import Seat, is_distributed, seat, spec_of
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Cut:
+class ShardPlan:
     """What a rank will freeze: a source of local tensors, what they are, how they are offered, and which parts of what that is."""
 
     source: Source
@@ -75,7 +75,7 @@ class Shards:
     def __init__(self, model: torch.nn.Module | Mapping[str, torch.Tensor]) -> None:
         self._model = model
         self._registry = None if isinstance(model, Mapping) else _registry(model)
-        self._names = list(model) if isinstance(model, Mapping) else (self._registry or Registry()).names
+        self._names = list(model) if isinstance(model, Mapping) else (self._registry or ModuleWalker()).names
         self._placed: list[tuple[object, ...]] = []
         self._ties: list[tuple[int, int]] = []
         self._pieces = self._walk(self._tensors())
@@ -85,7 +85,7 @@ class Shards:
         """The full tensors of which this rank has a part, or an empty one."""
         return tuple({piece.spec.name: piece.spec for piece in self._pieces}.values())
 
-    def cut(self, expected: Manifest) -> Cut | None:
+    def cut(self, expected: Manifest) -> ShardPlan | None:
         """What to freeze for engines that expect that; None where this rank holds nothing."""
         if not self._pieces:
             return None
@@ -101,7 +101,7 @@ class Shards:
             )
         )
         parts = tuple((full[piece.spec.name], piece.region) for piece in pieces)
-        return Cut(source=_LocalSource(self, pieces, own), own=own, offered=offered, parts=parts)
+        return ShardPlan(source=_LocalSource(self, pieces, own), own=own, offered=offered, parts=parts)
 
     def locals(self) -> list[torch.Tensor]:
         """What lies here now, one tensor per name; ManifestInvalid where a tensor is placed or tied otherwise than it was."""
@@ -165,20 +165,20 @@ class _LocalSource:
             yield name, piece.view(local[piece.number])
 
 
-def cut_whole(source: Source, expected: Manifest) -> Cut:
+def cut_whole(source: Source, expected: Manifest) -> ShardPlan:
     """All of a source that gives whole tensors."""
     splits = splits_for(source.manifest(), expected)
     source = SplitSource(source, splits) if splits else source
     own = source.manifest()
     offered = offered_manifest(own, expected)
-    return Cut(
+    return ShardPlan(
         source=source, own=own, offered=offered, parts=tuple((spec, whole(spec.shape)) for spec in offered)
     )
 
 
-def _registry(module: torch.nn.Module) -> Registry:
+def _registry(module: torch.nn.Module) -> ModuleWalker:
     _reshard(module)
-    return Registry.of(module)
+    return ModuleWalker.of(module)
 
 
 def _reshard(module: Any) -> None:

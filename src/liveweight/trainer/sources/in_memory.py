@@ -17,10 +17,10 @@ from liveweight.checkpoint import CheckpointSource
 from liveweight.errors import ManifestInvalid, Refused
 from liveweight.spec.dtype import DType
 from liveweight.spec.manifest import Manifest, TensorSpec
-from liveweight.trainer.sources.module_walker import Registry
+from liveweight.trainer.sources.module_walker import ModuleWalker
 from liveweight.trainer.sources.source import Source
 from liveweight.trainer.sources.tensors import AnyTensor, spec_dtype
-from liveweight.trainer.sources.tied_tensors import Census, take_census
+from liveweight.trainer.sources.tied_tensors import UniqueTensors, take_census
 
 if TYPE_CHECKING:
     import torch
@@ -36,7 +36,7 @@ class ModuleSource:
 
     def __init__(self, module: torch.nn.Module) -> None:
         self.module = module
-        self._taken: tuple[Registry, Census] | None = None
+        self._taken: tuple[ModuleWalker, UniqueTensors] | None = None
 
     def manifest(self) -> Manifest:
         """Walks the module anew: later passes follow, and are compared with, this manifest."""
@@ -47,8 +47,8 @@ class ModuleSource:
         registry, census = self._taken or self._take()
         return census.walk(registry.tensors())
 
-    def _take(self) -> tuple[Registry, Census]:
-        registry = Registry.of(self.module)
+    def _take(self) -> tuple[ModuleWalker, UniqueTensors]:
+        registry = ModuleWalker.of(self.module)
         self._taken = registry, take_census(registry.names, registry.tensors())
         return self._taken
 
@@ -60,7 +60,7 @@ class StateDictSource:
 
     def __init__(self, tensors: Mapping[str, AnyTensor]) -> None:
         self._tensors = tensors
-        self._taken: tuple[list[str], Census] | None = None
+        self._taken: tuple[list[str], UniqueTensors] | None = None
 
     def manifest(self) -> Manifest:
         """Later passes follow, and are compared with, this manifest."""
@@ -74,7 +74,7 @@ class StateDictSource:
             raise ManifestInvalid(f"the mapping's names changed after its manifest was made: {differing[0]}")
         return census.walk([self._tensors[name] for name in names])
 
-    def _take(self) -> tuple[list[str], Census]:
+    def _take(self) -> tuple[list[str], UniqueTensors]:
         names = list(self._tensors)
         self._taken = names, take_census(names, list(self._tensors.values()))
         return self._taken

@@ -24,7 +24,7 @@ _Node: TypeAlias = "tuple[str, _Tensors, int, _Tensors, int, _Modules, tuple[tor
 
 
 @dataclass(slots=True)
-class Registry:
+class ModuleWalker:
     """What `state_dict` would hold, in its order, as (dictionary, key) pairs."""
 
     names: list[str] = field(default_factory=list)
@@ -34,7 +34,7 @@ class Registry:
     _merged: list[tuple[str, torch.nn.Module]] = field(default_factory=list)
 
     @classmethod
-    def of(cls, module: torch.nn.Module) -> Registry:
+    def of(cls, module: torch.nn.Module) -> ModuleWalker:
         """Walk a module. The tensors of merged adapters are left out; unmerged ones are refused."""
         registry = cls()
         registry._enter(module, "")

@@ -30,7 +30,7 @@ class Tie:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Census:
+class UniqueTensors:
     """A manifest and its names, the entries of the list that it was made of which own a tensor, and those which only share one."""
 
     manifest: Manifest
@@ -50,7 +50,7 @@ class Census:
         return zip(self.names, owned, strict=True)
 
 
-def take_census(names: Sequence[str], tensors: Sequence[AnyTensor]) -> Census:
+def take_census(names: Sequence[str], tensors: Sequence[AnyTensor]) -> UniqueTensors:
     """Wrappers stripped from the names. Of tensors that lie in the same place in the same way, the first one's name counts."""
     specs: list[TensorSpec] = []
     owners: list[int] = []
@@ -73,4 +73,4 @@ def take_census(names: Sequence[str], tensors: Sequence[AnyTensor]) -> Census:
     )
     manifest = Manifest(tensors=tuple(whole))
     own = tuple(spec.name for spec in manifest)
-    return Census(manifest=manifest, names=own, owners=tuple(owners), ties=tuple(ties))
+    return UniqueTensors(manifest=manifest, names=own, owners=tuple(owners), ties=tuple(ties))

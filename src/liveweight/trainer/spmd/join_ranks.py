@@ -24,22 +24,29 @@ from liveweight.spec.manifest import Manifest
 from liveweight.trainer.fleet_publisher import FleetPublisher
 from liveweight.trainer.handshake import describe_to, far_address, meet_replicas
 from liveweight.trainer.offers.live import SharedModule
-from liveweight.trainer.offers.sharded import GatheredOffers
+from liveweight.trainer.offers.sharded import ShardedOffers
 from liveweight.trainer.settings import PublisherSettings
-from liveweight.trainer.sources.dtensor_shards import Cut, Shards, cut_whole
+from liveweight.trainer.sources.dtensor_shards import ShardPlan, Shards, cut_whole
 from liveweight.trainer.sources.in_memory import ModuleSource, StateDictSource, as_source
 from liveweight.trainer.sources.source import Source
-from liveweight.trainer.spmd.other_rank import Member
-from liveweight.trainer.spmd.process_group import Group
-from liveweight.trainer.spmd.rank_server import RankRefused, Roster
-from liveweight.trainer.spmd.rank_zero import Lead
+from liveweight.trainer.spmd.other_rank import OtherRank
+from liveweight.trainer.spmd.process_group import TrainerGroup
+from liveweight.trainer.spmd.rank_server import RankRefused, RankServer
+from liveweight.trainer.spmd.rank_zero import RankZero
 from liveweight.trainer.spmd.shard_arena import NOTHING, ShardArena
 from liveweight.transports.registry import Mode
-from liveweight.transports.sharded import Surveyor
+from liveweight.transports.sharded import ShardServer
 from liveweight.wire.channel import Channel
 from liveweight.wire.codec import Codec
 from liveweight.wire.credentials import Secret
-from liveweight.wire.messages import Enlist, Enlisted, Message, Refusal, Station, Stationed
+from liveweight.wire.messages import (
+    AnnounceShards,
+    Message,
+    RankRegistered,
+    Refusal,
+    RegisterRank,
+    ShardsAccepted,
+)
 from liveweight.wire.messages.values import Fault, fault_of
 from liveweight.wire.sockets import host_towards
 
@@ -50,7 +57,7 @@ Made = TypeVar("Made")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Terms:
+class SpmdSettings:
     """What every rank of a trainer is given alike. `connect` reaches the engines, and is called by rank 0 alone."""
 
     secret: Secret
@@ -68,7 +75,7 @@ class Terms:
     connect: Callable[[Deadline], list[Replica]]
 
 
-def join_ranks(model: object, group: ProcessGroup, terms: Terms) -> Lead | Member:
+def join_ranks(model: object, group: ProcessGroup, terms: SpmdSettings) -> RankZero | OtherRank:
     """This rank's part of a publisher. Called by every rank of the group, which is used here and never again."""
     if not terms.mode.sharded or terms.settings.offer != "frozen":
         raise Refused(
@@ -78,7 +85,7 @@ def join_ranks(model: object, group: ProcessGroup, terms: Terms) -> Lead | Membe
     if isinstance(model, SharedModule):
         raise Refused("a trainer of several ranks freezes its shards: give it the module itself")
     deadline = Deadline.after(terms.settings.timeout_s)
-    ranks = Group(group, deadline)
+    ranks = TrainerGroup(group, deadline)
     hosts = ranks.hosts()
     if len(set(hosts)) > 1 and terms.mode.reach == "one host":
         raise Refused(
@@ -93,10 +100,10 @@ def join_ranks(model: object, group: ProcessGroup, terms: Terms) -> Lead | Membe
     return _member(model, ranks.rank, ranks.world, address, terms, deadline)
 
 
-def _lead(model: object, ranks: Group, terms: Terms, deadline: Deadline) -> Lead:
-    roster: Roster | None = None
+def _lead(model: object, ranks: TrainerGroup, terms: SpmdSettings, deadline: Deadline) -> RankZero:
+    roster: RankServer | None = None
     try:
-        roster = Roster(_address(ranks, terms), terms.secret, world=ranks.world)
+        roster = RankServer(_address(ranks, terms), terms.secret, world=ranks.world)
     finally:
         ranks.told("" if roster is None else roster.address)
     with ExitStack() as stack:
@@ -113,7 +120,9 @@ def _lead(model: object, ranks: Group, terms: Terms, deadline: Deadline) -> Lead
     return lead
 
 
-def _muster(model: object, roster: Roster, terms: Terms, deadline: Deadline, stack: ExitStack) -> Lead:
+def _muster(
+    model: object, roster: RankServer, terms: SpmdSettings, deadline: Deadline, stack: ExitStack
+) -> RankZero:
     """Meet the engines and the other ranks, and compare what they expect with what these hold."""
     holding = _Holding.of(model, 0)
     roster.enlisted(deadline)
@@ -122,14 +131,14 @@ def _muster(model: object, roster: Roster, terms: Terms, deadline: Deadline, sta
         stack.callback(replica.close)
     met = meet_replicas(replicas, deadline, terms.settings.quorum)
     towards = far_address(replicas) or ""
-    roster.answer(Enlisted(expected=met.expected, run=terms.run, towards=towards))
+    roster.answer(RankRegistered(expected=met.expected, run=terms.run, towards=towards))
     arena = _arena(holding, met.expected, 0, _host(terms, towards), terms)
     stack.callback(arena.close)
-    own = Station(rank=0, source=arena.source, layout=arena.layout)
+    own = AnnounceShards(rank=0, source=arena.source, layout=arena.layout)
     stations = [own, *roster.stationed(deadline)]
-    offers = GatheredOffers(stations, mode=terms.mode.name, look=roster.look, bus=terms.bus)
+    offers = ShardedOffers(stations, mode=terms.mode.name, look=roster.look, bus=terms.bus)
     describe_to(replicas, offers, met, deadline)
-    surveyor = Surveyor(_beside(arena.source, terms), terms.secret, offers.layouts)
+    surveyor = ShardServer(_beside(arena.source, terms), terms.secret, offers.layouts)
     stack.callback(surveyor.close)
     offers.survey = surveyor.address
     publisher = FleetPublisher(
@@ -140,8 +149,8 @@ def _muster(model: object, roster: Roster, terms: Terms, deadline: Deadline, sta
         settings=terms.settings,
         boots=met.boots,
     )
-    roster.answer(Stationed(size_bytes=offers.size_bytes))
-    return Lead(
+    roster.answer(ShardsAccepted(size_bytes=offers.size_bytes))
+    return RankZero(
         holding.model,
         arena=arena,
         roster=roster,
@@ -152,27 +161,29 @@ def _muster(model: object, roster: Roster, terms: Terms, deadline: Deadline, sta
     )
 
 
-def _member(model: object, rank: int, world: int, address: str, terms: Terms, deadline: Deadline) -> Member:
+def _member(
+    model: object, rank: int, world: int, address: str, terms: SpmdSettings, deadline: Deadline
+) -> OtherRank:
     with ExitStack() as stack:
         channel = Channel(address, terms.secret, Codec[Message](Message), deadline=deadline)
         stack.callback(channel.close)
         holding, fault = _tried(lambda: _Holding.of(model, rank), rank)
-        body = Enlist(rank=rank, world=world, fault=fault)
+        body = RegisterRank(rank=rank, world=world, fault=fault)
         enlisted = channel.request(body, deadline, "trainer rank 0 to meet the engines and all ranks")
-        if holding is None or not isinstance(enlisted, Enlisted):
+        if holding is None or not isinstance(enlisted, RankRegistered):
             raise _refusal(enlisted)
         host = _host(terms, enlisted.towards or address)
         arena, fault = _tried(lambda: _arena(holding, enlisted.expected, rank, host, terms), rank)
         if arena is None:
-            station = Station(rank=rank, source="", layout=NOTHING, fault=fault)
+            station = AnnounceShards(rank=rank, source="", layout=NOTHING, fault=fault)
         else:
             stack.callback(arena.close)
-            station = Station(rank=rank, source=arena.source, layout=arena.layout)
+            station = AnnounceShards(rank=rank, source=arena.source, layout=arena.layout)
         stationed = channel.request(station, deadline, "trainer rank 0 to compare what all ranks hold")
-        if arena is None or not isinstance(stationed, Stationed):
+        if arena is None or not isinstance(stationed, ShardsAccepted):
             raise _refusal(stationed)
         stack.pop_all()
-    return Member(
+    return OtherRank(
         holding.model,
         rank=rank,
         arena=arena,
@@ -201,14 +212,16 @@ class _Holding:
             return cls(model=model, shards=Shards(model), source=None)
         return cls(model=model, shards=None, source=source if rank == 0 else None)
 
-    def cut(self, expected: Manifest) -> Cut | None:
+    def cut(self, expected: Manifest) -> ShardPlan | None:
         """What to freeze for engines that expect that."""
         if self.shards is not None:
             return self.shards.cut(expected)
         return None if self.source is None else cut_whole(self.source, expected)
 
 
-def _arena(holding: _Holding, expected: Manifest, rank: int, host: str | None, terms: Terms) -> ShardArena:
+def _arena(
+    holding: _Holding, expected: Manifest, rank: int, host: str | None, terms: SpmdSettings
+) -> ShardArena:
     cut = holding.cut(expected)
     outlet = None if cut is None else terms.mode.outlet(terms.directory, terms.secret, terms.device, host)
     return ShardArena(cut, outlet, terms.kernels, rank=rank, threads=terms.threads, bus=terms.bus)
@@ -233,7 +246,7 @@ def _refusal(reply: Message) -> LiveWeightError:
     return MessageInvalid(f"trainer rank 0 answered with {type(reply).__name__}")
 
 
-def _address(ranks: Group, terms: Terms) -> str:
+def _address(ranks: TrainerGroup, terms: SpmdSettings) -> str:
     """Where rank 0 listens for the others: on this host, or for those of others."""
     if len(set(ranks.hosts())) == 1:
         return f"ipc://{terms.directory / secrets.token_hex(8)}"
@@ -243,14 +256,14 @@ def _address(ranks: Group, terms: Terms) -> str:
         raise Unavailable(f"this host has no address of its own name ({error}): give `host`") from error
 
 
-def _host(terms: Terms, towards: str) -> str | None:
+def _host(terms: SpmdSettings, towards: str) -> str | None:
     """The address of this host that engine ranks are told: the one on the way to them."""
     if terms.host is not None or terms.mode.reach != "any host" or not towards:
         return terms.host
     return host_towards(towards)
 
 
-def _beside(source: str, terms: Terms) -> str:
+def _beside(source: str, terms: SpmdSettings) -> str:
     """Where engine ranks ask who holds what: reachable as the arena is."""
     if source.startswith("tcp://"):
         return f"{source.rpartition(':')[0]}:0"

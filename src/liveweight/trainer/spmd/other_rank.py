@@ -28,7 +28,7 @@ from liveweight.trainer.spmd.outcomes import heard
 from liveweight.trainer.spmd.rank_zero import TRAINER
 from liveweight.trainer.spmd.shard_arena import FrozenShard, ShardArena
 from liveweight.wire.channel import Channel
-from liveweight.wire.messages import Froze, Learn, Message, Outcome, Pending, Refusal
+from liveweight.wire.messages import GetOutcome, Message, Outcome, OutcomePending, Refusal, ShardsFrozen
 from liveweight.wire.messages.values import Fault, fault_of
 
 GRACE_S = 5.0
@@ -45,7 +45,7 @@ class _Round:
     deadline: Deadline
 
 
-class Member:
+class OtherRank:
     """A publisher's part at a rank other than 0. Every method is for the training loop's thread."""
 
     def __init__(
@@ -130,7 +130,7 @@ class Member:
         self._arena.close()
 
     def _report(self, label: str | int, done: FrozenShard, fault: Fault | None) -> None:
-        body = Froze(
+        body = ShardsFrozen(
             rank=self.rank,
             number=self._number,
             label=label,
@@ -159,7 +159,7 @@ class Member:
             try:
                 self._pass_over_probes()
                 reply = self._channel.request(
-                    Learn(rank=self.rank, number=current.number, wait_s=ASK_S),
+                    GetOutcome(rank=self.rank, number=current.number, wait_s=ASK_S),
                     Deadline.after(ASK_S + GRACE_S),
                     f"trainer rank 0 to say how {current.version} ended",
                 )
@@ -170,7 +170,7 @@ class Member:
             match reply:
                 case Outcome():
                     return reply
-                case Pending():
+                case OutcomePending():
                     heard_s, begun = time.monotonic(), reply.begun
                 case Refusal(fault=fault):
                     raise fault.to_error()

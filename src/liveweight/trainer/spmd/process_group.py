@@ -21,7 +21,7 @@ _HOST_BYTES = 32
 _ADDRESS_BYTES = 1024
 
 
-class Group:
+class TrainerGroup:
     """Used by one thread, the same calls on every rank in the same order."""
 
     def __init__(self, group: ProcessGroup, deadline: Deadline) -> None:

@@ -25,7 +25,17 @@ from liveweight.spec.deadline import Deadline
 from liveweight.wire.codec import Codec
 from liveweight.wire.credentials import Secret
 from liveweight.wire.listener import Incoming, Listener
-from liveweight.wire.messages import Enlist, Froze, Learn, Message, Outcome, Pending, Probe, Refusal, Station
+from liveweight.wire.messages import (
+    AnnounceShards,
+    GetOutcome,
+    Message,
+    Outcome,
+    OutcomePending,
+    Probe,
+    Refusal,
+    RegisterRank,
+    ShardsFrozen,
+)
 from liveweight.wire.messages.values import Fault, fault_of
 
 IDLE_S = 3600.0
@@ -37,7 +47,7 @@ DISMISS_S = 5.0
 FAREWELL_S = 0.1
 """How long closing lets the last answers leave."""
 
-Body = TypeVar("Body", Enlist, Station, Froze)
+Body = TypeVar("Body", RegisterRank, AnnounceShards, ShardsFrozen)
 
 
 class RankRefused(Exception):
@@ -58,7 +68,7 @@ class _Asked:
     ends_s: float = float("inf")
 
 
-class Roster:
+class RankServer:
     """The other ranks of a trainer, at its rank 0. Methods are for any thread; ranks are answered on a thread of its own."""
 
     def __init__(self, address: str, secret: Secret, *, world: int) -> None:
@@ -67,8 +77,8 @@ class Roster:
         self._changed = threading.Condition()
         self._peers: dict[int, bytes] = {}
         self._lost: set[int] = set()
-        self._calls: dict[type[Message], dict[int, _Asked]] = {Enlist: {}, Station: {}}
-        self._frozen: dict[int, Froze] = {}
+        self._calls: dict[type[Message], dict[int, _Asked]] = {RegisterRank: {}, AnnounceShards: {}}
+        self._frozen: dict[int, ShardsFrozen] = {}
         self._number = 0
         self._outcomes: dict[int, Outcome] = {}
         self._begun_s, self._heard_s = 0.0, dict[int, float]()
@@ -83,18 +93,22 @@ class Roster:
         )
         self._thread.start()
 
-    def enlisted(self, deadline: Deadline) -> list[Enlist]:
+    def enlisted(self, deadline: Deadline) -> list[RegisterRank]:
         """The other ranks' reports for service, in their order, once all have come."""
-        self._wait(deadline, "enlist", "enlist", lambda: self._bodies(Enlist))
+        self._wait(deadline, "enlist", "enlist", lambda: self._bodies(RegisterRank))
         return [
-            asked.body for _, asked in sorted(self._calls[Enlist].items()) if isinstance(asked.body, Enlist)
+            asked.body
+            for _, asked in sorted(self._calls[RegisterRank].items())
+            if isinstance(asked.body, RegisterRank)
         ]
 
-    def stationed(self, deadline: Deadline) -> list[Station]:
+    def stationed(self, deadline: Deadline) -> list[AnnounceShards]:
         """What the other ranks will freeze, and where, in their order, once all have said it."""
-        self._wait(deadline, "station", "say what it holds", lambda: self._bodies(Station))
+        self._wait(deadline, "station", "say what it holds", lambda: self._bodies(AnnounceShards))
         return [
-            asked.body for _, asked in sorted(self._calls[Station].items()) if isinstance(asked.body, Station)
+            asked.body
+            for _, asked in sorted(self._calls[AnnounceShards].items())
+            if isinstance(asked.body, AnnounceShards)
         ]
 
     def answer(self, body: Message) -> None:
@@ -120,7 +134,7 @@ class Roster:
             self._heard_s.clear()
             self._frozen = {rank: body for rank, body in self._frozen.items() if body.number >= number}
 
-    def frozen(self, label: str | int, deadline: Deadline) -> Mapping[int, Froze]:
+    def frozen(self, label: str | int, deadline: Deadline) -> Mapping[int, ShardsFrozen]:
         """The other ranks' reports of the round that was begun last, once all have come."""
         self._wait(deadline, "freeze", f"freeze its shards of {label}", self._reports)
         with self._changed:
@@ -208,7 +222,7 @@ class Roster:
     def _bodies(self, kind: type[Message]) -> Mapping[int, object]:
         return {rank: asked.body for rank, asked in self._calls[kind].items()}
 
-    def _reports(self) -> dict[int, Froze]:
+    def _reports(self) -> dict[int, ShardsFrozen]:
         return {rank: body for rank, body in self._frozen.items() if body.number == self._number}
 
     # The thread.
@@ -238,16 +252,16 @@ class Roster:
         peer, call, body = incoming.peer, incoming.call, incoming.body
         with self._changed:
             match body:
-                case Enlist(rank=rank) if (
+                case RegisterRank(rank=rank) if (
                     body.world == self._world and self._peers.setdefault(rank, peer) == peer
                 ):
-                    self._calls[Enlist][rank] = _Asked(peer=peer, call=call, body=body)
-                case Station(rank=rank) if self._peers.get(rank) == peer:
-                    self._calls[Station][rank] = _Asked(peer=peer, call=call, body=body)
-                case Froze(rank=rank, number=number) if self._peers.get(rank) == peer:
+                    self._calls[RegisterRank][rank] = _Asked(peer=peer, call=call, body=body)
+                case AnnounceShards(rank=rank) if self._peers.get(rank) == peer:
+                    self._calls[AnnounceShards][rank] = _Asked(peer=peer, call=call, body=body)
+                case ShardsFrozen(rank=rank, number=number) if self._peers.get(rank) == peer:
                     if number >= self._number:
                         self._frozen[rank] = body
-                case Learn(rank=rank, wait_s=wait_s) if self._peers.get(rank) == peer:
+                case GetOutcome(rank=rank, wait_s=wait_s) if self._peers.get(rank) == peer:
                     self._heard_s[rank] = time.monotonic()
                     self._asked.append(
                         _Asked(peer=peer, call=call, body=body, ends_s=time.monotonic() + wait_s)
@@ -263,12 +277,12 @@ class Roster:
         with self._changed:
             sending, self._outbox, waiting, self._asked = self._outbox, [], self._asked, []
             for asked in waiting:
-                number = asked.body.number if isinstance(asked.body, Learn) else 0
+                number = asked.body.number if isinstance(asked.body, GetOutcome) else 0
                 outcome = self._outcomes.get(number)
                 if outcome is not None:
                     sending.append((asked.peer, outcome, asked.call))
                 elif now_s >= asked.ends_s:
-                    sending.append((asked.peer, Pending(begun=number <= self._number), asked.call))
+                    sending.append((asked.peer, OutcomePending(begun=number <= self._number), asked.call))
                 else:
                     self._asked.append(asked)
         for peer, body, call in sending:

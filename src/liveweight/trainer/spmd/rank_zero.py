@@ -20,14 +20,14 @@ from liveweight.rounds.undo_and_verify import Verification
 from liveweight.spec.deadline import Deadline
 from liveweight.spec.manifest import Version
 from liveweight.trainer.fleet_publisher import FleetPublisher
-from liveweight.trainer.offers.sharded import GatheredOffers
+from liveweight.trainer.offers.sharded import ShardedOffers
 from liveweight.trainer.settings import PublisherSettings, last_steps_s
 from liveweight.trainer.sources.gathering_source import owed
 from liveweight.trainer.spmd.outcomes import told
-from liveweight.trainer.spmd.rank_server import RankRefused, Roster
+from liveweight.trainer.spmd.rank_server import RankRefused, RankServer
 from liveweight.trainer.spmd.shard_arena import ShardArena
-from liveweight.transports.sharded import Surveyor
-from liveweight.wire.messages import Froze
+from liveweight.transports.sharded import ShardServer
+from liveweight.wire.messages import ShardsFrozen
 from liveweight.wire.messages.values import Fault, fault_of
 
 TRAINER = "the trainer"
@@ -38,12 +38,12 @@ TRAINER = "the trainer"
 class _Round:
     number: int
     version: Version
-    frozen: Froze
+    frozen: ShardsFrozen
     deadline: Deadline
     began_s: float
 
 
-class Lead:
+class RankZero:
     """A publisher's part at rank 0. Every method is for the training loop's thread."""
 
     def __init__(
@@ -51,9 +51,9 @@ class Lead:
         source: object,
         *,
         arena: ShardArena,
-        roster: Roster,
-        surveyor: Surveyor,
-        offers: GatheredOffers,
+        roster: RankServer,
+        surveyor: ShardServer,
+        offers: ShardedOffers,
         publisher: FleetPublisher,
         serving: str | None,
     ) -> None:
@@ -134,7 +134,7 @@ class Lead:
         if self._round is not None:
             self.wait()
 
-    def _freeze(self, version: Version, deadline: Deadline) -> Froze:
+    def _freeze(self, version: Version, deadline: Deadline) -> ShardsFrozen:
         """This rank's report. What it raises is the round's outcome, for all ranks."""
         try:
             done = self._arena.freeze(str(version.label))
@@ -143,7 +143,7 @@ class Lead:
             failed = error if fault is None else self._failed(fault, deadline)
             self._roster.conclude(told(self._number, version, failed))
             raise failed from error
-        return Froze(
+        return ShardsFrozen(
             rank=0,
             number=self._number,
             label=version.label,

@@ -13,8 +13,8 @@ from liveweight.observe.bus import Bus
 from liveweight.plan.digest_sums import lanes_to_bytes
 from liveweight.spec.layout import Layout
 from liveweight.trainer.offers.freeze import Freezer
-from liveweight.trainer.sources.dtensor_shards import Cut
-from liveweight.transports.port import Arena, Outlet
+from liveweight.trainer.sources.dtensor_shards import ShardPlan
+from liveweight.transports.port import Arena, TransportSource
 
 NOTHING = Layout(tensors=(), memories_bytes=(0,), placements=())
 
@@ -32,7 +32,14 @@ class ShardArena:
     """For the thread that offers. A rank that holds nothing has no arena, and freezes nothing."""
 
     def __init__(
-        self, cut: Cut | None, outlet: Outlet | None, kernels: Kernels, *, rank: int, threads: int, bus: Bus
+        self,
+        cut: ShardPlan | None,
+        outlet: TransportSource | None,
+        kernels: Kernels,
+        *,
+        rank: int,
+        threads: int,
+        bus: Bus,
     ) -> None:
         self._cut, self._outlet, self._rank, self._threads, self._bus = cut, outlet, rank, threads, bus
         self._freezer = None if cut is None else Freezer(cut.own, cut.offered, kernels, cut.parts)
@@ -62,7 +69,7 @@ class ShardArena:
         frozen = self._freezer.freeze(self._cut.source, memory, threads=self._threads, digest=True)
         offer = self._outlet.offer(layout, [self._arena], "frozen")
         facts = {"version": label, "rank": self._rank, "size_bytes": frozen.size_bytes}
-        self._bus.emit(events.Frozen(**facts, took_s=frozen.took_s))  # type: ignore[arg-type]
+        self._bus.emit(events.SourceFrozen(**facts, took_s=frozen.took_s))  # type: ignore[arg-type]
         lanes = b"" if frozen.lanes is None else lanes_to_bytes(frozen.lanes)
         return FrozenShard(generation=offer.generation, lanes=lanes, seconds=frozen.took_s)
 

@@ -10,17 +10,17 @@ from liveweight.rounds.report import Report
 from liveweight.rounds.undo_and_verify import Verification
 from liveweight.spec.manifest import Version
 from liveweight.trainer.fleet_publisher import FleetPublisher
-from liveweight.trainer.offers.transfer_fallback import Ways
+from liveweight.trainer.offers.transfer_fallback import TransferFallback
 from liveweight.trainer.sources.gathering_source import owed
-from liveweight.trainer.spmd.other_rank import Member
-from liveweight.trainer.spmd.rank_zero import Lead
+from liveweight.trainer.spmd.other_rank import OtherRank
+from liveweight.trainer.spmd.rank_zero import RankZero
 
 
 class SpmdPublisher(FleetPublisher):
     """Every method is for the training loop's thread; with a group, all ranks call them in the same order."""
 
-    _ranked: Lead | Member | None = None
-    _ways: Ways | None = None
+    _ranked: RankZero | OtherRank | None = None
+    _ways: TransferFallback | None = None
     _source: object = None
 
     def publish(self, label: str | int) -> Report:

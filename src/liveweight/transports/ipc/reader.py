@@ -31,7 +31,7 @@ from liveweight.transports.port import GoOn, Reading, check_generation, patient
 from liveweight.wire.codec import Codec
 from liveweight.wire.credentials import Secret
 from liveweight.wire.descriptors import close_all, fetch
-from liveweight.wire.limits import Limits
+from liveweight.wire.limits import WireLimits
 from liveweight.wire.messages import Message
 from liveweight.wire.messages.values import Offer
 from liveweight.wire.sockets import nobody_listens
@@ -101,11 +101,11 @@ class IpcReader:
         kernels: Kernels,
         *,
         device: Device | None = None,
-        limits: Limits | None = None,
+        limits: WireLimits | None = None,
     ) -> None:
         self._secret, self._kernels = secret, kernels
         self._device = CPU if device is None else device
-        self._limits = limits or Limits()
+        self._limits = limits or WireLimits()
         self._codec: Codec[Message] = Codec(Message)
         self._plans = CopyPlans()
         self._attachments: dict[tuple[str, str, OfferKind], _Attachment] = {}

@@ -31,7 +31,7 @@ from liveweight.wire.channel import Channel
 from liveweight.wire.codec import Codec
 from liveweight.wire.credentials import Secret
 from liveweight.wire.descriptors import close_all, fetch
-from liveweight.wire.limits import Limits
+from liveweight.wire.limits import WireLimits
 from liveweight.wire.messages import Attached, Message
 from liveweight.wire.messages.values import Offer, RingTerms
 from liveweight.wire.sockets import nobody_listens
@@ -61,7 +61,7 @@ class _Attachment:
 class RingReader:
     """Reads ring offers of sources on this host, to shadows in host memory."""
 
-    def __init__(self, secret: Secret, kernels: Kernels, device: Device, limits: Limits) -> None:
+    def __init__(self, secret: Secret, kernels: Kernels, device: Device, limits: WireLimits) -> None:
         self._secret, self._kernels, self._device, self._limits = secret, kernels, device, limits
         self._codec: Codec[Message] = Codec(Message)
         self._attachments: dict[tuple[str, str], _Attachment] = {}

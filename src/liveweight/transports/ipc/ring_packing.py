@@ -21,15 +21,15 @@ from liveweight.spec.layout import Layout, Placement, packed
 from liveweight.spec.region import count
 from liveweight.spec.table import Table
 from liveweight.transports.ipc.ring_arena import sum_of
-from liveweight.transports.packing_source import Stock
+from liveweight.transports.packing_source import PackingSource
 
 _TARGET_MEMORY, _SLOT = COLUMNS.index("target_memory"), COLUMNS.index("slot")
 
 
-class Packing:
+class BucketPacking:
     """One stream of one stock. Used by one thread at a time; `lanes` are the digests of the parcels that are `packed`."""
 
-    def __init__(self, stock: Stock, stream: Layout, segments: Sequence[Memory]) -> None:
+    def __init__(self, stock: PackingSource, stream: Layout, segments: Sequence[Memory]) -> None:
         """LayoutInvalid for parcels that the stock does not have."""
         self.stream, self._stock, self.segments = stream, stock, tuple(segments)
         self.lanes: Lanes = np.zeros((len(stream.placements), SEEDS), dtype=np.uint32)
@@ -98,7 +98,9 @@ class Packing:
         self.lanes[number] = reading.run(0, len(reading.rows))[0]
 
 
-def digests_of(stock: Stock, packings: Sequence[Packing], masks: Sequence[Mask], scratch_bytes: int) -> Lanes:
+def digests_of(
+    stock: PackingSource, packings: Sequence[BucketPacking], masks: Sequence[Mask], scratch_bytes: int
+) -> Lanes:
     """The digests of the offered tensors: from the parcels that were packed, where they make up a tensor; else it is read once more."""
     numbers = {spec.name: number for number, spec in enumerate(stock.offered.tensors)}
     totals = np.zeros((len(numbers), SEEDS), dtype=np.uint32)
@@ -117,14 +119,14 @@ def digests_of(stock: Stock, packings: Sequence[Packing], masks: Sequence[Mask],
         target = packed(missing)
         stream = plan_parcels(stock.offered, target, scratch_bytes).stream
         scratch = Memory.from_array(np.empty(scratch_bytes, dtype=np.uint8))
-        reading = Packing(stock, stream, [scratch])
+        reading = BucketPacking(stock, stream, [scratch])
         for bucket in range(reading.buckets):
             reading.pack(bucket, 0)
         np.add.at(totals, [numbers[parcel.name] for parcel in stream.placements], reading.lanes)
     return totals
 
 
-def _reading(stock: Stock, stream: Layout, parcel: Placement, memory: Memory) -> BoundDigest:
+def _reading(stock: PackingSource, stream: Layout, parcel: Placement, memory: Memory) -> BoundDigest:
     alone = Layout(
         tensors=(stream.specs()[parcel.name],),
         memories_bytes=stream.memories_bytes,

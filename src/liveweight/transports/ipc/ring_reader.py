@@ -28,7 +28,14 @@ from liveweight.transports.ipc.ring_arena import sum_of
 from liveweight.transports.port import GoOn, check_generation, patient
 from liveweight.wire.channel import Channel
 from liveweight.wire.messages import Message, Refusal
-from liveweight.wire.messages.ring import Again, Filled, Free, Leave, Subscribe, Subscribed
+from liveweight.wire.messages.ring import (
+    BucketFilled,
+    RepackBucket,
+    SegmentFree,
+    Subscribe,
+    Subscribed,
+    Unsubscribe,
+)
 from liveweight.wire.messages.values import Offer
 
 LOOK_S = 0.05
@@ -161,7 +168,7 @@ class RingReading:
         self._out: list[bool | None] = [False] * len(binding.starts)
         """Of each bucket: whether it is copied out; None while a thread does it."""
         self._changed = threading.Condition()
-        self._filled: dict[int, Filled] = {}
+        self._filled: dict[int, BucketFilled] = {}
         self._tries: dict[int, int] = {}
         self._failure: Refusal | None = None
 
@@ -184,7 +191,7 @@ class RingReading:
         number, self._number = self._number, None
         if number is not None:
             with suppress(ChannelClosed, DeadlineExceeded):
-                self._link.post(Leave(number=number, staged=all(self._out)))
+                self._link.post(Unsubscribe(number=number, staged=all(self._out)))
 
     def _have(self, at: int, go_on: GoOn) -> bool:
         """See that the bucket is copied out, by this thread or by the one that is at it; False if told to wait no longer."""
@@ -214,10 +221,10 @@ class RingReading:
                 self._out[at] = done
                 self._changed.notify_all()
         if done and self._number is not None:
-            self._link.post(Free(number=self._number, bucket=bucket))
+            self._link.post(SegmentFree(number=self._number, bucket=bucket))
         return done
 
-    def _arrived(self, bucket: int, go_on: GoOn) -> Filled | None:
+    def _arrived(self, bucket: int, go_on: GoOn) -> BucketFilled | None:
         """The segment that holds the bucket; None if told to wait no longer."""
         while True:
             with self._changed:
@@ -236,7 +243,7 @@ class RingReading:
     def _hear(self, body: Message) -> None:
         with self._changed:
             match body:
-                case Filled(number=number) if number == self._number:
+                case BucketFilled(number=number) if number == self._number:
                     self._filled[body.bucket] = body
                 case Refusal():
                     self._failure = body
@@ -244,7 +251,7 @@ class RingReading:
                     return  # of a subscription that is over
             self._changed.notify_all()
 
-    def _copied(self, filled: Filled) -> bool:
+    def _copied(self, filled: BucketFilled) -> bool:
         """Copy a bucket out; whether what was copied is what was packed.
 
         Where it was not, the shadow has what the next attempt overwrites.
@@ -256,7 +263,7 @@ class RingReading:
             )
         return sum_of(self._binding.unpack(segment, filled.bucket)) == filled.sum
 
-    def _again(self, filled: Filled) -> None:
+    def _again(self, filled: BucketFilled) -> None:
         """Ask for a bucket again, and give it up by name where it differs still."""
         self.check()  # overwritten because it was revoked, or damaged
         bucket = filled.bucket
@@ -267,4 +274,4 @@ class RingReading:
             raise ChecksumMismatch(
                 f"bucket {bucket} of {self._offer.source}, which begins with {tensor}, was damaged {TRIES} times"
             )
-        self._link.post(Again(number=filled.number, bucket=bucket))
+        self._link.post(RepackBucket(number=filled.number, bucket=bucket))

@@ -16,7 +16,7 @@ AHEAD = 3
 
 
 @dataclass(slots=True, kw_only=True)
-class Destination:
+class RingSubscription:
     """One rank's subscription. `held` are its segments, by bucket."""
 
     peer: bytes
@@ -35,34 +35,34 @@ class Destination:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Work:
+class PackJob:
     """Pack this bucket for this rank into this segment."""
 
-    destination: Destination
+    destination: RingSubscription
     bucket: int
     segment: int
     again: bool
 
 
-class RingBook:
+class RingSegments:
     """Owned by the ring's thread, or by who holds its lock."""
 
     def __init__(self, segments: int) -> None:
         self._segments = segments
         self._free = deque(range(segments))
-        self._destinations: dict[bytes, Destination] = {}
+        self._destinations: dict[bytes, RingSubscription] = {}
 
     @property
     def free(self) -> int:
         """How many segments are the source's."""
         return len(self._free)
 
-    def join(self, destination: Destination) -> None:
+    def join(self, destination: RingSubscription) -> None:
         """One more rank; what it had before is over."""
         self.leave(destination.peer)
         self._destinations[destination.peer] = destination
 
-    def find(self, peer: bytes, number: int) -> Destination | None:
+    def find(self, peer: bytes, number: int) -> RingSubscription | None:
         """That subscription, if it still stands."""
         found = self._destinations.get(peer)
         return found if found is not None and found.number == number else None
@@ -80,25 +80,25 @@ class RingBook:
         for peer in [d.peer for d in self._destinations.values() if d.layout == layout]:
             self.leave(peer)
 
-    def freed(self, destination: Destination, bucket: int) -> None:
+    def freed(self, destination: RingSubscription, bucket: int) -> None:
         """A rank gives a segment back. Said twice, it has no effect."""
         segment = destination.held.pop(bucket, None)
         if segment is not None:
             self._free.append(segment)
 
-    def again(self, destination: Destination, bucket: int) -> None:
+    def again(self, destination: RingSubscription, bucket: int) -> None:
         """A bucket has to be packed again, where it lies."""
         if bucket in destination.held and bucket not in destination.again:
             destination.again.append(bucket)
 
-    def take(self) -> Work | None:
+    def take(self) -> PackJob | None:
         """What to pack next; None: nothing, until a rank gives a segment back or subscribes."""
         for destination in self._destinations.values():
             while destination.again:
                 bucket = destination.again.popleft()
                 if bucket in destination.held:
                     segment = destination.held[bucket]
-                    return Work(destination=destination, bucket=bucket, segment=segment, again=True)
+                    return PackJob(destination=destination, bucket=bucket, segment=segment, again=True)
         ready = list(self._ready()) if self._free else []
         if not ready:
             return None
@@ -106,9 +106,9 @@ class RingBook:
         bucket, segment = chosen.next, self._free.pop()
         chosen.next += 1
         chosen.held[bucket] = segment
-        return Work(destination=chosen, bucket=bucket, segment=segment, again=False)
+        return PackJob(destination=chosen, bucket=bucket, segment=segment, again=False)
 
-    def _ready(self) -> Iterable[Destination]:
+    def _ready(self) -> Iterable[RingSubscription]:
         busy = sum(destination.busy for destination in self._destinations.values())
         most = max(1, min(AHEAD, -(-self._segments // (busy + 1))))
         return (d for d in self._destinations.values() if d.next < d.buckets and len(d.held) < most)

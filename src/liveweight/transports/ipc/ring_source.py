@@ -22,15 +22,22 @@ from liveweight.spec.digest import Lanes
 from liveweight.spec.layout import Layout
 from liveweight.transports.ipc.arena import SharedArena
 from liveweight.transports.ipc.ring_arena import segments_of
-from liveweight.transports.ipc.ring_packing import Packing, digests_of
-from liveweight.transports.ipc.ring_segments import Destination, RingBook, Work
-from liveweight.transports.packing_source import Damaged, RingSettings, RingTally, Stock
+from liveweight.transports.ipc.ring_packing import BucketPacking, digests_of
+from liveweight.transports.ipc.ring_segments import PackJob, RingSegments, RingSubscription
+from liveweight.transports.packing_source import DamagedBucket, PackingSource, RingCounts, RingSettings
 from liveweight.wire.codec import Codec
 from liveweight.wire.credentials import Secret
-from liveweight.wire.limits import Limits
+from liveweight.wire.limits import WireLimits
 from liveweight.wire.listener import Incoming, Listener
 from liveweight.wire.messages import Message, Refusal
-from liveweight.wire.messages.ring import Again, Filled, Free, Leave, Subscribe, Subscribed
+from liveweight.wire.messages.ring import (
+    BucketFilled,
+    RepackBucket,
+    SegmentFree,
+    Subscribe,
+    Subscribed,
+    Unsubscribe,
+)
 from liveweight.wire.messages.values import RingTerms, fault_of
 
 _IDLE_S = 3600.0
@@ -41,28 +48,28 @@ _STREAMS_KEPT = 64
 class _Standing:
     """An offer that stands: what it is packed from, and what was packed of it."""
 
-    stock: Stock
+    stock: PackingSource
     generation: int
-    packings: dict[str, Packing] = field(default_factory=dict)
+    packings: dict[str, BucketPacking] = field(default_factory=dict)
     order: list[str] = field(default_factory=list)
     buckets: int = 0
     size_bytes: int = 0
     staged: int = 0
-    damaged: list[Damaged] = field(default_factory=list)
+    damaged: list[DamagedBucket] = field(default_factory=list)
 
 
 class Ring:
     """One publisher's ring. `offer`, `end` and the questions come from its threads; ranks are served on the ring's own."""
 
     def __init__(
-        self, address: str, secret: Secret, settings: RingSettings, limits: Limits | None = None
+        self, address: str, secret: Secret, settings: RingSettings, limits: WireLimits | None = None
     ) -> None:
-        self.settings, self._limits = settings, limits or Limits()
+        self.settings, self._limits = settings, limits or WireLimits()
         size = settings.segment_bytes
         self.arena = SharedArena(settings.segments * size)
         self._segments = segments_of(self.arena.memory, settings.segments, size)
         self._changed = threading.Condition()
-        self._book = RingBook(settings.segments)
+        self._book = RingSegments(settings.segments)
         self._standing: dict[str, _Standing] = {}
         self._streams: dict[str, Layout] = {}
         self._masks: dict[tuple[str, ...], list[Mask]] = {}
@@ -80,7 +87,7 @@ class Ring:
         )
         self._thread.start()
 
-    def offer(self, stock: Stock, generation: int) -> None:
+    def offer(self, stock: PackingSource, generation: int) -> None:
         """Let ranks subscribe to that stock, under that generation. Those of an offer of the same layout before it are over."""
         layout = stock.offered.fingerprint
         self.end(layout)
@@ -117,11 +124,11 @@ class Ring:
             masks = self._covers(standing)
         return digests_of(standing.stock, packings, masks, self.settings.segment_bytes)
 
-    def tally(self, layout: str) -> RingTally:
+    def tally(self, layout: str) -> RingCounts:
         """What was done for that offer so far."""
         with self._changed:
             standing = self._standing[layout]
-            return RingTally(
+            return RingCounts(
                 buckets=standing.buckets,
                 size_bytes=standing.size_bytes,
                 staged=standing.staged,
@@ -170,14 +177,14 @@ class Ring:
                 except LiveWeightError as error:
                     reply = Refusal(fault=fault_of(error, step="subscribe"))
                 self._send(listener, incoming.peer, reply, incoming.call)
-            case Free(number=number, bucket=bucket):
+            case SegmentFree(number=number, bucket=bucket):
                 with self._changed:
                     found = self._book.find(incoming.peer, number)
                     if found is not None:
                         self._book.freed(found, bucket)
-            case Again(number=number, bucket=bucket):
+            case RepackBucket(number=number, bucket=bucket):
                 self._again(incoming.peer, number, bucket)
-            case Leave(number=number, staged=staged):
+            case Unsubscribe(number=number, staged=staged):
                 self._leave(incoming.peer, number, staged=staged)
             case other:
                 strange = MessageInvalid(f"a ring is subscribed to, not asked {type(other).__name__}")
@@ -196,14 +203,14 @@ class Ring:
                 return Subscribed(known=stream is not None, stands=stands)
             packing = standing.packings.get(body.stream)
         if packing is None:
-            packing = Packing(standing.stock, stream, self._segments)
+            packing = BucketPacking(standing.stock, stream, self._segments)
         with self._changed:
             if standing.generation != body.generation:
                 return Subscribed(known=True, stands=False)
             standing.packings[body.stream] = packing
             if body.stream not in standing.order:
                 standing.order.append(body.stream)
-            joined = Destination(
+            joined = RingSubscription(
                 peer=peer,
                 number=body.number,
                 layout=body.layout,
@@ -234,7 +241,7 @@ class Ring:
                 return
             self._book.again(found, bucket)
             tensor = standing.packings[found.stream].first_tensor(bucket)
-            standing.damaged.append(Damaged(bucket=bucket, tensor=tensor))
+            standing.damaged.append(DamagedBucket(bucket=bucket, tensor=tensor))
 
     def _leave(self, peer: bytes, number: int, *, staged: bool) -> None:
         with self._changed:
@@ -268,7 +275,7 @@ class Ring:
                 self._leave(work.destination.peer, work.destination.number, staged=False)
         return True
 
-    def _packed(self, standing: _Standing, work: Work) -> Message:
+    def _packed(self, standing: _Standing, work: PackJob) -> Message:
         destination = work.destination
         try:
             size, checksum = standing.packings[destination.stream].pack(work.bucket, work.segment)
@@ -279,7 +286,7 @@ class Ring:
             return Refusal(fault=fault_of(cause, step="stage"))
         standing.buckets += 1
         standing.size_bytes += size
-        return Filled(
+        return BucketFilled(
             number=destination.number,
             bucket=work.bucket,
             segment=work.segment,

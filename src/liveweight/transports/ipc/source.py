@@ -30,13 +30,13 @@ from liveweight.transports.ipc.arena import SharedArena, combined
 from liveweight.transports.ipc.device_arena import TOKEN_BYTES, DeviceArena, SourceArena, asked_for, home_of
 from liveweight.transports.ipc.ring_arena import RingArena
 from liveweight.transports.ipc.ring_source import Ring
-from liveweight.transports.packing_source import RingSettings, Stock
+from liveweight.transports.packing_source import PackingSource, RingSettings
 from liveweight.transports.port import Arena
 from liveweight.transports.registry import mode
 from liveweight.wire.codec import Codec
 from liveweight.wire.credentials import Secret
 from liveweight.wire.descriptor_server import DescriptorServer
-from liveweight.wire.limits import Limits
+from liveweight.wire.limits import WireLimits
 from liveweight.wire.messages import Attach, Attached, Message, Refusal
 from liveweight.wire.messages.values import Offer, fault_of
 
@@ -60,7 +60,7 @@ class _Registration:
         return msgspec.structs.replace(self.attached, memories=memories)
 
 
-class IpcOutlet:
+class IpcSource:
     """Lets ranks on this host read arenas. One per publisher; `offer`, `withdraw` and `close` come from its driver thread.
 
     A registration lasts across rounds: ranks attach once, and only the generation moves.
@@ -73,7 +73,7 @@ class IpcOutlet:
         *,
         device: Device | None = None,
         name: str | None = None,
-        limits: Limits | None = None,
+        limits: WireLimits | None = None,
     ) -> None:
         """Listen in that directory, which must be ours alone; under a fixed name only where ranks are configured with it.
 
@@ -83,7 +83,7 @@ class IpcOutlet:
         self._secret = secret
         self._ring: Ring | None = None
         name = secrets.token_hex(8) if name is None else name
-        self._limits = limits or Limits()
+        self._limits = limits or WireLimits()
         self._codec: Codec[Message] = Codec(Message)
         self._lock = threading.Lock()
         self._registrations: dict[tuple[OfferKind, str], _Registration] = {}
@@ -139,7 +139,7 @@ class IpcOutlet:
         )
 
     def offer_stock(
-        self, stock: Stock, arenas: Sequence[Arena], settings: RingSettings | None = None
+        self, stock: PackingSource, arenas: Sequence[Arena], settings: RingSettings | None = None
     ) -> Offer:
         """Let ranks have this stock packed for them, as it is now; the arenas carry the generation, and are `allocate`d as a ring's."""
         pages = tuple(arena for arena in arenas if isinstance(arena, RingArena))
@@ -159,7 +159,7 @@ class IpcOutlet:
         sizes = tuple(arena.size_bytes for arena in arenas if isinstance(arena, RingArena))
         if sizes != layout.memories_bytes or len(sizes) != len(arenas):
             raise LayoutInvalid(f"a ring's arenas of {sizes} bytes for a layout of {layout.memories_bytes}")
-        stock = Stock(
+        stock = PackingSource(
             offered=layout,
             held=layout,
             memories=[arena.memory for arena in arenas],

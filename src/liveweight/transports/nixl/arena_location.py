@@ -12,7 +12,7 @@ DESCRIPTION_BYTES_MAX = 1 << 20
 _ADDRESSES = 1 << 63
 
 
-class Place(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class ArenaLocation(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The address of an arena's header page in the keeper, the size of its data, and NIXL's description of how to get there."""
 
     address: int
@@ -29,10 +29,10 @@ class Place(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
         return msgspec.msgpack.encode(self)
 
 
-def place_from(entry: bytes, size_bytes: int) -> Place:
+def place_from(entry: bytes, size_bytes: int) -> ArenaLocation:
     """What a source said of a memory that its layout gives this size; MessageInvalid for what cannot be."""
     try:
-        place = from_msgpack(entry, Place)
+        place = from_msgpack(entry, ArenaLocation)
     except msgspec.DecodeError as error:
         raise MessageInvalid(f"no place of an arena: {error}") from error
     if place.size_bytes != size_bytes:

@@ -37,14 +37,14 @@ def load() -> Any:
 
 def probe() -> tuple[list[str], list[str]]:
     """Start an agent and end it: the plugins that NIXL has, and the kinds of memory that its backend reads here."""
-    agent = Agent("liveweight-probe", progress=False)
+    agent = NixlAgent("liveweight-probe", progress=False)
     try:
         return agent.abilities()
     finally:
         agent.close()
 
 
-class Agent:
+class NixlAgent:
     """One NIXL agent with the UCX backend. Its methods may be called by any thread, and release the GIL where they may wait.
 
     `progress` gives it a thread of its own, which a source needs to answer readers where the network does not do that by itself. A

@@ -22,10 +22,10 @@ from liveweight.transports.attach import ask_source
 from liveweight.transports.attachment_cache import shorten
 from liveweight.transports.nixl.arena_location import place_from
 from liveweight.transports.nixl.reading import NixlReading
-from liveweight.transports.nixl.session import Attachment, Binding, Session
+from liveweight.transports.nixl.session import NixlAttachment, NixlBinding, NixlSession
 from liveweight.wire.codec import Codec
 from liveweight.wire.credentials import Secret
-from liveweight.wire.limits import Limits
+from liveweight.wire.limits import WireLimits
 from liveweight.wire.messages import Message
 from liveweight.wire.messages.values import Offer
 
@@ -49,17 +49,17 @@ class NixlReader:
         name: str,
         direct: bool,
         device: Device | None = None,
-        limits: Limits | None = None,
+        limits: WireLimits | None = None,
     ) -> None:
         self._secret, self._kernels, self._name, self._direct = secret, kernels, name, direct
         self._device = CPU if device is None else device
-        self._limits = limits or Limits()
+        self._limits = limits or WireLimits()
         self._codec: Codec[Message] = Codec(Message)
         self._copies = CopyPlans()
         self._plans: dict[tuple[str, str], ReadPlan] = {}
-        self._session: Session | None = None
-        self._attachments: dict[_Key, Attachment] = {}
-        self._retired: list[Session] = []
+        self._session: NixlSession | None = None
+        self._attachments: dict[_Key, NixlAttachment] = {}
+        self._retired: list[NixlSession] = []
         self.requests = 0
         """How often a source was asked where its memory lies."""
 
@@ -104,7 +104,7 @@ class NixlReader:
         else:
             session.close()
 
-    def _attachment(self, offer: Offer, deadline: Deadline) -> tuple[Session, Attachment]:
+    def _attachment(self, offer: Offer, deadline: Deadline) -> tuple[NixlSession, NixlAttachment]:
         """The kept one if it still is what the offer speaks of, else a new one, in a session that works."""
         key = (offer.source, offer.layout, offer.kind)
         session, attachment = self._session, self._attachments.pop(key, None)
@@ -116,14 +116,14 @@ class NixlReader:
             self._close_session()
         if self._session is None or self._session.closed:
             self._close_session()
-            self._session = Session(self._kernels)
+            self._session = NixlSession(self._kernels)
         session, attachment = self._session, self._attach(self._session, offer, deadline)
         self._attachments[key] = attachment
         for dropped in shorten(self._attachments, _ATTACHMENTS_KEPT):
             session.detach(dropped)
         return session, attachment
 
-    def _attach(self, session: Session, offer: Offer, deadline: Deadline) -> Attachment:
+    def _attach(self, session: NixlSession, offer: Offer, deadline: Deadline) -> NixlAttachment:
         self.requests += 1
         attached = ask_source(offer, offer.layout, self._secret, self._codec, self._limits, deadline)
         sizes = attached.layout.memories_bytes
@@ -137,8 +137,8 @@ class NixlReader:
             raise
 
     def _binding(
-        self, session: Session, attachment: Attachment, target: Layout, shadow: Sequence[Memory]
-    ) -> Binding:
+        self, session: NixlSession, attachment: NixlAttachment, target: Layout, shadow: Sequence[Memory]
+    ) -> NixlBinding:
         """The kept one for this very shadow, else a new one: memory at the same address may be other memory by now."""
         for seat, binding in list(attachment.bindings.items()):
             if any(owner() is None for owner in binding.owners):

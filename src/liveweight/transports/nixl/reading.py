@@ -13,7 +13,7 @@ import numpy as np
 from liveweight.devices.memory import Memory
 from liveweight.spec.deadline import Deadline
 from liveweight.spec.table import Table
-from liveweight.transports.nixl.session import SLOTS, Attachment, Binding, Session, pause
+from liveweight.transports.nixl.session import SLOTS, NixlAttachment, NixlBinding, NixlSession, pause
 from liveweight.transports.port import GoOn, check_generation, patient
 from liveweight.wire.messages.values import Offer
 
@@ -29,9 +29,9 @@ class NixlReading:
     def __init__(
         self,
         offer: Offer,
-        session: Session,
-        attachment: Attachment,
-        binding: Binding,
+        session: NixlSession,
+        attachment: NixlAttachment,
+        binding: NixlBinding,
         shadow: Sequence[Memory],
     ) -> None:
         self.overlaps = True

@@ -18,10 +18,10 @@ from liveweight.errors import ChannelClosed, DeadlineExceeded
 from liveweight.transports.ipc.arena import SharedArena
 from liveweight.transports.nixl.registration_process import (
     MESSAGE_BYTES,
-    Drop,
-    Keep,
-    Kept,
-    NotKept,
+    ArenaNotRegistered,
+    ArenaRegistered,
+    RegisterArena,
+    UnregisterArena,
     answer_of,
 )
 
@@ -31,7 +31,7 @@ END_S = 5.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Lent:
+class RegisteredArena:
     """An arena as readers reach it: the address of its header page in the keeper, and NIXL's description. `life` is the keeper's."""
 
     address: int
@@ -39,7 +39,7 @@ class Lent:
     life: int
 
 
-class Keeper:
+class RegistrationClient:
     """For one thread at a time. Nothing is started before the first arena is kept."""
 
     def __init__(self) -> None:
@@ -53,23 +53,23 @@ class Keeper:
         """The process; None while there is none."""
         return None if self._process is None else self._process.pid
 
-    def lends(self, lent: Lent) -> bool:
+    def lends(self, lent: RegisteredArena) -> bool:
         """Whether the process that lent this is still there."""
         process = self._process
         return lent.life == self.life and process is not None and process.poll() is None
 
-    def keep(self, arena: SharedArena) -> Lent:
+    def keep(self, arena: SharedArena) -> RegisteredArena:
         """Let readers reach an arena, header and all. A keeper that was lost is replaced."""
         if self._process is None or self._process.poll() is not None:
             self._start()
         size = os.fstat(arena.descriptor).st_size
-        answer = self._ask(Keep(size), [arena.descriptor])
-        return Lent(address=answer.address, description=answer.description, life=self.life)
+        answer = self._ask(RegisterArena(size), [arena.descriptor])
+        return RegisteredArena(address=answer.address, description=answer.description, life=self.life)
 
-    def drop(self, lent: Lent) -> None:
+    def drop(self, lent: RegisteredArena) -> None:
         """Let nobody reach it any more."""
         if self.lends(lent):
-            self._ask(Drop(lent.address), [])
+            self._ask(UnregisterArena(lent.address), [])
 
     def close(self) -> None:
         """End the process, and with it every registration. Twice is fine."""
@@ -96,7 +96,7 @@ class Keeper:
             )
         self._end, self.life = ours, self.life + 1
 
-    def _ask(self, order: Keep | Drop, descriptors: list[int]) -> Kept:
+    def _ask(self, order: RegisterArena | UnregisterArena, descriptors: list[int]) -> ArenaRegistered:
         if self._end is None:
             raise ChannelClosed("the keeper of this source was closed")
         try:
@@ -108,7 +108,7 @@ class Keeper:
         except OSError as error:
             raise ChannelClosed(f"the keeper of this source is gone: {error}") from error
         match answer:
-            case Kept():
+            case ArenaRegistered():
                 return answer
-            case NotKept(fault=fault):
+            case ArenaNotRegistered(fault=fault):
                 raise fault.to_error()

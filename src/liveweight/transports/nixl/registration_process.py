@@ -22,7 +22,7 @@ import numpy as np
 
 from liveweight.errors import ChannelClosed, LiveWeightError, MessageInvalid, Unavailable
 from liveweight.spec.decoding import msgpack_decoder
-from liveweight.transports.nixl.library import Agent
+from liveweight.transports.nixl.library import NixlAgent
 from liveweight.wire.messages.values import Fault, fault_of
 
 MESSAGE_BYTES = 1 << 20
@@ -34,34 +34,36 @@ _map.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, c
 _map.restype = ctypes.c_void_p
 
 
-class Keep(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag=True):
-    """Let readers reach the memory whose descriptor comes along. -> Kept."""
+class RegisterArena(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag=True):
+    """Let readers reach the memory whose descriptor comes along. -> ArenaRegistered."""
 
     size_bytes: int
 
 
-class Drop(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag=True):
-    """Let nobody reach that memory any more. -> Kept, with nothing in it."""
+class UnregisterArena(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag=True):
+    """Let nobody reach that memory any more. -> ArenaRegistered, with nothing in it."""
 
     address: int
 
 
-class Kept(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag=True):
+class ArenaRegistered(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag=True):
     """Where the memory lies in the keeper, and what NIXL says of it to readers."""
 
     address: int = 0
     description: bytes = b""
 
 
-class NotKept(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag=True):
+class ArenaNotRegistered(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag=True):
     """Why it cannot be reached."""
 
     fault: Fault
 
 
-Answer = Kept | NotKept
-_ORDERS: msgspec.msgpack.Decoder[Keep | Drop] = msgpack_decoder(Keep | Drop)
-_ANSWERS: msgspec.msgpack.Decoder[Answer] = msgpack_decoder(Kept | NotKept)
+Answer = ArenaRegistered | ArenaNotRegistered
+_ORDERS: msgspec.msgpack.Decoder[RegisterArena | UnregisterArena] = msgpack_decoder(
+    RegisterArena | UnregisterArena
+)
+_ANSWERS: msgspec.msgpack.Decoder[Answer] = msgpack_decoder(ArenaRegistered | ArenaNotRegistered)
 
 
 def main(descriptor: int, name: str) -> None:
@@ -78,7 +80,7 @@ def main(descriptor: int, name: str) -> None:
                 keeping = keeping or _Keeping(name)
                 answer: Answer = keeping.obey(_ORDERS.decode(order), descriptors)
             except LiveWeightError as error:
-                answer = NotKept(fault_of(error, step="attach"))
+                answer = ArenaNotRegistered(fault_of(error, step="attach"))
             finally:
                 for inherited in descriptors:
                     os.close(inherited)
@@ -89,24 +91,24 @@ class _Keeping:
     """What is kept: by address, its size and its registration."""
 
     def __init__(self, name: str) -> None:
-        self._agent = Agent(name, progress=True)
+        self._agent = NixlAgent(name, progress=True)
         self._kept: dict[int, tuple[int, Any]] = {}
 
-    def obey(self, order: Keep | Drop, descriptors: list[int]) -> Kept:
+    def obey(self, order: RegisterArena | UnregisterArena, descriptors: list[int]) -> ArenaRegistered:
         match order:
-            case Keep(size_bytes=size):
+            case RegisterArena(size_bytes=size):
                 if len(descriptors) != 1 or os.fstat(descriptors[0]).st_size != size:
                     raise MessageInvalid(f"an order to keep {size} bytes came with other memory")
                 return self._keep(size, descriptors[0])
-            case Drop(address=address):
+            case UnregisterArena(address=address):
                 self._drop(address)
-                return Kept()
+                return ArenaRegistered()
 
-    def _keep(self, size: int, descriptor: int) -> Kept:
+    def _keep(self, size: int, descriptor: int) -> ArenaRegistered:
         address = _mapped(None, size, mmap.MAP_SHARED, descriptor)
         memory = self._agent.register(np.array([[address, size, 0]], dtype=np.uint64))
         self._kept[address] = (size, memory)
-        return Kept(address=address, description=self._agent.describe(memory))
+        return ArenaRegistered(address=address, description=self._agent.describe(memory))
 
     def _drop(self, address: int) -> None:
         size, memory = self._kept.pop(address, (0, None))

@@ -24,8 +24,8 @@ from liveweight.plan.reads import LANDING, PIECE_BYTES, ReadPlan
 from liveweight.spec.deadline import Deadline
 from liveweight.spec.layout import ALIGNMENT_BYTES, Layout
 from liveweight.transports.ipc.arena import CLOSED, HEADER_BYTES, combined, generation_in
-from liveweight.transports.nixl.arena_location import Place
-from liveweight.transports.nixl.library import Agent, List, Places, Request
+from liveweight.transports.nixl.arena_location import ArenaLocation
+from liveweight.transports.nixl.library import List, NixlAgent, Places, Request
 
 SLOTS = 8
 """Pieces that may be in flight at once; each has a landing of its own."""
@@ -33,21 +33,21 @@ _LOOK_S = 0.0005
 
 
 @dataclass(slots=True, kw_only=True)
-class Attachment:
+class NixlAttachment:
     """One layout of one source, as this session reaches it: its arenas, and a read of their headers."""
 
     layout: Layout
     peers: tuple[str, ...]
-    places: tuple[Place, ...]
+    places: tuple[ArenaLocation, ...]
     header: Memory
     asking: tuple[Request, ...]
     lists: list[List]
     held: Any
-    bindings: dict[object, Binding] = field(default_factory=dict)
+    bindings: dict[object, NixlBinding] = field(default_factory=dict)
 
 
 @dataclass(slots=True, kw_only=True)
-class Binding:
+class NixlBinding:
     """A read plan with its addresses: one request per piece. Good for the shadow that it was made for and no other."""
 
     plan: ReadPlan
@@ -64,20 +64,20 @@ class Binding:
         )
 
 
-class Session:
+class NixlSession:
     """Used by one rank's staging thread and its crew; `lock` is held around what they share."""
 
     def __init__(self, kernels: Kernels) -> None:
         self._kernels = kernels
-        self.agent = Agent(f"liveweight-{secrets.token_hex(8)}", progress=False)
+        self.agent = NixlAgent(f"liveweight-{secrets.token_hex(8)}", progress=False)
         self.lock = threading.Lock()
         self.closed = False
         self.readings = 0
         """Those that have not ended."""
         self._landing: Memory | None = None
-        self._attachments: list[Attachment] = []
+        self._attachments: list[NixlAttachment] = []
 
-    def attach(self, layout: Layout, places: Sequence[Place]) -> Attachment:
+    def attach(self, layout: Layout, places: Sequence[ArenaLocation]) -> NixlAttachment:
         """Reach a source's arenas."""
         peers = tuple(self.agent.meet(place.description) for place in places)
         header = allocate(max(1, len(places)) * HEADER_BYTES, "headers of arenas").memory
@@ -89,7 +89,7 @@ class Session:
             here = self.agent.prepare(_runs([(header.address + number * HEADER_BYTES, HEADER_BYTES)]))
             lists += [here, there]
             asking.append(self.agent.request(here, there, 0, 1))
-        attachment = Attachment(
+        attachment = NixlAttachment(
             layout=layout,
             peers=peers,
             places=tuple(places),
@@ -101,7 +101,7 @@ class Session:
         self._attachments.append(attachment)
         return attachment
 
-    def generation(self, attachment: Attachment, deadline: Deadline) -> int:
+    def generation(self, attachment: NixlAttachment, deadline: Deadline) -> int:
         """What the arenas' headers say now, read from the source. After earlier reads are done: theirs came before."""
         with self.lock:
             for request in attachment.asking:
@@ -130,7 +130,7 @@ class Session:
             self.agent.register(_runs([(self._landing.address, self._landing.size_bytes)]))
         return self._landing
 
-    def bind(self, attachment: Attachment, plan: ReadPlan, shadow: Sequence[Memory]) -> Binding:
+    def bind(self, attachment: NixlAttachment, plan: ReadPlan, shadow: Sequence[Memory]) -> NixlBinding:
         """Register the shadow where reads land in it, and make a request for every piece."""
         direct = np.unique(plan.reads[:, 2][plan.reads[:, 2] != LANDING])
         runs = _merged([(shadow[number].address, shadow[number].size_bytes) for number in direct.tolist()])
@@ -144,7 +144,7 @@ class Session:
             theirs = self.agent.prepare(there[first:last], attachment.peers[0])
             lists += [ours, theirs]
             requests.append(self.agent.request(ours, theirs, 0, last - first))
-        return Binding(
+        return NixlBinding(
             plan=plan,
             requests=tuple(requests),
             lists=lists,
@@ -164,7 +164,7 @@ class Session:
         return self._kernels.bind_copy(rows, [self.landing()], unheld)
 
     def _places(
-        self, attachment: Attachment, plan: ReadPlan, shadow: Sequence[Memory]
+        self, attachment: NixlAttachment, plan: ReadPlan, shadow: Sequence[Memory]
     ) -> tuple[Places, Places]:
         """The addresses of all reads, here and at the source."""
         reads = plan.reads
@@ -179,14 +179,14 @@ class Session:
         here[:, 0], here[:, 1] = ours[reads[:, 2]] + reads[:, 3] + slots, reads[:, 4]
         return here, there
 
-    def unbind(self, binding: Binding) -> None:
+    def unbind(self, binding: NixlBinding) -> None:
         """Let go of a binding, none of whose reads is in flight."""
         if not self.closed:
             self.agent.release(binding.requests, binding.lists)
             if binding.held is not None:
                 self.agent.deregister(binding.held)
 
-    def detach(self, attachment: Attachment) -> None:
+    def detach(self, attachment: NixlAttachment) -> None:
         """Let go of an attachment and of what was bound to it."""
         for binding in attachment.bindings.values():
             self.unbind(binding)

@@ -18,12 +18,12 @@ from liveweight.observe.events import OfferKind
 from liveweight.spec.layout import Layout
 from liveweight.transports.attach import AttachServer
 from liveweight.transports.ipc.arena import SharedArena, combined
-from liveweight.transports.nixl.arena_location import Place
-from liveweight.transports.nixl.registration_client import Keeper, Lent
+from liveweight.transports.nixl.arena_location import ArenaLocation
+from liveweight.transports.nixl.registration_client import RegisteredArena, RegistrationClient
 from liveweight.transports.port import Arena
 from liveweight.transports.registry import check_installed, mode
 from liveweight.wire.credentials import Secret
-from liveweight.wire.limits import Limits
+from liveweight.wire.limits import WireLimits
 from liveweight.wire.messages import Attach, Attached, Message, Refusal
 from liveweight.wire.messages.values import Offer, fault_of
 
@@ -34,18 +34,20 @@ class _Registration:
 
     layout: Layout
     arenas: tuple[SharedArena, ...]
-    lent: tuple[Lent, ...]
+    lent: tuple[RegisteredArena, ...]
 
     def attached(self) -> Attached:
         """What a rank is told."""
         places = [
-            Place(address=lent.address, size_bytes=arena.size_bytes, description=lent.description).encode()
+            ArenaLocation(
+                address=lent.address, size_bytes=arena.size_bytes, description=lent.description
+            ).encode()
             for lent, arena in zip(self.lent, self.arenas, strict=True)
         ]
         return Attached(layout=self.layout, memories=tuple(places), descriptors="")
 
 
-class NixlOutlet:
+class NixlSource:
     """Lets ranks on any host read arenas. One per publisher; `offer`, `withdraw` and `close` come from its driver thread."""
 
     def __init__(
@@ -56,16 +58,16 @@ class NixlOutlet:
         name: str,
         device: Device | None = None,
         host: str | None = None,
-        limits: Limits | None = None,
+        limits: WireLimits | None = None,
     ) -> None:
         """Listen for ranks of other hosts at an address of this one, `host`; None: for those of this host, in that directory."""
         check_installed(mode(name))
         if device is not None and device is not CPU:
             raise Refused(f"{name} offers host memory, and this source is on {device.name}")
-        self._mode, self._limits = name, limits or Limits()
+        self._mode, self._limits = name, limits or WireLimits()
         self._lock = threading.Lock()
         self._registrations: dict[tuple[OfferKind, str], _Registration] = {}
-        self._keeper = Keeper()
+        self._keeper = RegistrationClient()
         address = f"ipc://{directory / secrets.token_hex(8)}" if host is None else f"tcp://{host}:0"
         self._server = AttachServer(
             address, secret, self._limits, self._reply, name="liveweight-nixl-outlet", asked=Attach

@@ -30,8 +30,8 @@ from liveweight.transports.snapshot.disk.atomic_files import (
     write_all,
     written,
 )
-from liveweight.transports.snapshot.disk.open_snapshot import Contents, Snapshot
-from liveweight.transports.snapshot.disk.parts import Piece, header
+from liveweight.transports.snapshot.disk.open_snapshot import Contents, OpenSnapshot
+from liveweight.transports.snapshot.disk.parts import PartPiece, header
 from liveweight.transports.snapshot.disk.writer import Progress
 
 SHARD_BYTES = 1 << 30
@@ -39,7 +39,7 @@ _WEIGHTS = (".safetensors", ".safetensors.index.json", ".bin", ".bin.index.json"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Exported:
+class ExportedCheckpoint:
     """A checkpoint directory: its weights' files, and whether they were compared with digests."""
 
     directory: Path
@@ -50,13 +50,13 @@ class Exported:
 
 
 def export(
-    snapshot: Snapshot,
+    snapshot: OpenSnapshot,
     directory: Path,
     *,
     shard_bytes: int = SHARD_BYTES,
     like: Path | None = None,
     progress: Progress = lambda _: None,
-) -> Exported:
+) -> ExportedCheckpoint:
     """Write `directory`, which must not be there. `like` is a model directory whose other files (config, tokenizer) are copied.
 
     DigestMismatch, SnapshotDamaged or OutOfSpace leave no directory.
@@ -81,7 +81,7 @@ def export(
         raise
     files, size_bytes, verified = exported
     tensors = len(snapshot.commit.manifest.tensors)
-    return Exported(
+    return ExportedCheckpoint(
         directory=directory, files=files, tensors=tensors, size_bytes=size_bytes, verified=verified
     )
 
@@ -93,7 +93,7 @@ def _copy_others(like: Path, directory: Path) -> None:
 
 
 def _write(
-    snapshot: Snapshot, directory: Path, shard_bytes: int, progress: Progress
+    snapshot: OpenSnapshot, directory: Path, shard_bytes: int, progress: Progress
 ) -> tuple[tuple[str, ...], int, bool]:
     contents, kernels = snapshot.contents(), choose().kernels
     shards = _shards(snapshot.commit.manifest.tensors, shard_bytes)
@@ -138,7 +138,7 @@ def _shard(
         reading = SnapshotReading(contents, layout, [memory], kernels=kernels)
         reading.read(0, len(reading.rows))
         _compare(layout, memory, specs, kernels)
-        pieces = [Piece(key=spec.name, spec=spec, region=whole(spec.shape)) for spec in specs]
+        pieces = [PartPiece(key=spec.name, spec=spec, region=whole(spec.shape)) for spec in specs]
         with written(path, durable=True) as descriptor:
             write_all(descriptor, memoryview(header(pieces, {"format": "pt"})))
             write_all(descriptor, memory.bytes().data)

@@ -22,7 +22,7 @@ from liveweight.observe.events import OfferKind
 from liveweight.spec.decoding import from_json
 from liveweight.transports.ipc.arena import CLOSED, combined
 from liveweight.transports.snapshot.disk.names import COMMIT
-from liveweight.transports.snapshot.disk.open_snapshot import Snapshot
+from liveweight.transports.snapshot.disk.open_snapshot import OpenSnapshot
 from liveweight.wire.credentials import Secret
 from liveweight.wire.messages.values import Offer
 
@@ -32,7 +32,7 @@ LOCK = ".lock"
 _PURPOSE = "liveweight snapshot offer v1"
 
 
-class Record(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class OfferRecord(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What is offered of a layout now: a snapshot's directory, and the arenas whose generations must still be that."""
 
     kind: OfferKind
@@ -52,13 +52,13 @@ def record_name(kind: OfferKind, layout: str) -> str:
     return f"offer-{kind}-{layout}.json"
 
 
-def encode_record(record: Record, secret: Secret) -> bytes:
+def encode_record(record: OfferRecord, secret: Secret) -> bytes:
     """With the proof."""
     body = msgspec.json.encode(record)
     return msgspec.json.encode(_Proved(proof=secret.derive(_PURPOSE, body).hex(), record=msgspec.Raw(body)))
 
 
-def read_record(directory: Path, kind: OfferKind, layout: str, secret: Secret) -> Record:
+def read_record(directory: Path, kind: OfferKind, layout: str, secret: Secret) -> OfferRecord:
     """What the outlet in that directory offers. VersionNotOffered where it does not; WrongSecret where its writer holds another."""
     path = directory / record_name(kind, layout)
     try:
@@ -68,7 +68,7 @@ def read_record(directory: Path, kind: OfferKind, layout: str, secret: Secret) -
         raise VersionNotOffered(f"{kind} layout {layout}", offered) from None
     try:
         proved = from_json(data, _Proved)
-        record = from_json(proved.record, Record)
+        record = from_json(proved.record, OfferRecord)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise MessageInvalid(f"{path} is no offer of ours: {error}") from error
     if not hmac.compare_digest(secret.derive(_PURPOSE, bytes(proved.record)).hex(), proved.proof):
@@ -102,7 +102,7 @@ def directory_of(address: str) -> Path:
     return Path(address.removeprefix(SCHEME))
 
 
-def offer_of(snapshot: Snapshot) -> Offer:
+def offer_of(snapshot: OpenSnapshot) -> Offer:
     """A complete snapshot as an offer, for a round without a trainer: ranks read it through `reader`, and verify as always.
 
     Its digests are those of `snapshot.commit.manifest`.
@@ -116,7 +116,7 @@ def offer_of(snapshot: Snapshot) -> Offer:
     )
 
 
-def generation_of_snapshot(snapshot: Snapshot) -> int:
+def generation_of_snapshot(snapshot: OpenSnapshot) -> int:
     """A complete snapshot never changes: its id stands in for a generation."""
     return int(snapshot.commit.snapshot[:12], 16)
 

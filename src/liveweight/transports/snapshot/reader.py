@@ -18,9 +18,9 @@ from liveweight.plan.copies import CopyPlans
 from liveweight.spec.deadline import Deadline
 from liveweight.spec.layout import Layout
 from liveweight.transports.snapshot.block_reads import SnapshotReading
-from liveweight.transports.snapshot.disk.open_snapshot import Snapshot
+from liveweight.transports.snapshot.disk.open_snapshot import OpenSnapshot
 from liveweight.transports.snapshot.offer_record import (
-    Record,
+    OfferRecord,
     directory_of,
     generation_of,
     generation_of_snapshot,
@@ -89,21 +89,21 @@ class SnapshotReader:
             del self._known[next(iter(self._known))]
 
     def _bind_record(
-        self, directory: Path, record: Record, offer: Offer, target: Layout, shadow: Sequence[Memory]
+        self, directory: Path, record: OfferRecord, offer: Offer, target: Layout, shadow: Sequence[Memory]
     ) -> SnapshotReading:
         def check() -> None:
             found = generation_of(directory, record.arenas)
             if found != offer.generation:
                 raise _changed(offer, found)
 
-        with Snapshot(directory / record.snapshot) as snapshot:
+        with OpenSnapshot(directory / record.snapshot) as snapshot:
             return self._reading(snapshot, target, shadow, check)
 
     def _bind_snapshot(
         self, directory: Path, offer: Offer, target: Layout, shadow: Sequence[Memory]
     ) -> SnapshotReading:
         """One snapshot of a store: it stays locked against pruning as long as the Reading lives, which holds it."""
-        snapshot = Snapshot(directory)
+        snapshot = OpenSnapshot(directory)
 
         def check() -> None:
             found = generation_of_snapshot(snapshot)
@@ -114,7 +114,7 @@ class SnapshotReader:
         return self._reading(snapshot, target, shadow, check)
 
     def _reading(
-        self, snapshot: Snapshot, target: Layout, shadow: Sequence[Memory], check: Callable[[], None]
+        self, snapshot: OpenSnapshot, target: Layout, shadow: Sequence[Memory], check: Callable[[], None]
     ) -> SnapshotReading:
         return SnapshotReading(
             snapshot.contents(),

@@ -13,7 +13,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
-from liveweight.devices.copy_threads import Turns, run_once
+from liveweight.devices.copy_threads import WorkQueue, run_once
 from liveweight.devices.device import CPU, Device
 from liveweight.devices.kernels import Kernels, choose
 from liveweight.devices.memory import Memory
@@ -23,8 +23,8 @@ from liveweight.spec.manifest import Version
 from liveweight.transports.snapshot.block_reads import SnapshotReading
 from liveweight.transports.snapshot.disk.fastdeploy_files import SHARED_DIRECTORY, Level, contents_of, find
 from liveweight.transports.snapshot.disk.names import COMMIT
-from liveweight.transports.snapshot.disk.open_snapshot import Contents, Snapshot
-from liveweight.transports.snapshot.disk.writer import Cancelled, Progress, Stop
+from liveweight.transports.snapshot.disk.open_snapshot import Contents, OpenSnapshot
+from liveweight.transports.snapshot.disk.writer import Progress, Stop, WritingCancelled
 
 _ROWS = 8
 """So many rows a thread reads before it looks whether to stop."""
@@ -32,7 +32,7 @@ _THREADS = 4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Restored:
+class RestoreResult:
     """What was read: from which place, whether every byte was compared with a manifest of ours, and which files were passed over.
 
     `version` is None where no manifest says it.
@@ -60,7 +60,7 @@ def restore(
     threads: int | None = None,
     stop: Stop = lambda: False,
     progress: Progress = lambda _: None,
-) -> Restored | Cancelled:
+) -> RestoreResult | WritingCancelled:
     """Fill these memories, which the target describes, from a snapshot of any layout, or from FastDeploy's files of this rank.
 
     With a commit file of ours in the directory, everything is compared and every difference refused by name (SnapshotDamaged).
@@ -76,8 +76,8 @@ def restore(
         )
         done_bytes = _read_all(reading, threads or min(_THREADS, os.cpu_count() or 1), stop, progress)
         if done_bytes is None:
-            return Cancelled(written_bytes=0)
-        return Restored(
+            return WritingCancelled(written_bytes=0)
+        return RestoreResult(
             level=taken.level,
             verified=taken.verified,
             version=taken.version,
@@ -105,7 +105,7 @@ def _take(
 ) -> _Taken:
     """A snapshot of ours, which the stack keeps open, or what is found in FastDeploy's places."""
     if (directory / COMMIT).exists():
-        snapshot = stack.enter_context(Snapshot(directory))
+        snapshot = stack.enter_context(OpenSnapshot(directory))
         version = snapshot.commit.version
         return _Taken(contents=snapshot.contents(), verified=True, version=version, check=snapshot.check)
     found = find(directory, rank=rank, device_id=device_id, shared=shared)
@@ -120,7 +120,7 @@ def _read_all(reading: SnapshotReading, threads: int, stop: Stop, progress: Prog
     """Everything, shared out; how many bytes, or None if it was stopped."""
     sizes, telling = row_bytes(reading.rows), threading.Lock()
     starts = range(0, len(sizes), _ROWS)
-    turns = Turns(len(starts))
+    turns = WorkQueue(len(starts))
 
     def read(_: int, number: int) -> None:
         if stop():

@@ -15,15 +15,15 @@ from typing import Generic, Self, TypeAlias, TypeVar
 
 from liveweight.spec.deadline import Deadline
 from liveweight.spec.manifest import Manifest, Version
-from liveweight.transports.snapshot.disk.format import Commit
+from liveweight.transports.snapshot.disk.format import CommitFile
 from liveweight.transports.snapshot.disk.store import Store
 from liveweight.transports.snapshot.disk.writer import (
-    Cancelled,
     Image,
     Progress,
     RankWriter,
     Stop,
     WriteSettings,
+    WritingCancelled,
 )
 
 _Result = TypeVar("_Result")
@@ -32,11 +32,11 @@ Work: TypeAlias = Callable[[Stop, Progress], _Result]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Saved:
+class SavedSnapshot:
     """A snapshot that exists."""
 
     path: Path
-    commit: Commit
+    commit: CommitFile
 
 
 def save(
@@ -48,7 +48,7 @@ def save(
     expected: Manifest | None = None,
     stop: Stop = lambda: False,
     progress: Progress = lambda _: None,
-) -> Saved | Cancelled:
+) -> SavedSnapshot | WritingCancelled:
     """Write one image per rank, and commit (see Begun.commit)."""
     settings = settings or WriteSettings()
     with store.begin(str(version.label)) as begun:
@@ -62,10 +62,10 @@ def save(
                 stop=stop,
                 progress=progress,
             ).write()
-            if isinstance(written, Cancelled):
+            if isinstance(written, WritingCancelled):
                 return written
         commit = begun.commit(version, ranks=len(images), expected=expected, durable=settings.durable)
-        return Saved(path=begun.path, commit=commit)
+        return SavedSnapshot(path=begun.path, commit=commit)
 
 
 class Background(Generic[_Result]):

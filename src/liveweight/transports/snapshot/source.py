@@ -29,7 +29,14 @@ from liveweight.transports.registry import mode
 from liveweight.transports.snapshot.disk.atomic_files import open_locked, out_of_space, write_whole
 from liveweight.transports.snapshot.disk.store import Store
 from liveweight.transports.snapshot.disk.writer import Image, RankWriter, WriteSettings
-from liveweight.transports.snapshot.offer_record import LOCK, MODE, SCHEME, Record, encode_record, record_name
+from liveweight.transports.snapshot.offer_record import (
+    LOCK,
+    MODE,
+    SCHEME,
+    OfferRecord,
+    encode_record,
+    record_name,
+)
 from liveweight.wire.credentials import Secret
 from liveweight.wire.messages.values import Offer
 
@@ -86,7 +93,7 @@ class _Standing:
     snapshot: Path
 
 
-class SnapshotOutlet:
+class SnapshotSource:
     """Lets ranks read arenas through files below `directory`. One per publisher, called from its driver thread. No thread of its own."""
 
     def __init__(
@@ -127,7 +134,7 @@ class SnapshotOutlet:
             self._withdraw(key)
             path = self._write(layout, own)
             self._standing[key] = _Standing(arenas=own, generation=generation, snapshot=path)
-            record = Record(
+            record = OfferRecord(
                 kind=kind,
                 layout=layout.fingerprint,
                 snapshot=path.name,

@@ -20,13 +20,13 @@ from liveweight.spec.table import Table
 from liveweight.transports.snapshot.block_reads import OpenFiles
 from liveweight.transports.snapshot.disk.atomic_files import read_all
 from liveweight.transports.snapshot.disk.block_buffer import block_memory
-from liveweight.transports.snapshot.disk.format import RankManifest, Stored, block_sum
-from liveweight.transports.snapshot.disk.open_snapshot import Contents, FileBlock, Snapshot
+from liveweight.transports.snapshot.disk.format import RankManifest, StoredRegion, block_sum
+from liveweight.transports.snapshot.disk.open_snapshot import Contents, FileBlock, OpenSnapshot
 from liveweight.transports.snapshot.disk.writer import Progress
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Verified:
+class SnapshotVerified:
     """Everything is as it was written. `regions` is how many have a digest, which was taken anew."""
 
     files: int
@@ -35,7 +35,7 @@ class Verified:
     size_bytes: int
 
 
-def verify(snapshot: Snapshot, progress: Progress = lambda _: None) -> Verified:
+def verify(snapshot: OpenSnapshot, progress: Progress = lambda _: None) -> SnapshotVerified:
     """Read everything. SnapshotDamaged names every file that is not what was written, and every tensor that is not."""
     contents = snapshot.contents()
     files = OpenFiles(contents, range(len(contents.files)))
@@ -63,10 +63,10 @@ def verify(snapshot: Snapshot, progress: Progress = lambda _: None) -> Verified:
     if problems:
         raise SnapshotDamaged(str(snapshot.path), list(problems))
     size = sum(os.fstat(files.descriptor(n)).st_size for n in range(len(contents.files)))
-    return Verified(files=len(contents.files), blocks=number, regions=regions, size_bytes=size)
+    return SnapshotVerified(files=len(contents.files), blocks=number, regions=regions, size_bytes=size)
 
 
-def _pieces(manifests: tuple[RankManifest, ...]) -> Iterator[Stored]:
+def _pieces(manifests: tuple[RankManifest, ...]) -> Iterator[StoredRegion]:
     for manifest in manifests:
         for part in manifest.parts:
             yield from part.pieces

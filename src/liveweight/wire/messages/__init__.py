@@ -14,157 +14,164 @@ from liveweight.wire.messages.publisher import (
     ORDER,
     Abort,
     Aborted,
-    Ask,
-    Await,
     Commit,
     Committed,
     Compare,
     Compared,
     Describe,
     Described,
-    Inquire,
+    GetReplicaState,
+    MarkBehind,
     Open,
     Opened,
     Phase,
     Progress,
+    ReplicaState,
+    RequestVote,
     Sleep,
-    Slept,
-    StandBack,
-    Standing,
+    SleepNoted,
     Undo,
     Verdict,
     Verify,
-    Voted,
+    Vote,
+    WaitFor,
     Wake,
 )
 from liveweight.wire.messages.rank import (
-    Digest,
-    Digested,
-    Drop,
-    Dropped,
-    Failed,
+    DigestLive,
+    DropShadow,
     Join,
     Joined,
+    LiveDigests,
     Settled,
+    ShadowDropped,
     Stage,
     Staged,
+    StagingFailed,
     Swapped,
     Verified,
 )
-from liveweight.wire.messages.ring import Again, Filled, Free, Leave, Subscribe, Subscribed
+from liveweight.wire.messages.ring import (
+    BucketFilled,
+    RepackBucket,
+    SegmentFree,
+    Subscribe,
+    Subscribed,
+    Unsubscribe,
+)
 from liveweight.wire.messages.source import (
+    AcquireReadLease,
     Attach,
     Attached,
-    Held,
-    Hold,
-    NotHeld,
-    Release,
-    Released,
-    Survey,
-    Surveyed,
-    Wanted,
+    GetShardLayout,
+    MemoryWanted,
+    ReadLeaseGranted,
+    ReadLeaseRefused,
+    ReadLeaseReleased,
+    ReleaseReadLease,
+    ShardLayout,
 )
 from liveweight.wire.messages.trainer import (
-    Enlist,
-    Enlisted,
-    Froze,
-    Learn,
+    AnnounceShards,
+    GetOutcome,
     Outcome,
-    Pending,
+    OutcomePending,
     Probe,
-    Station,
-    Stationed,
+    RankRegistered,
+    RegisterRank,
+    ShardsAccepted,
+    ShardsFrozen,
 )
 
 __all__ = [
     "ORDER",
     "Abort",
     "Aborted",
-    "Again",
-    "Ask",
+    "AcquireReadLease",
+    "AnnounceShards",
     "Attach",
     "Attached",
-    "Await",
+    "BucketFilled",
     "Commit",
     "Committed",
     "Compare",
     "Compared",
     "Describe",
     "Described",
-    "Digest",
-    "Digested",
-    "Drop",
-    "Dropped",
-    "Enlist",
-    "Enlisted",
-    "Failed",
-    "Filled",
-    "Free",
-    "Froze",
-    "Held",
-    "Hold",
-    "Inquire",
+    "DigestLive",
+    "DropShadow",
+    "GetOutcome",
+    "GetReplicaState",
+    "GetShardLayout",
     "Join",
     "Joined",
-    "Learn",
-    "Leave",
+    "LiveDigests",
+    "MarkBehind",
+    "MemoryWanted",
     "Message",
-    "NotHeld",
     "Open",
     "Opened",
     "Outcome",
-    "Pending",
+    "OutcomePending",
     "Phase",
     "Probe",
     "Progress",
+    "RankRegistered",
+    "ReadLeaseGranted",
+    "ReadLeaseRefused",
+    "ReadLeaseReleased",
     "Refusal",
-    "Release",
-    "Released",
+    "RegisterRank",
+    "ReleaseReadLease",
+    "RepackBucket",
+    "ReplicaState",
+    "RequestVote",
+    "SegmentFree",
     "Settled",
+    "ShadowDropped",
+    "ShardLayout",
+    "ShardsAccepted",
+    "ShardsFrozen",
     "Sleep",
-    "Slept",
+    "SleepNoted",
     "Stage",
     "Staged",
-    "StandBack",
-    "Standing",
-    "Station",
-    "Stationed",
+    "StagingFailed",
     "Subscribe",
     "Subscribed",
-    "Survey",
-    "Surveyed",
     "Swapped",
     "Undo",
+    "Unsubscribe",
     "Verdict",
     "Verified",
     "Verify",
-    "Voted",
+    "Vote",
+    "WaitFor",
     "Wake",
-    "Wanted",
 ]
 
 Message: TypeAlias = (
     Refusal
-    | Inquire
-    | Standing
+    | GetReplicaState
+    | ReplicaState
     | Describe
     | Described
     | Open
     | Opened
-    | Await
+    | WaitFor
     | Progress
     | Compare
     | Compared
-    | Ask
-    | Voted
+    | RequestVote
+    | Vote
     | Commit
     | Committed
     | Abort
     | Aborted
-    | StandBack
+    | MarkBehind
     | Sleep
     | Wake
-    | Slept
+    | SleepNoted
     | Undo
     | Verify
     | Verdict
@@ -173,36 +180,36 @@ Message: TypeAlias = (
     | Stage
     | Staged
     | Verified
-    | Failed
-    | Drop
-    | Dropped
+    | StagingFailed
+    | DropShadow
+    | ShadowDropped
     | Swapped
     | Settled
-    | Digest
-    | Digested
+    | DigestLive
+    | LiveDigests
     | Attach
     | Attached
     | Subscribe
     | Subscribed
-    | Filled
-    | Free
-    | Again
-    | Leave
-    | Hold
-    | Held
-    | NotHeld
-    | Wanted
-    | Release
-    | Released
-    | Survey
-    | Surveyed
-    | Enlist
-    | Enlisted
-    | Station
-    | Stationed
-    | Froze
-    | Learn
-    | Pending
+    | BucketFilled
+    | SegmentFree
+    | RepackBucket
+    | Unsubscribe
+    | AcquireReadLease
+    | ReadLeaseGranted
+    | ReadLeaseRefused
+    | MemoryWanted
+    | ReleaseReadLease
+    | ReadLeaseReleased
+    | GetShardLayout
+    | ShardLayout
+    | RegisterRank
+    | RankRegistered
+    | AnnounceShards
+    | ShardsAccepted
+    | ShardsFrozen
+    | GetOutcome
+    | OutcomePending
     | Outcome
     | Probe
 )

@@ -21,13 +21,13 @@ ORDER: dict[Phase, int] = {
 }
 
 
-class Inquire(Body, frozen=True):
-    """What does the replica expect, and what does it serve? Answered once all its ranks have joined. -> Standing."""
+class GetReplicaState(Body, frozen=True):
+    """What does the replica expect, and what does it serve? Answered once all its ranks have joined. -> ReplicaState."""
 
     wait_s: float
 
 
-class Standing(Body, frozen=True):
+class ReplicaState(Body, frozen=True):
     """A replica's standing: what it expects, what it serves, in which state, and the round that holds it.
 
     `serving_s` is for how long it has served that. `optional` are the groups of tensors that an offer may leave out; `kept`, by name,
@@ -95,7 +95,7 @@ class Opened(Body, frozen=True):
     in_place: bool = False
 
 
-class Await(Body, frozen=True):
+class WaitFor(Body, frozen=True):
     """Say when the round has come that far, or failed, or the wait is over. -> Progress."""
 
     round: RoundId
@@ -126,17 +126,17 @@ class Compare(Body, frozen=True):
 
 
 class Compared(Body, frozen=True):
-    """The digests are known; how the comparison ends, `Await` tells."""
+    """The digests are known; how the comparison ends, `WaitFor` tells."""
 
 
-class Ask(Body, frozen=True):
-    """Ask for the vote. A yes is held for `lease_s`, from when it is given. -> Voted."""
+class RequestVote(Body, frozen=True):
+    """Ask for the vote. A yes is held for `lease_s`, from when it is given. -> Vote."""
 
     round: RoundId
     lease_s: float
 
 
-class Voted(Body, frozen=True):
+class Vote(Body, frozen=True):
     """Yes: every rank holds the version, verified if that was asked. (A no is a Refusal.)"""
 
 
@@ -170,7 +170,7 @@ class Aborted(Body, frozen=True):
     readers: tuple[int, ...]
 
 
-class StandBack(Body, frozen=True):
+class MarkBehind(Body, frozen=True):
     """The others serve this version and the replica does not: let it take no requests until a round has brought it one. A notification."""
 
     version: Version
@@ -178,20 +178,20 @@ class StandBack(Body, frozen=True):
 
 
 class Sleep(Body, frozen=True):
-    """The engine gives memory back: refuse rounds from now on. Refused while one is open. From the engine's own process. -> Slept."""
+    """The engine gives memory back: refuse rounds from now on. Refused while one is open. From the engine's own process. -> SleepNoted."""
 
     weights: bool
     kv_cache: bool
 
 
 class Wake(Body, frozen=True):
-    """The engine holds again what it gave back. From the engine's own process. -> Slept."""
+    """The engine holds again what it gave back. From the engine's own process. -> SleepNoted."""
 
     weights: bool
     kv_cache: bool
 
 
-class Slept(Body, frozen=True):
+class SleepNoted(Body, frozen=True):
     """Noted."""
 
 

@@ -69,20 +69,20 @@ class Verified(Body, frozen=True):
     seconds: float
 
 
-class Failed(Body, frozen=True):
+class StagingFailed(Body, frozen=True):
     """Notification from a rank: its part of the round failed; its live weights are untouched."""
 
     round: RoundId
     fault: Fault
 
 
-class Drop(Body, frozen=True):
+class DropShadow(Body, frozen=True):
     """Notification to a rank: the round is over, forget its shadow."""
 
     round: RoundId
 
 
-class Dropped(Body, frozen=True):
+class ShadowDropped(Body, frozen=True):
     """Notification from a rank: it no longer reads that round's source."""
 
     round: RoundId
@@ -116,7 +116,7 @@ class Settled(Body, frozen=True):
     torn: str | None = None
 
 
-class Digest(Body, frozen=True):
+class DigestLive(Body, frozen=True):
     """Notification to a rank: digest what you hold live now, of these tensors, or all. Staging and decoding go on meanwhile."""
 
     audit: int
@@ -124,7 +124,7 @@ class Digest(Body, frozen=True):
     timeout_s: float
 
 
-class Digested(Body, frozen=True):
+class LiveDigests(Body, frozen=True):
     """Notification from a rank: the digests of its live weights, 16 bytes per placement (zero for those not asked for).
 
     Without `lanes` it has none: its weights were exchanged while it read them, or it failed. Where it digests a copy of what serves, it

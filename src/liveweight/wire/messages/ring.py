@@ -6,7 +6,15 @@ from liveweight.spec.layout import Layout
 from liveweight.wire.messages.body import Body
 from liveweight.wire.messages.values import RingTerms
 
-__all__ = ["Again", "Filled", "Free", "Leave", "RingTerms", "Subscribe", "Subscribed"]
+__all__ = [
+    "BucketFilled",
+    "RepackBucket",
+    "RingTerms",
+    "SegmentFree",
+    "Subscribe",
+    "Subscribed",
+    "Unsubscribe",
+]
 
 
 class Subscribe(Body, frozen=True):
@@ -30,7 +38,7 @@ class Subscribed(Body, frozen=True):
     stands: bool
 
 
-class Filled(Body, frozen=True):
+class BucketFilled(Body, frozen=True):
     """Notification to a rank: that bucket lies in that segment, so many bytes. The segment is the rank's now.
 
     `sum` is the checksum of the digests of its parcels, in their order.
@@ -43,21 +51,21 @@ class Filled(Body, frozen=True):
     sum: int
 
 
-class Free(Body, frozen=True):
+class SegmentFree(Body, frozen=True):
     """Notification to a source: the rank has copied the bucket out; the segment is the source's again."""
 
     number: int
     bucket: int
 
 
-class Again(Body, frozen=True):
+class RepackBucket(Body, frozen=True):
     """Notification to a source: the bucket is not what was packed. It is packed again, into the segment that the rank has."""
 
     number: int
     bucket: int
 
 
-class Leave(Body, frozen=True):
+class Unsubscribe(Body, frozen=True):
     """Notification to a source: the rank wants no more, and all its segments are free. `staged`: it has everything."""
 
     number: int

@@ -28,22 +28,22 @@ class Attached(Body, frozen=True):
     ring: RingTerms | None = None
 
 
-class Survey(Body, frozen=True):
-    """Which parts of which tensors does the shard of this layout hold? -> Surveyed."""
+class GetShardLayout(Body, frozen=True):
+    """Which parts of which tensors does the shard of this layout hold? -> ShardLayout."""
 
     layout: str
 
 
-class Surveyed(Body, frozen=True):
+class ShardLayout(Body, frozen=True):
     """The layout of that shard."""
 
     layout: Layout
 
 
-class Hold(Body, frozen=True):
-    """Hold a version for me while my ranks read it: the one of that label, compared as text; None: the newest. -> Held or NotHeld.
+class AcquireReadLease(Body, frozen=True):
+    """Lease a version to me while my ranks read it: the version of that label, compared as text; None: the newest.
 
-    The hold ends with Release, with the connection, or after `lease_s`. While the source changes its offer, the answer waits, for at
+    -> ReadLeaseGranted or ReadLeaseRefused. The read lease ends with ReleaseReadLease, with the connection, or after `lease_s`. While the source changes its offer, the answer waits, for at
     most `wait_s`.
     """
 
@@ -53,7 +53,7 @@ class Hold(Body, frozen=True):
     wait_s: float
 
 
-class Held(Body, frozen=True):
+class ReadLeaseGranted(Body, frozen=True):
     """The version is held: what a round of it opens with. `hold` is the number to release it by."""
 
     hold: int
@@ -64,27 +64,27 @@ class Held(Body, frozen=True):
     offer: Offer
 
 
-class NotHeld(Body, frozen=True):
+class ReadLeaseRefused(Body, frozen=True):
     """The source does not offer that version, but these. `changing`: it still makes its next offer, and the wait is over."""
 
     offered: tuple[Version, ...]
     changing: bool = False
 
 
-class Wanted(Body, frozen=True):
+class MemoryWanted(Body, frozen=True):
     """Notification to a requester: the source needs its memory for the next version, and waits so long at most."""
 
     hold: int
     within_s: float
 
 
-class Release(Body, frozen=True):
-    """My ranks read no more. -> Released."""
+class ReleaseReadLease(Body, frozen=True):
+    """My ranks read no more. -> ReadLeaseReleased."""
 
     hold: int
 
 
-class Released(Body, frozen=True):
+class ReadLeaseReleased(Body, frozen=True):
     """The hold is over. `revoked`: it had ended before; what was read since is worth nothing."""
 
     revoked: bool

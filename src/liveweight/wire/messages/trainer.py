@@ -8,15 +8,18 @@ from liveweight.wire.messages.body import Body
 from liveweight.wire.messages.values import Fault
 
 
-class Enlist(Body, frozen=True):
-    """A trainer's rank reports for service. -> Enlisted, once all have. `fault`: it cannot take part, for that reason, which all hear."""
+class RegisterRank(Body, frozen=True):
+    """A trainer's rank reports to rank 0. -> RankRegistered, once all ranks have.
+
+    `fault`: the rank cannot take part, for that reason; every rank is told.
+    """
 
     rank: int
     world: int
     fault: Fault | None = None
 
 
-class Enlisted(Body, frozen=True):
+class RankRegistered(Body, frozen=True):
     """What the engines expect, which says in which dtypes, and under which names, shards are offered; and the run's name.
 
     `towards`: the address of an engine on another host, empty where there is none.
@@ -27,8 +30,8 @@ class Enlisted(Body, frozen=True):
     towards: str = ""
 
 
-class Station(Body, frozen=True):
-    """Where a rank will freeze its shards, and which parts of which tensors these are. -> Stationed, once the engines agree."""
+class AnnounceShards(Body, frozen=True):
+    """Where a rank will freeze its shards, and which parts of which tensors these are. -> ShardsAccepted, once the engines agree."""
 
     rank: int
     source: str
@@ -36,13 +39,13 @@ class Station(Body, frozen=True):
     fault: Fault | None = None
 
 
-class Stationed(Body, frozen=True):
+class ShardsAccepted(Body, frozen=True):
     """Rounds may begin. `size_bytes` is a whole version's."""
 
     size_bytes: int
 
 
-class Froze(Body, frozen=True):
+class ShardsFrozen(Body, frozen=True):
     """Notification from a rank: its shards of that version are frozen, with these digests (16 bytes per placement), or they are not.
 
     `number` counts the rounds that a rank began; all ranks begin the same ones.
@@ -57,7 +60,7 @@ class Froze(Body, frozen=True):
     fault: Fault | None = None
 
 
-class Learn(Body, frozen=True):
+class GetOutcome(Body, frozen=True):
     """How did that round end? Answered when it has, or after `wait_s`. -> Outcome or Pending."""
 
     rank: int
@@ -65,7 +68,7 @@ class Learn(Body, frozen=True):
     wait_s: float
 
 
-class Pending(Body, frozen=True):
+class OutcomePending(Body, frozen=True):
     """It has not ended. `begun`: rank 0 has begun it, too."""
 
     begun: bool

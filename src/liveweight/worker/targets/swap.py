@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from liveweight.devices.copy_threads import Crew
+from liveweight.devices.copy_threads import CopyThreads
 from liveweight.devices.device import CPU, Device
 from liveweight.devices.kernels import Kernels
 from liveweight.devices.memory import Memory
@@ -65,7 +65,7 @@ class _Step(enum.Enum):
     BRING = enum.auto()  # bounce buffer to shadow
 
 
-class ContentExchange:
+class ContentSwap:
     """Exchanges the bytes of two sets of memories in place, in `threads` threads: addresses that others hold stay valid.
 
     Everything is bound when it is made. It keeps both sets alive. The live set and the bounce buffers, of less than two chunks in each
@@ -116,7 +116,7 @@ class ContentExchange:
                 raise
 
         try:
-            with Crew(self._lanes, name="liveweight-exchange") as crew:
+            with CopyThreads(self._lanes, name="liveweight-exchange") as crew:
                 crew.run(work)
         except BaseException as error:
             self._exchange_back(error)

@@ -15,8 +15,8 @@ from liveweight.devices.kernels import Kernels
 from liveweight.devices.memory import Memory
 from liveweight.errors import LayoutInvalid, WrongState
 from liveweight.spec.layout import Layout, Piece
-from liveweight.worker.overwriting import InPlace
-from liveweight.worker.targets.swap import CHUNK_BYTES, LINK_CHUNK_BYTES, ContentExchange, point
+from liveweight.worker.overwriting import InPlaceSettings
+from liveweight.worker.targets.swap import CHUNK_BYTES, LINK_CHUNK_BYTES, ContentSwap, point
 from liveweight.worker.targets.target import Target
 from liveweight.worker.targets.torch_layout import Parameter, Parameters, device_of, gather, layout_of
 
@@ -77,7 +77,7 @@ class TensorTarget:
             _side(self._parameters, _live_views(self._parameters)),
             None,
         )
-        self._contents: ContentExchange | None = None
+        self._contents: ContentSwap | None = None
 
     @property
     def layout(self) -> Layout:
@@ -106,9 +106,9 @@ class TensorTarget:
             self._sides = (live, shadow)
         return shadow.memories
 
-    def _exchange_of(self, live: _Side, shadow: _Side) -> ContentExchange:
+    def _exchange_of(self, live: _Side, shadow: _Side) -> ContentSwap:
         linked = self.home is not self.device and self.device is not CPU
-        return ContentExchange(
+        return ContentSwap(
             *(live.memories, shadow.memories),
             kernels=self._kernels,
             threads=1 if linked else self._threads,  # one thread fills the link, and needs one bounce buffer
@@ -229,7 +229,7 @@ def module_target(
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Placed:
+class PlacedTarget:
     """A target, the device that its live weights are on, and the one that its shadow is on, where sources are read."""
 
     target: Target
@@ -237,11 +237,11 @@ class Placed:
     home: Device
     shadow: ShadowPlace
 
-    def in_place(self, chunk_bytes: int) -> InPlace | None:
+    def in_place(self, chunk_bytes: int) -> InPlaceSettings | None:
         """How a target without a shadow is overwritten."""
         if self.shadow != "none":
             return None
-        return InPlace(chunk_bytes=chunk_bytes, synchronise=self.device.synchronise)
+        return InPlaceSettings(chunk_bytes=chunk_bytes, synchronise=self.device.synchronise)
 
 
 def as_target(
@@ -251,7 +251,7 @@ def as_target(
     exchange: ExchangeMode,
     shadow: ShadowPlace,
     device: Device | None,
-) -> Placed:
+) -> PlacedTarget:
     """A target from a module, from tensors by name, or one that is given; of that, both sides are on the device given, or the host."""
     import torch
 
@@ -265,8 +265,8 @@ def as_target(
         )
     else:
         home = CPU if device is None else device
-        return Placed(target=given, device=home, home=home, shadow=shadow)
-    return Placed(target=built, device=built.device, home=built.home, shadow=shadow)
+        return PlacedTarget(target=given, device=home, home=home, shadow=shadow)
+    return PlacedTarget(target=built, device=built.device, home=built.home, shadow=shadow)
 
 
 def _live_views(parameters: Sequence[Parameter]) -> list[torch.Tensor]:

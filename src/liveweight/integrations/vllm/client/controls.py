@@ -21,7 +21,7 @@ PauseMode: TypeAlias = Literal["keep", "abort", "reuse"]
 have."""
 
 
-class Controls(Protocol):
+class VllmControls(Protocol):
     """One vLLM. Called by one thread at a time. `concurrent`: whether it may be told something while its user uses it in another thread."""
 
     @property
@@ -62,15 +62,15 @@ class Controls(Protocol):
         """Let it go on."""
 
 
-class OneByOne:
+class SequentialControls:
     """Of vLLMs that are told one thing after the other, and have no middleware."""
 
     def mixes_prefixes(self, deadline: Deadline) -> str | None:  # noqa: ARG002 - there is nothing to ask
-        """See Controls."""
+        """See VllmControls."""
         return "only a server with the middleware keeps them apart"
 
-    def begin(self: Controls, deadline: Deadline) -> bool:
-        """See Controls."""
+    def begin(self: VllmControls, deadline: Deadline) -> bool:
+        """See VllmControls."""
         was_paused = self.paused(deadline)
         self.start(deadline)
         return was_paused
@@ -97,7 +97,7 @@ class _Calls:
             raise Unavailable(f"{self._name}, {what}: {type(error).__name__}: {error}") from error
 
 
-class LlmControls(OneByOne):
+class LlmControls(SequentialControls):
     """An `LLM` of this process. It runs no request between two calls of its `generate`: there is nothing to pause."""
 
     concurrent = False
@@ -107,34 +107,34 @@ class LlmControls(OneByOne):
         self._llm, self._calls = llm, _Calls("the LLM")
 
     def init(self, info: dict[str, Any], deadline: Deadline) -> None:
-        """See Controls."""
+        """See VllmControls."""
         request = {"init_info": info}
         self._calls.call("meet us", lambda: self._llm.init_weight_transfer_engine(request), deadline)
 
     def start(self, deadline: Deadline) -> None:
-        """See Controls."""
+        """See VllmControls."""
         self._calls.call("begin an update", self._llm.start_weight_update, deadline)
 
     def start_draft(self, deadline: Deadline) -> bool:
-        """See Controls."""
+        """See VllmControls."""
         self._calls.call("begin an update of its draft", self._llm.start_draft_weight_update, deadline)
         return True
 
     def update(self, info: dict[str, Any], deadline: Deadline) -> None:
-        """See Controls."""
+        """See VllmControls."""
         self._calls.call("install", lambda: self._llm.update_weights({"update_info": info}), deadline)
 
     def name_version(self, version: str, deadline: Deadline) -> bool:
-        """See Controls."""
+        """See VllmControls."""
         self._calls.call("name its version", lambda: self._llm.update_weight_version(version), deadline)
         return True
 
     def finish(self, version: str | None, deadline: Deadline) -> None:
-        """See Controls."""
+        """See VllmControls."""
         self._calls.call("end the update", lambda: self._llm.finish_weight_update(version), deadline)
 
     def paused(self, deadline: Deadline) -> bool:  # noqa: ARG002 - there is nothing to ask
-        """See Controls."""
+        """See VllmControls."""
         return False
 
     def pause(self, mode: PauseMode, deadline: Deadline) -> None:  # noqa: ARG002 - no request runs
@@ -145,7 +145,7 @@ class LlmControls(OneByOne):
         """It goes on by itself."""
 
 
-class AsyncControls(OneByOne):
+class AsyncControls(SequentialControls):
     """An `AsyncLLM` of this process, whose loop runs in another thread than the publisher's."""
 
     concurrent = True
@@ -154,54 +154,54 @@ class AsyncControls(OneByOne):
         self._llm, self._loop, self._calls = llm, loop, _Calls("the AsyncLLM")
 
     def init(self, info: dict[str, Any], deadline: Deadline) -> None:
-        """See Controls."""
+        """See VllmControls."""
         from vllm.distributed.weight_transfer.base import WeightTransferInitRequest
 
         request = WeightTransferInitRequest(init_info=info)
         self._run("meet us", self._llm.init_weight_transfer_engine(request), deadline)
 
     def start(self, deadline: Deadline) -> None:
-        """See Controls."""
+        """See VllmControls."""
         self._run("begin an update", self._llm.start_weight_update(), deadline)
 
     def start_draft(self, deadline: Deadline) -> bool:
-        """See Controls."""
+        """See VllmControls."""
         self._run("begin an update of its draft", self._llm.start_draft_weight_update(), deadline)
         return True
 
     def update(self, info: dict[str, Any], deadline: Deadline) -> None:
-        """See Controls."""
+        """See VllmControls."""
         from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
 
         request = WeightTransferUpdateRequest(update_info=info)
         self._run("install", self._llm.update_weights(request), deadline)
 
     def name_version(self, version: str, deadline: Deadline) -> bool:
-        """See Controls."""
+        """See VllmControls."""
         self._run("name its version", self._llm.update_weight_version(version), deadline)
         return True
 
     def finish(self, version: str | None, deadline: Deadline) -> None:
-        """See Controls."""
+        """See VllmControls."""
         self._run("end the update", self._llm.finish_weight_update(version), deadline)
 
     def paused(self, deadline: Deadline) -> bool:
-        """See Controls."""
+        """See VllmControls."""
         return bool(self._run("say whether it is paused", self._llm.is_paused(), deadline))
 
     def pause(self, mode: PauseMode, deadline: Deadline) -> None:
-        """See Controls."""
+        """See VllmControls."""
         self._run("pause", self._llm.pause_generation(mode=mode, clear_cache=True), deadline)
 
     def resume(self, deadline: Deadline) -> None:
-        """See Controls."""
+        """See VllmControls."""
         self._run("go on", self._llm.resume_generation(), deadline)
 
     def _run(self, what: str, work: Coroutine[Any, Any, Any], deadline: Deadline) -> Any:
         return self._calls.result(what, asyncio.run_coroutine_threadsafe(work, self._loop), deadline)
 
 
-class ClientControls(OneByOne):
+class ClientControls(SequentialControls):
     """Any object with the four methods of vLLM's weight sync clients. Pausing is not among them: whoever has the object pauses vLLM around
     `publish`, or gives it `pause_generation(mode)`, `resume_generation()` and `update_weight_version(version)`, too. Only one with
     `start_draft_weight_update()` updates a draft model. It may have an `LLM` behind it, unless it says that it is `concurrent`."""
@@ -211,45 +211,45 @@ class ClientControls(OneByOne):
         self.concurrent = bool(getattr(client, "concurrent", False))
 
     def init(self, info: dict[str, Any], deadline: Deadline) -> None:
-        """See Controls."""
+        """See VllmControls."""
         self._calls.call("meet us", lambda: self._client.init_weight_transfer_engine(info), deadline)
 
     def start(self, deadline: Deadline) -> None:
-        """See Controls."""
+        """See VllmControls."""
         self._calls.call("begin an update", self._client.start_weight_update, deadline)
 
     def start_draft(self, deadline: Deadline) -> bool:
-        """See Controls."""
+        """See VllmControls."""
         start = getattr(self._client, "start_draft_weight_update", None)
         if start is not None:
             self._calls.call("begin an update of its draft", start, deadline)
         return start is not None
 
     def update(self, info: dict[str, Any], deadline: Deadline) -> None:
-        """See Controls."""
+        """See VllmControls."""
         self._calls.call("install", lambda: self._client.update_weights(info), deadline)
 
     def name_version(self, version: str, deadline: Deadline) -> bool:
-        """See Controls."""
+        """See VllmControls."""
         name = getattr(self._client, "update_weight_version", None)
         if name is not None:
             self._calls.call("name its version", lambda: name(version), deadline)
         return name is not None
 
     def finish(self, version: str | None, deadline: Deadline) -> None:
-        """See Controls."""
+        """See VllmControls."""
         self._calls.call("end the update", lambda: self._client.finish_weight_update(version), deadline)
 
     def paused(self, deadline: Deadline) -> bool:  # noqa: ARG002 - it cannot tell
-        """See Controls."""
+        """See VllmControls."""
         return False
 
     def pause(self, mode: PauseMode, deadline: Deadline) -> None:
-        """See Controls."""
+        """See VllmControls."""
         if (pause := getattr(self._client, "pause_generation", None)) is not None:
             self._calls.call("pause", lambda: pause(mode), deadline)
 
     def resume(self, deadline: Deadline) -> None:
-        """See Controls."""
+        """See VllmControls."""
         if (resume := getattr(self._client, "resume_generation", None)) is not None:
             self._calls.call("go on", resume, deadline)

@@ -15,8 +15,8 @@ from concurrent.futures import TimeoutError as FutureTimeout
 from typing import Any
 
 from liveweight.errors import RoundAborted, Unavailable
-from liveweight.integrations.vllm.client.controls import Controls
-from liveweight.integrations.vllm.client.update_calls import Updates
+from liveweight.integrations.vllm.client.controls import VllmControls
+from liveweight.integrations.vllm.client.update_calls import UpdateCalls
 from liveweight.integrations.vllm.draft_model import GROUP
 from liveweight.rounds.replica import WireReplica
 from liveweight.spec.deadline import Deadline
@@ -26,14 +26,14 @@ LOOK_S = 0.2
 """How often a wait looks whether the publisher is being closed."""
 
 
-class Meeting:
+class VllmHandshake:
     """Of one vLLM. Called by the replica's thread; `thread` is where vLLM is told, one thing after the other."""
 
     def __init__(
         self,
         name: str,
-        controls: Controls,
-        updates: Updates,
+        controls: VllmControls,
+        updates: UpdateCalls,
         thread: ThreadPoolExecutor,
         wire: WireReplica,
         looker: WireReplica,

@@ -13,7 +13,7 @@ import msgspec
 from liveweight.errors import ChannelClosed, MessageInvalid, Refused, Unavailable
 from liveweight.integrations.vllm.client.controls import PauseMode
 from liveweight.integrations.vllm.middleware import CACHES
-from liveweight.server.client import Asked, is_url
+from liveweight.server.client import PendingCall, is_url
 from liveweight.spec.deadline import Deadline
 from liveweight.spec.decoding import from_json
 
@@ -33,45 +33,45 @@ class HttpControls:
             raise Refused(f"{url} is no URL of a vLLM, such as http://127.0.0.1:8000")
 
     def init(self, info: dict[str, Any], deadline: Deadline) -> None:
-        """See Controls."""
+        """See VllmControls."""
         self.ask("POST", "/init_weight_transfer_engine", {"init_info": info}, deadline)
 
     def start(self, deadline: Deadline) -> None:
-        """See Controls."""
+        """See VllmControls."""
         self.ask("POST", "/start_weight_update", None, deadline)
 
     def start_draft(self, deadline: Deadline) -> bool:
-        """See Controls."""
+        """See VllmControls."""
         self.ask("POST", "/start_draft_weight_update", None, deadline)
         return True
 
     def begin(self, deadline: Deadline) -> bool:
-        """See Controls. Both are sent before one is answered: vLLM answers at the end of a step, and the same step's will do."""
+        """See VllmControls. Both are sent before one is answered: vLLM answers at the end of a step, and the same step's will do."""
         with ExitStack() as stack:
             paused = self._sent("GET", "/is_paused", None, deadline, stack)
             self._sent("POST", "/start_weight_update", None, deadline, stack)()
             return bool(paused().get("is_paused"))
 
     def update(self, info: dict[str, Any], deadline: Deadline) -> None:
-        """See Controls."""
+        """See VllmControls."""
         self.ask("POST", "/update_weights", {"update_info": info}, deadline)
 
     def name_version(self, version: str, deadline: Deadline) -> bool:
-        """See Controls."""
+        """See VllmControls."""
         self.ask("POST", "/update_weight_version", {"new_version": version}, deadline)
         return True
 
     def finish(self, version: str | None, deadline: Deadline) -> None:
-        """See Controls."""
+        """See VllmControls."""
         body = {} if version is None else {"weight_version": version}
         self.ask("POST", "/finish_weight_update", body, deadline)
 
     def paused(self, deadline: Deadline) -> bool:
-        """See Controls."""
+        """See VllmControls."""
         return bool(self.ask("GET", "/is_paused", None, deadline).get("is_paused"))
 
     def mixes_prefixes(self, deadline: Deadline) -> str | None:
-        """See Controls."""
+        """See VllmControls."""
         try:
             said = self.ask("GET", CACHES, None, deadline)
         except Unavailable:
@@ -79,7 +79,7 @@ class HttpControls:
         return None if said.get("kept_apart") is True else str(said.get("why"))
 
     def pause(self, mode: PauseMode, deadline: Deadline) -> None:
-        """See Controls."""
+        """See VllmControls."""
         how = (
             {"mode": "keep", "clear_cache": "false"}
             if mode == "reuse"
@@ -88,7 +88,7 @@ class HttpControls:
         self.ask("POST", "/pause?" + urlencode(how), None, deadline)
 
     def resume(self, deadline: Deadline) -> None:
-        """See Controls."""
+        """See VllmControls."""
         self.ask("POST", "/resume", None, deadline)
 
     def ask(self, method: str, path: str, body: object, deadline: Deadline) -> dict[str, Any]:
@@ -102,7 +102,9 @@ class HttpControls:
         """Send a request; what it returns waits for the answer."""
         what = f"{method} {path}"
         with self._telling(what, deadline):
-            asked = stack.enter_context(closing(Asked(self._parts, method, path, self._key, body, deadline)))
+            asked = stack.enter_context(
+                closing(PendingCall(self._parts, method, path, self._key, body, deadline))
+            )
 
         def answer() -> dict[str, Any]:
             with self._telling(what, deadline):

@@ -10,7 +10,7 @@ from concurrent.futures import Future
 from contextlib import suppress
 
 from liveweight.errors import ChannelClosed, DeadlineExceeded, LiveWeightError
-from liveweight.integrations.vllm.client.handshake import Meeting
+from liveweight.integrations.vllm.client.handshake import VllmHandshake
 from liveweight.rounds.replica import ReplicaRefused, WireReplica
 from liveweight.spec.deadline import Deadline
 from liveweight.wire import messages as m
@@ -20,10 +20,10 @@ ABORT_S = 2.0
 """How long a leader that nobody wants any more may take to give a round up."""
 
 
-class Opening:
+class RoundOpening:
     """Of one vLLM. Called by the replica's thread."""
 
-    def __init__(self, name: str, meeting: Meeting, wire: WireReplica) -> None:
+    def __init__(self, name: str, meeting: VllmHandshake, wire: WireReplica) -> None:
         self._name, self._meeting, self._wire = name, meeting, wire
         self._asked: Future[bool] | None = None
 

@@ -10,11 +10,11 @@ from types import SimpleNamespace
 from typing import Any
 
 from liveweight.errors import ChannelClosed, Unavailable
-from liveweight.integrations.vllm.client.controls import OneByOne, PauseMode
+from liveweight.integrations.vllm.client.controls import PauseMode, SequentialControls
 from liveweight.spec.deadline import Deadline
 
 
-class RayControls(OneByOne):
+class RayControls(SequentialControls):
     """One actor. An `LLM` is called between two calls of its `generate`: there is nothing to pause, only prefixes to forget."""
 
     concurrent = True
@@ -23,47 +23,47 @@ class RayControls(OneByOne):
         self._handle = handle
 
     def init(self, info: dict[str, Any], deadline: Deadline) -> None:
-        """See Controls."""
+        """See VllmControls."""
         # As much of vLLM's own request as it looks at.
         self._call("init_weight_transfer_engine", deadline, SimpleNamespace(init_info=info))
 
     def start(self, deadline: Deadline) -> None:
-        """See Controls."""
+        """See VllmControls."""
         self._call("start_weight_update", deadline)
 
     def start_draft(self, deadline: Deadline) -> bool:
-        """See Controls."""
+        """See VllmControls."""
         if not hasattr(self._handle, "start_draft_weight_update"):
             return False
         self._call("start_draft_weight_update", deadline)
         return True
 
     def update(self, info: dict[str, Any], deadline: Deadline) -> None:
-        """See Controls."""
+        """See VllmControls."""
         self._call("update_weights", deadline, SimpleNamespace(update_info=info))
 
     def name_version(self, version: str, deadline: Deadline) -> bool:
-        """See Controls."""
+        """See VllmControls."""
         self._call("update_weight_version", deadline, version)
         return True
 
     def finish(self, version: str | None, deadline: Deadline) -> None:
-        """See Controls."""
+        """See VllmControls."""
         self._call("finish_weight_update", deadline, version)
 
     def paused(self, deadline: Deadline) -> bool:
-        """See Controls."""
+        """See VllmControls."""
         return hasattr(self._handle, "is_paused") and bool(self._call("is_paused", deadline))
 
     def pause(self, mode: PauseMode, deadline: Deadline) -> None:
-        """See Controls."""
+        """See VllmControls."""
         if hasattr(self._handle, "pause_generation"):
             self._call("pause_generation", deadline, mode=mode, clear_cache=True)
         else:
             self._call("reset_prefix_cache", deadline)
 
     def resume(self, deadline: Deadline) -> None:
-        """See Controls."""
+        """See VllmControls."""
         if hasattr(self._handle, "resume_generation"):
             self._call("resume_generation", deadline)
 

@@ -14,10 +14,10 @@ from typing import Any
 from msgspec.structs import replace
 
 from liveweight.errors import ChannelClosed, LiveWeightError, Refused, Torn
-from liveweight.integrations.vllm.client.controls import Controls, PauseMode
-from liveweight.integrations.vllm.client.handshake import Meeting
-from liveweight.integrations.vllm.client.open_round import Opening
-from liveweight.integrations.vllm.client.update_calls import Updates
+from liveweight.integrations.vllm.client.controls import PauseMode, VllmControls
+from liveweight.integrations.vllm.client.handshake import VllmHandshake
+from liveweight.integrations.vllm.client.open_round import RoundOpening
+from liveweight.integrations.vllm.client.update_calls import UpdateCalls
 from liveweight.integrations.vllm.draft_model import of_draft
 from liveweight.integrations.vllm.handshake_terms import Verify
 from liveweight.rounds.replica import ReplicaRefused, WireReplica
@@ -44,7 +44,7 @@ class VllmReplica:
     def __init__(
         self,
         name: str,
-        controls: Controls,
+        controls: VllmControls,
         *,
         address: str,
         secret: Secret,
@@ -56,9 +56,11 @@ class VllmReplica:
         self._wire = WireReplica(address, secret)
         self._looker = WireReplica(address, secret)
         self._teller = ThreadPoolExecutor(1, thread_name_prefix="liveweight-vllm-commit")
-        self._updates = Updates(name, controls, self._teller)
-        self._meeting = Meeting(name, controls, self._updates, self._teller, self._wire, self._looker, terms)
-        self._opening = Opening(name, self._meeting, self._wire)
+        self._updates = UpdateCalls(name, controls, self._teller)
+        self._meeting = VllmHandshake(
+            name, controls, self._updates, self._teller, self._wire, self._looker, terms
+        )
+        self._opening = RoundOpening(name, self._meeting, self._wire)
         self._policy: KvPolicy | None = None
         self._lease: Deadline | None = None
         self._stood_back = False
@@ -69,7 +71,7 @@ class VllmReplica:
         """What the user called it."""
         return self._name
 
-    def standing(self, deadline: Deadline) -> m.Standing:
+    def standing(self, deadline: Deadline) -> m.ReplicaState:
         """See Replica."""
         self._meeting.make_sure(deadline)
         return self._wire.standing(deadline)

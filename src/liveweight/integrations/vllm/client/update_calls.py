@@ -9,14 +9,14 @@ from __future__ import annotations
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from concurrent.futures import TimeoutError as FutureTimeout
 
-from liveweight.integrations.vllm.client.controls import Controls
+from liveweight.integrations.vllm.client.controls import VllmControls
 from liveweight.spec.deadline import Deadline
 
 
-class Updates:
+class UpdateCalls:
     """Of one vLLM. Called by the replica's thread; `thread` is where vLLM is asked meanwhile."""
 
-    def __init__(self, name: str, controls: Controls, thread: ThreadPoolExecutor) -> None:
+    def __init__(self, name: str, controls: VllmControls, thread: ThreadPoolExecutor) -> None:
         self._name, self._controls, self._thread = name, controls, thread
         self._beginning: Future[bool] | None = None
         self._ending: Future[None] | None = None

@@ -24,12 +24,12 @@ from vllm.distributed.weight_transfer.base import (
 from liveweight.checkpoint import CheckpointSource
 from liveweight.errors import EngineConfigInvalid, WrongState
 from liveweight.integrations.vllm.draft_model import METHOD, PREFIX, load_both, optional, prefixed, with_draft
-from liveweight.integrations.vllm.handshake_terms import Terms, Verify
+from liveweight.integrations.vllm.handshake_terms import HandshakeTerms, Verify
 from liveweight.integrations.vllm.workers import compat
 from liveweight.integrations.vllm.workers.install import Installer, Tensors
-from liveweight.integrations.vllm.workers.rank import Loading, Seat, VllmRank
+from liveweight.integrations.vllm.workers.rank import Loading, VllmRank, WorkerSeat
 from liveweight.integrations.vllm.workers.target import Named
-from liveweight.integrations.vllm.workers.trace_loading import Placed
+from liveweight.integrations.vllm.workers.trace_loading import TracedCopy
 from liveweight.rounds.boundary import Decision
 from liveweight.spec.manifest import Manifest
 from liveweight.wire.credentials import load_or_create_secret
@@ -83,7 +83,7 @@ class LiveweightBackend(WeightTransferEngine[InitInfo, UpdateInfo]):
 
     def init_transfer_engine(self, init_info: InitInfo) -> None:
         """Become a rank that the trainer reaches over our wire. Again, for a successor or after a failure, is fine."""
-        terms = Terms(
+        terms = HandshakeTerms(
             address=init_info.address,
             session=init_info.session,
             pace_bytes_per_s=init_info.pace_bytes_per_s,
@@ -95,7 +95,7 @@ class LiveweightBackend(WeightTransferEngine[InitInfo, UpdateInfo]):
             self._rank = VllmRank(self._seat(), self._loading(), terms, secret)
         self._rank.meet(terms)
 
-    def _seat(self) -> Seat:
+    def _seat(self) -> WorkerSeat:
         parallel = self.parallel_config
         if parallel.data_parallel_size > 1:
             raise EngineConfigInvalid(
@@ -106,7 +106,7 @@ class LiveweightBackend(WeightTransferEngine[InitInfo, UpdateInfo]):
                 "vLLM keeps weights in host memory and brings them from there: what is installed would not last"
             )
         local_world = getattr(parallel, "local_world_size", parallel.world_size)
-        return Seat(
+        return WorkerSeat(
             rank=parallel.rank,
             world=parallel.world_size,
             local_rank=parallel.rank % local_world,
@@ -149,7 +149,7 @@ class LiveweightBackend(WeightTransferEngine[InitInfo, UpdateInfo]):
         if self._draft is not None:
             self._draft.restore()
 
-    def _places(self) -> Iterable[Placed]:
+    def _places(self) -> Iterable[TracedCopy]:
         yield from self._main.places()
         if self._draft is not None:
             for place in self._draft.places():

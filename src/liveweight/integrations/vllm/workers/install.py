@@ -17,9 +17,9 @@ from typing import Any
 import torch
 
 from liveweight.integrations.vllm.workers import compat
-from liveweight.integrations.vllm.workers.read_back import ReadingBack
+from liveweight.integrations.vllm.workers.read_back import ModelReadBack
 from liveweight.integrations.vllm.workers.target import in_layers, layer_of
-from liveweight.integrations.vllm.workers.trace_loading import Placed, Traced, trace
+from liveweight.integrations.vllm.workers.trace_loading import LoadingTrace, TracedCopy, trace
 from liveweight.spec.manifest import Manifest
 
 Tensors = Callable[[str], torch.Tensor]
@@ -31,9 +31,9 @@ class Installer:
     def __init__(self, model: Any, model_config: Any, manifest: Manifest) -> None:
         self._model, self._model_config, self._manifest = model, model_config, manifest
         self._tracing = threading.Lock()
-        self._traced: Traced | None = None
-        self._reading = ReadingBack(manifest, self.places)
-        self._copies: dict[str, list[Placed]] | None = None
+        self._traced: LoadingTrace | None = None
+        self._reading = ModelReadBack(manifest, self.places)
+        self._copies: dict[str, list[TracedCopy]] | None = None
         """By tensor; None as long as vLLM loads."""
 
     def load(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
@@ -52,7 +52,7 @@ class Installer:
         self._copies = None
         compat.restore(self._model, self._model_config)
 
-    def places(self) -> tuple[Placed, ...]:
+    def places(self) -> tuple[TracedCopy, ...]:
         """Where vLLM's loading puts tensors, as far as that can be followed."""
         return self._known().places
 
@@ -62,14 +62,14 @@ class Installer:
             return
         if self._reading.beside(installed).differing:
             return  # somebody else has written there
-        copies: dict[str, list[Placed]] = {}
+        copies: dict[str, list[TracedCopy]] = {}
         for place in self._known().places:
             if place.held() is None:
                 return
             copies.setdefault(place.tensor, []).append(place)
         self._copies = copies
 
-    def _known(self) -> Traced:
+    def _known(self) -> LoadingTrace:
         with self._tracing:
             if self._traced is None:
                 groups = itertools.groupby(in_layers(self._manifest), key=layer_of)
@@ -78,11 +78,11 @@ class Installer:
                 except (
                     Exception
                 ):  # of a model whose layers have no twin: vLLM loads it, and nothing of it is read back
-                    self._traced = Traced(places=(), complete=False)
+                    self._traced = LoadingTrace(places=(), complete=False)
             return self._traced
 
 
-def _held(place: Placed) -> torch.Tensor:
+def _held(place: TracedCopy) -> torch.Tensor:
     held = place.held()
     if held is None:
         raise RuntimeError(f"vLLM no longer keeps {place.parameter} as it was loaded")

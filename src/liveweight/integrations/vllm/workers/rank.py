@@ -18,14 +18,14 @@ from typing import TYPE_CHECKING
 from liveweight.devices.device import CPU
 from liveweight.devices.kernels import choose_kernels
 from liveweight.errors import WrongState
-from liveweight.integrations.vllm.handshake_terms import Terms, Verify
+from liveweight.integrations.vllm.handshake_terms import HandshakeTerms, Verify
 from liveweight.integrations.vllm.workers.host_arenas import HostArenas
-from liveweight.integrations.vllm.workers.read_back import Place, ReadingBack
+from liveweight.integrations.vllm.workers.read_back import ModelReadBack, TensorPlace
 from liveweight.integrations.vllm.workers.target import Named, VllmTarget, divide
 from liveweight.observe.bus import Bus
 from liveweight.observe.log import log
-from liveweight.rounds.boundary import Decision, Slot
-from liveweight.rounds.leader_server import Leader
+from liveweight.rounds.boundary import Decision, DecisionSlot
+from liveweight.rounds.leader_server import LeaderServer
 from liveweight.spec.deadline import Deadline
 from liveweight.spec.manifest import Manifest, OptionalGroup, Version
 from liveweight.transports.port import Reader
@@ -34,7 +34,7 @@ from liveweight.wire.credentials import Secret, socket_directory
 from liveweight.wire.default_paths import default_directory
 from liveweight.wire.messages import Settled
 from liveweight.wire.sockets import still_there, unix_path
-from liveweight.worker.rank import Member
+from liveweight.worker.rank import WorkerRank
 from liveweight.worker.staging_thread import StagingSettings
 
 if TYPE_CHECKING:
@@ -47,7 +47,7 @@ _PAUSE_MS = 10
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Seat:
+class WorkerSeat:
     """Which worker this is: its number among all, and among those of its host, and of which vLLM: no two have that name."""
 
     rank: int
@@ -72,14 +72,14 @@ class Loading:
     restore: Callable[[], None]
     start: Callable[[], Named]
     learn: Callable[[Callable[[str], torch.Tensor]], None]
-    places: Callable[[], Iterable[Place]]
+    places: Callable[[], Iterable[TensorPlace]]
     optional: tuple[OptionalGroup, ...] = ()
 
 
 class VllmRank:
     """One worker's part. Every method is for its main thread."""
 
-    def __init__(self, seat: Seat, loading: Loading, terms: Terms, secret: Secret) -> None:
+    def __init__(self, seat: WorkerSeat, loading: Loading, terms: HandshakeTerms, secret: Secret) -> None:
         self._seat, self._secret, self._optional = seat, secret, loading.optional
         self._serving: Version | None = START
         self._bus = Bus()
@@ -103,16 +103,16 @@ class VllmRank:
             restore=loading.restore,
             start=loading.start,
             learn=loading.learn,
-            reading=ReadingBack(loading.manifest, loading.places),
+            reading=ModelReadBack(loading.manifest, loading.places),
         )
-        self._member: Member | None = None
+        self._member: WorkerRank | None = None
         self._address: str | None = None
-        self._decided = Slot()
-        self._leader: Leader | None = None
+        self._decided = DecisionSlot()
+        self._leader: LeaderServer | None = None
         self._socket: tuple[Path, os.stat_result] | None = None
         self._resources = ExitStack()
 
-    def meet(self, terms: Terms) -> None:
+    def meet(self, terms: HandshakeTerms) -> None:
         """Be reached at the trainer's address, by a leader that says by which meeting. Asked again, with the same address, it only ends
         what an exchange left in doubt, and goes by the new trainer's wishes."""
         if self._leader is not None:
@@ -139,7 +139,7 @@ class VllmRank:
         """Whether nobody new reaches the leader that it joined: its socket is gone, or another's lies there."""
         return self._socket is not None and not still_there(*self._socket)
 
-    def _joined(self, terms: Terms, deadline: Deadline) -> Member:
+    def _joined(self, terms: HandshakeTerms, deadline: Deadline) -> WorkerRank:
         """Joined to this vLLM's leader, once that listens: until then the worker of another one may, which has ended."""
         readers = {name: mode.reader(self._secret, self._kernels, CPU) for name, mode in TRANSPORTS.items()}
         while True:
@@ -149,8 +149,8 @@ class VllmRank:
                 deadline.check(f"worker 0 to listen at {terms.address}")
                 select.poll().poll(_PAUSE_MS)
 
-    def _join(self, terms: Terms, readers: Mapping[str, Reader], deadline: Deadline) -> Member:
-        return Member(
+    def _join(self, terms: HandshakeTerms, readers: Mapping[str, Reader], deadline: Deadline) -> WorkerRank:
+        return WorkerRank(
             self._target,
             address=terms.address,
             secret=self._secret,
@@ -166,9 +166,9 @@ class VllmRank:
             met=terms.session,
         )
 
-    def _lead(self, terms: Terms) -> Leader:
+    def _lead(self, terms: HandshakeTerms) -> LeaderServer:
         """What it decides comes back through vLLM's `update_weights`, whose caller has asked for the decision."""
-        leader = Leader(
+        leader = LeaderServer(
             address=terms.address,
             secret=self._secret,
             replica=terms.address,

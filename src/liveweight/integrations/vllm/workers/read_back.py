@@ -12,14 +12,14 @@ if TYPE_CHECKING:
     import torch
 
 
-class Part(Protocol):
+class ViewPart(Protocol):
     """A part of a view in memory of which something else has the layout."""
 
     def within(self, tensor: torch.Tensor) -> torch.Tensor:
         """This part of another tensor of the same layout."""
 
 
-class Place(Protocol):
+class TensorPlace(Protocol):
     """Where a part of a tensor lies in the model."""
 
     @property
@@ -27,19 +27,19 @@ class Place(Protocol):
         """Its name."""
 
     @property
-    def source(self) -> Part:
+    def source(self) -> ViewPart:
         """Which part of it."""
 
     def held(self) -> torch.Tensor | None:
         """What the model holds there; None where that cannot be read."""
 
 
-class ReadingBack:
+class ModelReadBack:
     """Of one model. Where tensors lie is learned when it is first asked, or ahead of that."""
 
-    def __init__(self, manifest: Manifest, learn: Callable[[], Iterable[Place]]) -> None:
+    def __init__(self, manifest: Manifest, learn: Callable[[], Iterable[TensorPlace]]) -> None:
         self._manifest, self._learn = manifest, learn
-        self._places: dict[str, list[Place]] | None = None
+        self._places: dict[str, list[TensorPlace]] | None = None
 
     def prepare(self) -> None:
         """Learn where tensors lie."""
@@ -61,9 +61,9 @@ class ReadingBack:
             return True
         return False if known and len(known) == len(held) else None
 
-    def _known(self) -> dict[str, list[Place]]:
+    def _known(self) -> dict[str, list[TensorPlace]]:
         if self._places is None:
-            places: dict[str, list[Place]] = {}
+            places: dict[str, list[TensorPlace]] = {}
             for place in self._learn():
                 places.setdefault(place.tensor, []).append(place)
             self._places = places

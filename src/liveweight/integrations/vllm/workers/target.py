@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, TypeAlias
 from liveweight.devices.memory import Memory
 from liveweight.errors import DigestMismatch, Torn, WrongState
 from liveweight.integrations.vllm.workers.host_arenas import HostArenas
-from liveweight.integrations.vllm.workers.read_back import ReadingBack
+from liveweight.integrations.vllm.workers.read_back import ModelReadBack
 from liveweight.spec.layout import ALIGNMENT_BYTES, Layout, Placement, align, contiguous_strides
 from liveweight.spec.manifest import Manifest, TensorSpec
 from liveweight.spec.region import whole
@@ -28,7 +28,7 @@ Named: TypeAlias = "Iterable[tuple[str, torch.Tensor]]"
 
 
 @dataclass(frozen=True, slots=True)
-class Start:
+class StartCheckpoint:
     """The checkpoint that vLLM was started from; its tensors are in files."""
 
 
@@ -39,11 +39,11 @@ class InArena:
     number: int
 
 
-Content: TypeAlias = Start | InArena
+Content: TypeAlias = StartCheckpoint | InArena
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Share:
+class HostShare:
     """What one rank of a host stages: its placements, which lie side by side, from the first byte to the last."""
 
     layout: Layout
@@ -52,15 +52,15 @@ class Share:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Shares:
+class HostShares:
     """How the ranks of a host divide a version: every tensor is somebody's, and all of them lie in one arena."""
 
     size_bytes: int
     offsets: dict[str, int]
-    ranks: tuple[Share, ...]
+    ranks: tuple[HostShare, ...]
 
 
-def divide(manifest: Manifest, ranks: int) -> Shares:
+def divide(manifest: Manifest, ranks: int) -> HostShares:
     """Whole tensors, the largest first, to whoever has least so far. The same on every rank."""
     owned: list[list[TensorSpec]] = [[] for _ in range(ranks)]
     loads = [0] * ranks
@@ -72,14 +72,14 @@ def divide(manifest: Manifest, ranks: int) -> Shares:
     ends = itertools.accumulate((align(s.size_bytes, ALIGNMENT_BYTES) for s in ordered), initial=0)
     offsets = dict(zip((spec.name for spec in ordered), ends, strict=False))
     total = sum(align(spec.size_bytes, ALIGNMENT_BYTES) for spec in ordered)
-    return Shares(
+    return HostShares(
         size_bytes=max(total, 1),
         offsets=offsets,
         ranks=tuple(_share(specs, offsets, max(total, 1)) for specs in owned),
     )
 
 
-def _share(specs: Sequence[TensorSpec], offsets: dict[str, int], size_bytes: int) -> Share:
+def _share(specs: Sequence[TensorSpec], offsets: dict[str, int], size_bytes: int) -> HostShare:
     placements = tuple(
         Placement(
             name=spec.name,
@@ -92,7 +92,7 @@ def _share(specs: Sequence[TensorSpec], offsets: dict[str, int], size_bytes: int
     )
     layout = Layout(tensors=tuple(specs), memories_bytes=(size_bytes,), placements=placements)
     ends = [offsets[spec.name] + spec.size_bytes for spec in specs]
-    return Share(
+    return HostShare(
         layout=layout,
         first_byte=min((offsets[s.name] for s in specs), default=0),
         last_byte=max(ends, default=0),
@@ -110,20 +110,20 @@ class VllmTarget:
         self,
         manifest: Manifest,
         arenas: HostArenas,
-        shares: Shares,
+        shares: HostShares,
         *,
         local_rank: int,
         load: Callable[[Named], None],
         restore: Callable[[], None],
         start: Callable[[], Named],
         learn: Callable[[Callable[[str], torch.Tensor]], None],
-        reading: ReadingBack,
+        reading: ModelReadBack,
     ) -> None:
         self._manifest, self._arenas, self._shares = manifest, arenas, shares
         self._own = shares.ranks[local_rank]
         self._load, self._restore, self._start = load, restore, start
         self._learn, self._reading = learn, reading
-        self._sides: tuple[Content, Content] = (Start(), InArena(0))
+        self._sides: tuple[Content, Content] = (StartCheckpoint(), InArena(0))
         self.reads_back = False
         """Whether an exchange ends with a look at what the model holds then."""
         self._unread = len(manifest.tensors)
@@ -138,7 +138,7 @@ class VllmTarget:
         match self._sides[0]:
             case InArena(number=number):
                 return (self._arenas.memory(number),)
-            case Start():
+            case StartCheckpoint():
                 raise WrongState("serving the checkpoint of its start, which it holds in files", "verify")
 
     def shadow(self) -> Sequence[Memory]:
@@ -176,7 +176,7 @@ class VllmTarget:
 
     def _look_at(self, installed: Content) -> int:
         """Compare what the model holds now, where that is wanted; how many tensors nobody has looked at. DigestMismatch names others."""
-        if not self.reads_back or isinstance(installed, Start):
+        if not self.reads_back or isinstance(installed, StartCheckpoint):
             return len(self._manifest.tensors)
         found = self._read(installed)
         if found.differing:
@@ -194,7 +194,7 @@ class VllmTarget:
 
     def _tensors(self, content: Content) -> Named:
         match content:
-            case Start():
+            case StartCheckpoint():
                 return self._start()
             case InArena(number=number):
                 return self._in_arena(number)
@@ -214,7 +214,7 @@ class VllmTarget:
         match self._sides[0]:
             case InArena() as installed:
                 return self._read(installed)
-            case Start():
+            case StartCheckpoint():
                 return None
 
     def _read(self, installed: InArena) -> ReadBack:

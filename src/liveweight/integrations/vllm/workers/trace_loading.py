@@ -30,7 +30,7 @@ of its own to quantise."""
 
 
 @dataclass(frozen=True, slots=True)
-class View:
+class TensorView:
     """A part of a tensor's memory, in elements."""
 
     offset: int
@@ -48,14 +48,14 @@ class View:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Placed:
+class TracedCopy:
     """This part of a checkpoint's tensor lies there, as it is."""
 
     tensor: str
-    source: View
+    source: TensorView
     layer: Any
     parameter: str
-    destination: View
+    destination: TensorView
 
     def held(self) -> torch.Tensor | None:
         """What the model holds there now; None where it does not keep it as it was loaded."""
@@ -66,15 +66,15 @@ class Placed:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Traced:
+class LoadingTrace:
     """What was learned. `complete`: every tensor has a place, that is all that loading does, and nothing that the model computes with is
     made from weights besides the parameters themselves; so that copying by it is loading."""
 
-    places: tuple[Placed, ...]
+    places: tuple[TracedCopy, ...]
     complete: bool
 
 
-def trace(model: Any, groups: Iterable[Sequence[TensorSpec]]) -> Traced:
+def trace(model: Any, groups: Iterable[Sequence[TensorSpec]]) -> LoadingTrace:
     """What loading these tensors copies. They come in groups that are loaded together: one that cannot be followed spoils no other."""
     from vllm.model_executor.model_loader.mtp_validation import disable_mtp_completeness_check
 
@@ -82,7 +82,7 @@ def trace(model: Any, groups: Iterable[Sequence[TensorSpec]]) -> Traced:
     twins: dict[Any, Any] = {}
     twin = _twin(model, twins, parameters)
     before = {layer: _state(layer) for layer in twins.values()}
-    places: list[Placed] = []
+    places: list[TracedCopy] = []
     complete = not any(_derives(layer) for layer in twins)
     for group in groups:
         tensors = {
@@ -101,7 +101,7 @@ def trace(model: Any, groups: Iterable[Sequence[TensorSpec]]) -> Traced:
         complete = complete and not noted.changed and {one.tensor for one in kept} == set(tensors)
         places += kept
     complete = complete and all(_state(layer) == state for layer, state in before.items())
-    return Traced(places=tuple(places), complete=complete)
+    return LoadingTrace(places=tuple(places), complete=complete)
 
 
 def _state(layer: Any) -> dict[str, int]:
@@ -151,7 +151,7 @@ class _Copies(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __init__(self, tensors: Mapping[int, str], parameters: Mapping[int, tuple[Any, str]]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._tensors, self._parameters = tensors, parameters
-        self.found: list[Placed] = []
+        self.found: list[TracedCopy] = []
         self.changed: set[tuple[Any, str]] = set()
 
     def __torch_dispatch__(
@@ -180,12 +180,12 @@ class _Copies(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._change(into)
             return
         self.found.append(
-            Placed(
+            TracedCopy(
                 tensor=name,
-                source=View.of(source),
+                source=TensorView.of(source),
                 layer=layer,
                 parameter=parameter,
-                destination=View.of(into),
+                destination=TensorView.of(into),
             )
         )
 

@@ -27,7 +27,7 @@ from liveweight.engine.config import EngineConfig, Updates
 from liveweight.engine.engine import Engine
 from liveweight.engine.init_model.checkpoint import init_model
 from liveweight.engine.init_model.sizes import SIZES
-from liveweight.engine.serving.rank_processes import Launch, Process
+from liveweight.engine.serving.rank_processes import Launch, RankProcess
 from liveweight.engine.serving.requests import Delta, Sampling
 from liveweight.errors import DeadlineExceeded
 from liveweight.lab.bench.engine.idle_rank import Meets
@@ -85,7 +85,7 @@ def _engine(name: Name, directory: Path, tp: int) -> Engine:
 
 
 def _launching(place: Path, tp: int, meets: Meets) -> Launch:
-    def launch(rank: int, end: socket.socket) -> Process:
+    def launch(rank: int, end: socket.socket) -> RankProcess:
         given = f"parent={os.getpid()}, number={rank}, ranks={tp}, meets={meets!r}, place={str(place)!r}"
         code = f"from liveweight.lab.bench.engine.idle_rank import main; main({end.fileno()}, {given})"
         return subprocess.Popen(

@@ -10,7 +10,7 @@ from typing import Any, Literal, TypeAlias
 
 from liveweight.engine.rank import process
 from liveweight.engine.rank.rank_group import collectives, meet
-from liveweight.engine.rank.step_runner import Runner
+from liveweight.engine.rank.step_runner import StepRunner
 from liveweight.engine.serving.step_stream import Step, StepDone
 
 Meets: TypeAlias = Literal["never", "broadcast", "barrier"]
@@ -18,7 +18,7 @@ Meets: TypeAlias = Literal["never", "broadcast", "barrier"]
 MEET_S = 300.0
 
 
-class Counted:
+class CountedGroup:
     """A group whose collectives are counted. See engine/models/forward.Group."""
 
     def __init__(self, inner: Any, counts: Counter[str]) -> None:
@@ -40,7 +40,7 @@ def main(descriptor: int, *, parent: int, number: int, ranks: int, meets: Meets,
     """The process. `place` is a directory of the engine's: for the ranks' meeting and for their counts."""
     counts: Counter[str] = Counter()
 
-    class Meeting(Runner):
+    class MeetingRunner(StepRunner):
         """Steps that begin with a meeting."""
 
         def run(self, step: Step, say: Callable[[StepDone], None]) -> None:
@@ -53,13 +53,13 @@ def main(descriptor: int, *, parent: int, number: int, ranks: int, meets: Meets,
             import torch
 
             if not hasattr(self, "_gloo"):
-                self._gloo = Counted(_gloo(number, ranks, Path(place)), counts)
+                self._gloo = CountedGroup(_gloo(number, ranks, Path(place)), counts)
             self._gloo.broadcast(torch.tensor([step.number]), 0).wait()
             if meets == "barrier":
                 self._gloo.barrier().wait()
 
-    vars(process)["Runner"] = Meeting
-    vars(process)["meet"] = lambda **given: Counted(meet(**given), counts)
+    vars(process)["StepRunner"] = MeetingRunner
+    vars(process)["meet"] = lambda **given: CountedGroup(meet(**given), counts)
     process.main(descriptor, parent=parent)
     (Path(place) / f"counts-{number}.json").write_text(json.dumps(counts))
 

@@ -23,7 +23,7 @@ from liveweight.engine.engine import Engine
 from liveweight.engine.init_model.checkpoint import init_model
 from liveweight.engine.init_model.sizes import SIZES
 from liveweight.engine.serving.requests import Delta, Sampling
-from liveweight.lab.bench.child_process import Child, Line
+from liveweight.lab.bench.child_process import BenchProcess, JsonSocket
 from liveweight.lab.bench.engine.live_trainer import WAIT_S
 from liveweight.lab.bench.engine.live_trainer import main as trainer_main
 from liveweight.spec.deadline import Deadline
@@ -140,7 +140,7 @@ def bench_live(settings: LiveSettings) -> dict[str, Any]:
             Engine(EngineConfig(model=str(model), tp=settings.tp, updates=updates, overlap=True))
         )
         config = {"model": str(model), "address": updates.address, "directory": str(directory)}
-        trainer = stack.enter_context(Child(trainer_main, config))
+        trainer = stack.enter_context(BenchProcess(trainer_main, config))
         trainer.line.hear(Deadline.after(WAIT_S))
         weights_bytes = sum(path.stat().st_size for path in model.glob("*.safetensors"))
         copy_s = _plain_copy(weights_bytes, settings.tp)
@@ -164,13 +164,13 @@ def bench_live(settings: LiveSettings) -> dict[str, Any]:
     }
 
 
-def _publish(line: Line, offer: str, policy: KvPolicy) -> dict[str, Any]:
+def _publish(line: JsonSocket, offer: str, policy: KvPolicy) -> dict[str, Any]:
     line.say(do="publish", offer=offer, kv_policy=policy)
     return line.hear(Deadline.after(WAIT_S))
 
 
 def _compare(
-    load: _Load, line: Line, settings: LiveSettings, policy: KvPolicy
+    load: _Load, line: JsonSocket, settings: LiveSettings, policy: KvPolicy
 ) -> list[tuple[_Stretch, _Stretch, list[dict[str, Any]]]]:
     """Stretches without updates and with them, in turns; what the rounds took."""
     per_stretch = -(-settings.commits // settings.stretches)
@@ -225,7 +225,9 @@ def _p99(values: list[float]) -> float:
 def _plain_copy(size_bytes: int, ranks: int) -> float:
     """As many processes as ranks each copy their share at once, warm: from the first's start to the last's end, best of five."""
     with ExitStack() as stack:
-        children = [stack.enter_context(Child(_copier, {"size": size_bytes // ranks})) for _ in range(ranks)]
+        children = [
+            stack.enter_context(BenchProcess(_copier, {"size": size_bytes // ranks})) for _ in range(ranks)
+        ]
         deadline = Deadline.after(WAIT_S)
         for child in children:
             child.line.hear(deadline)
@@ -240,7 +242,7 @@ def _plain_copy(size_bytes: int, ranks: int) -> float:
     return float(min(spans))
 
 
-def _copier(line: Line, config: dict[str, Any]) -> None:
+def _copier(line: JsonSocket, config: dict[str, Any]) -> None:
     import numpy as np
 
     source = np.ones(config["size"], dtype=np.uint8)

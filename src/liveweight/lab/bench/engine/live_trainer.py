@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from liveweight.checkpoint import CheckpointSource
-from liveweight.lab.bench.child_process import Line
+from liveweight.lab.bench.child_process import JsonSocket
 from liveweight.lab.bench.publishing import publishing
 from liveweight.spec.deadline import Deadline
 from liveweight.trainer.offers.live import share_module
@@ -18,7 +18,7 @@ from liveweight.transports.ipc.arena import SharedArena
 WAIT_S = 600.0
 
 
-def main(line: Line, config: dict[str, Any]) -> None:
+def main(line: JsonSocket, config: dict[str, Any]) -> None:
     """Publish, on request, until the line closes."""
     import torch
 

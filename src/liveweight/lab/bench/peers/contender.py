@@ -35,7 +35,7 @@ class Talk(Protocol):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Meeting:
+class Rendezvous:
     """Where both halves meet: files of theirs, in memory; the tensors, in order; how many ranks; queues that were made with the ranks."""
 
     directory: Path
@@ -44,7 +44,7 @@ class Meeting:
     queues: Sequence[Any] = ()
 
 
-class Share:
+class PeerShare:
     """A rank's live weights: its part of every tensor."""
 
     def __init__(self, specs: Sequence[TensorSpec], rank: int, ranks: int) -> None:
@@ -82,7 +82,7 @@ def _slices(region: Any) -> tuple[slice, ...]:
     return tuple(slice(span.start, span.start + span.count) for span in region)
 
 
-class Sender(Protocol):
+class PeerSender(Protocol):
     """The trainer's half."""
 
     def send(self, talks: Sequence[Talk]) -> None:
@@ -92,7 +92,7 @@ class Sender(Protocol):
         """Give everything back."""
 
 
-class Receiver(Protocol):
+class PeerReceiver(Protocol):
     """A rank's half."""
 
     def receive(self, talk: Talk) -> None:
@@ -106,14 +106,14 @@ Weights: TypeAlias = "Mapping[str, torch.Tensor]"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Way:
+class PeerMethod:
     """One contender: its two halves, and whom it stands for. `shared`: it moves the trainer's weights to memory of its own first."""
 
     name: str
     stands_for: str
     group: Group
-    sender: Callable[[Meeting, Weights], Sender]
-    receiver: Callable[[Meeting, Share], Receiver]
+    sender: Callable[[Rendezvous, Weights], PeerSender]
+    receiver: Callable[[Rendezvous, PeerShare], PeerReceiver]
 
 
 def buckets(

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from liveweight.lab.bench.peers.contender import Meeting, Share, Talk, Way, Weights
+from liveweight.lab.bench.peers.contender import PeerMethod, PeerShare, Rendezvous, Talk, Weights
 
 
 class FileSender:
     """Writes the file anew, then says so."""
 
-    def __init__(self, meeting: Meeting, weights: Weights) -> None:
+    def __init__(self, meeting: Rendezvous, weights: Weights) -> None:
         self._path, self._weights = meeting.directory / "weights.safetensors", weights
 
     def send(self, talks: Sequence[Talk]) -> None:
-        """See Sender."""
+        """See PeerSender."""
         from safetensors.torch import save_file
 
         new = self._path.with_suffix(".new")
@@ -24,14 +24,14 @@ class FileSender:
             talk.send("written")
 
     def close(self) -> None:
-        """See Sender."""
+        """See PeerSender."""
         self._path.unlink(missing_ok=True)
 
 
 class FileReceiver:
     """Maps the file, and copies its parts."""
 
-    def __init__(self, meeting: Meeting, share: Share) -> None:
+    def __init__(self, meeting: Rendezvous, share: PeerShare) -> None:
         self._path, self._specs, self._share = (
             meeting.directory / "weights.safetensors",
             meeting.specs,
@@ -52,7 +52,7 @@ class FileReceiver:
 
 
 WAYS = (
-    Way(
+    PeerMethod(
         name="files",
         stands_for="safetensors to tmpfs and load (update from disk)",
         group="apart",

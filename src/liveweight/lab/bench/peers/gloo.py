@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any
 from liveweight.engine.rank.rank_group import collectives
 from liveweight.lab.bench.peers.contender import (
     WAIT_S,
-    Meeting,
-    Share,
+    PeerMethod,
+    PeerShare,
+    Rendezvous,
     Talk,
-    Way,
     Weights,
     bucket_bytes,
     buckets,
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     import torch
 
 
-def _group(meeting: Meeting, member: int, name: str) -> Any:
+def _group(meeting: Rendezvous, member: int, name: str) -> Any:
     """The trainer is member 0, rank r member r + 1. A group of its own: nothing of torch's global state is touched."""
     import torch.distributed as dist
 
@@ -39,24 +39,24 @@ def _broadcast(group: Any, memory: torch.Tensor) -> None:
 class TensorSender:
     """Every tensor where it lies, one after the other."""
 
-    def __init__(self, meeting: Meeting, weights: Weights) -> None:
+    def __init__(self, meeting: Rendezvous, weights: Weights) -> None:
         self._weights, self._group = weights, _group(meeting, 0, "tensor")
 
     def send(self, talks: Sequence[Talk]) -> None:
-        """See Sender."""
+        """See PeerSender."""
         del talks
         for tensor in self._weights.values():
             _broadcast(self._group, raw(tensor))
 
     def close(self) -> None:
-        """See Sender."""
+        """See PeerSender."""
         self._group = None
 
 
 class TensorReceiver:
     """Into one buffer, from which each tensor's part is loaded."""
 
-    def __init__(self, meeting: Meeting, share: Share) -> None:
+    def __init__(self, meeting: Rendezvous, share: PeerShare) -> None:
         import torch
 
         self._specs, self._share = meeting.specs, share
@@ -78,7 +78,7 @@ class TensorReceiver:
 class BucketSender:
     """Tensors packed into buckets, each broadcast at once."""
 
-    def __init__(self, meeting: Meeting, weights: Weights) -> None:
+    def __init__(self, meeting: Rendezvous, weights: Weights) -> None:
         import torch
 
         self._weights, self._buckets = weights, buckets(meeting.specs)
@@ -86,7 +86,7 @@ class BucketSender:
         self._group = _group(meeting, 0, "bucket")
 
     def send(self, talks: Sequence[Talk]) -> None:
-        """See Sender."""
+        """See PeerSender."""
         del talks
         for bucket in self._buckets:
             end = 0
@@ -96,14 +96,14 @@ class BucketSender:
             _broadcast(self._group, self._memory[:end])
 
     def close(self) -> None:
-        """See Sender."""
+        """See PeerSender."""
         self._group = None
 
 
 class BucketReceiver:
     """Each bucket's tensors are loaded from where it arrived."""
 
-    def __init__(self, meeting: Meeting, share: Share) -> None:
+    def __init__(self, meeting: Rendezvous, share: PeerShare) -> None:
         import torch
 
         self._buckets, self._share = buckets(meeting.specs), share
@@ -125,14 +125,14 @@ class BucketReceiver:
 
 
 WAYS = (
-    Way(
+    PeerMethod(
         name="gloo_tensor",
         stands_for="a broadcast for each tensor (TRL, OpenRLHF), over gloo",
         group="apart",
         sender=TensorSender,
         receiver=TensorReceiver,
     ),
-    Way(
+    PeerMethod(
         name="gloo_bucket",
         stands_for="broadcasts of buckets, over gloo",
         group="apart",

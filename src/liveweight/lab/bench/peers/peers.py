@@ -23,12 +23,12 @@ from liveweight.devices.kernels import choose
 from liveweight.errors import DigestMismatch
 from liveweight.lab.bench.model_shapes import decoder, parameters, small_tensors
 from liveweight.lab.bench.peers import ray_store
-from liveweight.lab.bench.peers.contender import Group, Meeting, Way, Weights
+from liveweight.lab.bench.peers.contender import Group, PeerMethod, Rendezvous, Weights
 from liveweight.lab.bench.peers.queues import QueueSender
-from liveweight.lab.bench.peers.rank import WAYS, Ranks
+from liveweight.lab.bench.peers.rank import WAYS, PeerRanks
 from liveweight.lab.bench.rounds.ipc import IpcSettings, Scene, change
 from liveweight.observe.events import OfferKind
-from liveweight.plan.digest_sums import Tally, lanes_from_bytes
+from liveweight.plan.digest_sums import DigestSums, lanes_from_bytes
 from liveweight.spec.manifest import TensorSpec
 from liveweight.trainer.offers.live import live_digest
 from liveweight.worker.targets.torch_layout import gather, layout_of
@@ -149,7 +149,7 @@ class _Check:
 
     def same(self, lanes: Sequence[bytes], who: str) -> None:
         """DigestMismatch where a rank holds anything else."""
-        tally, shared = Tally(self._layouts), self._scene.shared
+        tally, shared = DigestSums(self._layouts), self._scene.shared
         totals, torn = tally.combine(
             [
                 lanes_from_bytes(one, len(layout.placements))
@@ -170,14 +170,19 @@ def _theirs(
 
     context = torch.multiprocessing.get_context("spawn")
     queues = tuple(context.Queue() for _ in range(ranks))
-    meeting = Meeting(directory=files, specs=tuple(specs), ranks=ranks, queues=queues)
-    processes = Ranks(meeting, context)
+    meeting = Rendezvous(directory=files, specs=tuple(specs), ranks=ranks, queues=queues)
+    processes = PeerRanks(meeting, context)
     stack.callback(processes.close)
     return [_way(way, meeting, processes, weights, check, stack) for way in WAYS]
 
 
 def _way(
-    way: Way, meeting: Meeting, processes: Ranks, weights: Weights, check: _Check, stack: ExitStack
+    way: PeerMethod,
+    meeting: Rendezvous,
+    processes: PeerRanks,
+    weights: Weights,
+    check: _Check,
+    stack: ExitStack,
 ) -> Contender:
     processes.tell("make", way.name)
     sender = way.sender(meeting, weights)
@@ -214,7 +219,7 @@ def _way(
 def _ray(
     specs: Sequence[TensorSpec], ranks: int, files: Path, weights: Weights, check: _Check, stack: ExitStack
 ) -> Contender:
-    store = ray_store.RayStore(Meeting(directory=files, specs=tuple(specs), ranks=ranks), weights)
+    store = ray_store.RayStore(Rendezvous(directory=files, specs=tuple(specs), ranks=ranks), weights)
     stack.callback(store.close)
 
     def once() -> float:

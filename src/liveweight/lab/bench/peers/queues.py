@@ -7,13 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from liveweight.lab.bench.peers.contender import Meeting, Share, Talk, Way, Weights, raw, seen
+from liveweight.lab.bench.peers.contender import PeerMethod, PeerShare, Rendezvous, Talk, Weights, raw, seen
 
 
 class QueueSender:
     """Its weights are a shared storage; they are kept equal to the benchmark's outside of rounds, by `refresh`."""
 
-    def __init__(self, meeting: Meeting, weights: Weights) -> None:
+    def __init__(self, meeting: Rendezvous, weights: Weights) -> None:
         import torch
 
         self._queues, self._weights = meeting.queues, weights
@@ -30,19 +30,19 @@ class QueueSender:
             at += len(part)
 
     def send(self, talks: Sequence[Talk]) -> None:
-        """See Sender."""
+        """See PeerSender."""
         del talks
         for queue in self._queues:
             queue.put(self._shared)
 
     def close(self) -> None:
-        """See Sender."""
+        """See PeerSender."""
 
 
 class QueueReceiver:
     """Maps what the handle names, and copies its part."""
 
-    def __init__(self, meeting: Meeting, share: Share) -> None:
+    def __init__(self, meeting: Rendezvous, share: PeerShare) -> None:
         self._queue, self._specs, self._share = meeting.queues[share.rank], meeting.specs, share
 
     def receive(self, talk: Talk) -> None:
@@ -58,7 +58,7 @@ class QueueReceiver:
 
 
 WAYS = (
-    Way(
+    PeerMethod(
         name="mp_queue",
         stands_for="a torch.multiprocessing queue of shared tensors",
         group="in place",

@@ -6,25 +6,25 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from liveweight.devices.copy_threads import Crew
+from liveweight.devices.copy_threads import CopyThreads
 from liveweight.devices.kernels import choose_kernels
 from liveweight.lab.bench.peers import files, gloo, queues, zmq_buckets
-from liveweight.lab.bench.peers.contender import WAIT_S, Meeting, Receiver, Share, Talk, Way
+from liveweight.lab.bench.peers.contender import WAIT_S, PeerMethod, PeerReceiver, PeerShare, Rendezvous, Talk
 from liveweight.plan.digest_sums import lanes_to_bytes
 from liveweight.spec.deadline import Deadline
 from liveweight.worker.shadow_digest import ShadowDigest
 from liveweight.worker.targets.torch_target import TensorTarget
 
-WAYS: tuple[Way, ...] = (*gloo.WAYS, *files.WAYS, *zmq_buckets.WAYS, *queues.WAYS)
+WAYS: tuple[PeerMethod, ...] = (*gloo.WAYS, *files.WAYS, *zmq_buckets.WAYS, *queues.WAYS)
 
 
-def main(rank: int, meeting: Meeting, talk: Talk) -> None:
+def main(rank: int, meeting: Rendezvous, talk: Talk) -> None:
     """Do what the benchmark says, until it says stop."""
     import torch
 
     torch.set_num_threads(1)
-    share = Share(meeting.specs, rank, meeting.ranks)
-    receivers: dict[str, Receiver] = {}
+    share = PeerShare(meeting.specs, rank, meeting.ranks)
+    receivers: dict[str, PeerReceiver] = {}
     talk.send("ready")
     while (word := talk.recv()) != ("stop", ""):
         what, name = word
@@ -44,23 +44,23 @@ def main(rank: int, meeting: Meeting, talk: Talk) -> None:
         receiver.close()
 
 
-def way_of(name: str) -> Way:
+def way_of(name: str) -> PeerMethod:
     """The way of that name."""
     return next(way for way in WAYS if way.name == name)
 
 
-def lanes_of(share: Share) -> bytes:
+def lanes_of(share: PeerShare) -> bytes:
     """What a rank's weights are, bit for bit."""
     target = TensorTarget(share.held)
-    with Crew(1) as crew:
+    with CopyThreads(1) as crew:
         reading = ShadowDigest(target.layout, choose_kernels())
         return lanes_to_bytes(reading.all_of(target.live(), crew=crew, deadline=Deadline.after(WAIT_S)))
 
 
-class Ranks:
+class PeerRanks:
     """The benchmark's side of them. Ends with `close`."""
 
-    def __init__(self, meeting: Meeting, queues_for: Any) -> None:
+    def __init__(self, meeting: Rendezvous, queues_for: Any) -> None:
         """`queues_for` is the multiprocessing context that the meeting's queues were made with."""
         self._processes, self.talks = [], []
         for rank in range(meeting.ranks):

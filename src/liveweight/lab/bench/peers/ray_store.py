@@ -6,7 +6,7 @@ import time
 from importlib.util import find_spec
 from typing import Any
 
-from liveweight.lab.bench.peers.contender import Meeting, Share, Weights
+from liveweight.lab.bench.peers.contender import PeerShare, Rendezvous, Weights
 from liveweight.lab.bench.peers.rank import lanes_of
 from liveweight.spec.manifest import TensorSpec
 
@@ -27,7 +27,7 @@ class Actor:
         import torch
 
         torch.set_num_threads(1)
-        self._specs, self._share = specs, Share(specs, rank, ranks)
+        self._specs, self._share = specs, PeerShare(specs, rank, ranks)
 
     def take(self, arrays: dict[str, Any]) -> float:
         """Load its part; when it has."""
@@ -39,7 +39,7 @@ class Actor:
         return time.monotonic()
 
     def clear(self) -> None:
-        """See Share."""
+        """See PeerShare."""
         self._share.clear()
 
     def lanes(self) -> bytes:
@@ -50,7 +50,7 @@ class Actor:
 class RayStore:
     """The trainer's side, and the actors."""
 
-    def __init__(self, meeting: Meeting, weights: Weights) -> None:
+    def __init__(self, meeting: Rendezvous, weights: Weights) -> None:
         import ray
 
         self._weights, self._ray = weights, ray

@@ -12,10 +12,10 @@ import zmq
 
 from liveweight.lab.bench.peers.contender import (
     WAIT_S,
-    Meeting,
-    Share,
+    PeerMethod,
+    PeerShare,
+    Rendezvous,
     Talk,
-    Way,
     Weights,
     bucket_bytes,
     buckets,
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     import torch
 
 
-def _memory(meeting: Meeting, name: str, halves: int) -> torch.Tensor:
+def _memory(meeting: Rendezvous, name: str, halves: int) -> torch.Tensor:
     """A file in memory that all map; who comes first makes it."""
     import torch
 
@@ -38,7 +38,7 @@ def _memory(meeting: Meeting, name: str, halves: int) -> torch.Tensor:
 class ZmqSender:
     """Fills one half after the other. With one half, a bucket is acknowledged before the next is filled; with two, before it is told."""
 
-    def __init__(self, meeting: Meeting, weights: Weights, *, name: str, halves: int) -> None:
+    def __init__(self, meeting: Rendezvous, weights: Weights, *, name: str, halves: int) -> None:
         self._weights, self._buckets, self._halves = weights, buckets(meeting.specs), halves
         self._memory = _memory(meeting, name, halves)
         self._half_bytes = len(self._memory) // halves
@@ -52,7 +52,7 @@ class ZmqSender:
             self._sockets.append(one)
 
     def send(self, talks: Sequence[Talk]) -> None:
-        """See Sender."""
+        """See PeerSender."""
         del talks
         for number, bucket in enumerate(self._buckets):
             base = number % self._halves * self._half_bytes
@@ -74,14 +74,14 @@ class ZmqSender:
                 one.recv()
 
     def close(self) -> None:
-        """See Sender."""
+        """See PeerSender."""
         self._context.destroy(linger=0)
 
 
 class ZmqReceiver:
     """Loads every bucket where it lies, and acknowledges it."""
 
-    def __init__(self, meeting: Meeting, share: Share, *, name: str, halves: int) -> None:
+    def __init__(self, meeting: Rendezvous, share: PeerShare, *, name: str, halves: int) -> None:
         self._share, self._count = share, len(buckets(meeting.specs))
         self._specs: dict[str, Any] = {spec.name: spec for spec in meeting.specs}
         self._memory = _memory(meeting, name, halves)
@@ -104,8 +104,8 @@ class ZmqReceiver:
         self._context.destroy(linger=0)
 
 
-def _way(name: str, stands_for: str, halves: int) -> Way:
-    return Way(
+def _way(name: str, stands_for: str, halves: int) -> PeerMethod:
+    return PeerMethod(
         name=name,
         stands_for=stands_for,
         group="copies twice",

@@ -12,7 +12,7 @@ from typing import Any
 
 from liveweight.devices.device import CPU
 from liveweight.devices.kernels import choose
-from liveweight.lab.bench.child_process import Child, Line
+from liveweight.lab.bench.child_process import BenchProcess, JsonSocket
 from liveweight.lab.bench.rounds.ipc_rank import WAIT_S
 from liveweight.observe.bus import Bus
 from liveweight.rounds.replica import WireReplica
@@ -21,8 +21,8 @@ from liveweight.spec.decoding import converted
 from liveweight.spec.manifest import TensorSpec
 from liveweight.spec.region import counts
 from liveweight.trainer.settings import PublisherSettings
-from liveweight.trainer.sources.dtensor_placements import Cut, held
-from liveweight.trainer.spmd.join_ranks import Terms, join_ranks
+from liveweight.trainer.sources.dtensor_placements import MeshCut, held
+from liveweight.trainer.spmd.join_ranks import SpmdSettings, join_ranks
 from liveweight.transports.registry import mode
 from liveweight.wire.credentials import load_or_create_secret, socket_directory
 
@@ -35,7 +35,7 @@ def sharded_rounds(config: dict[str, Any], rounds: int) -> list[float]:
     """Seconds of that many verified rounds, each from the call to the last commit, at the slower rank."""
     with ExitStack() as stack:
         told = config | {"store": f"{config['store']}-trainer", "world": WORLD}
-        ranks = [stack.enter_context(Child(main, told | {"rank": rank})) for rank in range(WORLD)]
+        ranks = [stack.enter_context(BenchProcess(main, told | {"rank": rank})) for rank in range(WORLD)]
         for rank in ranks:
             rank.line.hear(Deadline.after(WAIT_S))
         taken = []
@@ -50,7 +50,7 @@ def sharded_rounds(config: dict[str, Any], rounds: int) -> list[float]:
     return taken[WARM_ROUNDS:]
 
 
-def main(line: Line, config: dict[str, Any]) -> None:
+def main(line: JsonSocket, config: dict[str, Any]) -> None:
     """One rank: publishes when it is told a label, until it is told none."""
     import torch
     import torch.distributed as dist
@@ -84,7 +84,7 @@ def _shards(specs: list[TensorSpec], rank: int) -> dict[str, Any]:
 
     mesh, found = init_device_mesh("cpu", (WORLD,)), {}
     for spec in specs:
-        ((region, _),) = held(spec.shape, [Cut(dimension=0, parts=WORLD, which=rank)])
+        ((region, _),) = held(spec.shape, [MeshCut(dimension=0, parts=WORLD, which=rank)])
         local = torch.ones(counts(region), dtype=getattr(torch, spec.dtype.value))
         strides = torch.empty(spec.shape, device="meta").stride()
         found[spec.name] = DTensor.from_local(
@@ -93,9 +93,9 @@ def _shards(specs: list[TensorSpec], rank: int) -> dict[str, Any]:
     return found
 
 
-def _terms(config: dict[str, Any]) -> Terms:
+def _terms(config: dict[str, Any]) -> SpmdSettings:
     secret = load_or_create_secret(Path(config["secret"]))
-    return Terms(
+    return SpmdSettings(
         secret=secret,
         directory=socket_directory(Path(config["secret"]).parent),
         mode=mode("ipc"),

@@ -19,7 +19,7 @@ import msgspec
 
 from liveweight.devices.kernels import choose
 from liveweight.errors import DigestMismatch
-from liveweight.lab.bench.child_process import Child, reset_peak, resident_bytes
+from liveweight.lab.bench.child_process import BenchProcess, reset_peak, resident_bytes
 from liveweight.lab.bench.model_shapes import decoder, module_of, parameters, small_tensors
 from liveweight.lab.bench.publishing import publishing
 from liveweight.lab.bench.rounds.figures import figures_of, ratios_of, rounds_of
@@ -28,7 +28,7 @@ from liveweight.lab.bench.rounds.fsdp2 import sharded_rounds
 from liveweight.lab.bench.rounds.ipc_rank import WAIT_S
 from liveweight.lab.bench.rounds.ipc_rank import main as rank_main
 from liveweight.observe.events import OfferKind
-from liveweight.plan.digest_sums import Tally, lanes_from_bytes
+from liveweight.plan.digest_sums import DigestSums, lanes_from_bytes
 from liveweight.spec.deadline import Deadline
 from liveweight.spec.layout import Layout
 from liveweight.spec.manifest import TensorSpec
@@ -165,7 +165,7 @@ class Scene:
             for name in ("", *range(1, self._settings.replicas))
         ]
         self._ranks = [
-            stack.enter_context(Child(rank_main, config | replica | {"rank": rank}))
+            stack.enter_context(BenchProcess(rank_main, config | replica | {"rank": rank}))
             for replica in replicas
             for rank in range(self._settings.ranks)
         ]
@@ -240,11 +240,11 @@ class Scene:
         for first in range(0, len(self._ranks), self._settings.ranks):
             self._check(self._ranks[first : first + self._settings.ranks], layouts)
 
-    def _check(self, ranks: list[Child], layouts: list[Layout]) -> None:
+    def _check(self, ranks: list[BenchProcess], layouts: list[Layout]) -> None:
         """One replica's."""
         for rank in ranks:
             rank.line.say(do="digest")
-        tally, lanes = Tally(layouts), []
+        tally, lanes = DigestSums(layouts), []
         for rank, layout in zip(ranks, layouts, strict=True):
             heard = rank.line.hear(Deadline.after(WAIT_S))["lanes"]
             lanes.append(lanes_from_bytes(bytes.fromhex(heard), len(layout.placements)))

@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from liveweight.devices.copy_threads import Crew
+from liveweight.devices.copy_threads import CopyThreads
 from liveweight.devices.kernels import choose_kernels
-from liveweight.lab.bench.child_process import Line, reset_peak, resident_bytes
+from liveweight.lab.bench.child_process import JsonSocket, reset_peak, resident_bytes
 from liveweight.lab.bench.model_shapes import parameters
 from liveweight.plan.digest_sums import lanes_to_bytes
 from liveweight.spec.deadline import Deadline
@@ -21,7 +21,7 @@ from liveweight.transports.ipc.reader import IpcReader
 from liveweight.transports.registry import mode
 from liveweight.wire.credentials import load_or_create_secret
 from liveweight.wire.messages.values import Offer
-from liveweight.worker.receiver import Receiver
+from liveweight.worker.receiver import RankReceiver
 from liveweight.worker.shadow_digest import ShadowDigest
 from liveweight.worker.staging_thread import StagingSettings
 from liveweight.worker.targets.torch_target import TensorTarget
@@ -32,7 +32,7 @@ IDLE_S = 0.1
 part of a round."""
 
 
-def main(line: Line, config: dict[str, Any]) -> None:
+def main(line: JsonSocket, config: dict[str, Any]) -> None:
     """Serve until told to stop. The ranks meet over gloo; the benchmark speaks to each by its line."""
     import torch
     import torch.distributed as dist
@@ -46,7 +46,7 @@ def main(line: Line, config: dict[str, Any]) -> None:
     specs = converted(config["specs"], list[TensorSpec])
     secret, kernels = load_or_create_secret(Path(config["secret"])), choose_kernels()
     target = TensorTarget(parameters(specs, rank, world), kernels=kernels)
-    with Receiver(
+    with RankReceiver(
         target,
         address=config["address"],
         secret=secret,
@@ -64,9 +64,9 @@ def main(line: Line, config: dict[str, Any]) -> None:
         dist.destroy_process_group()
 
 
-def _serve(line: Line, receiver: Receiver, target: TensorTarget, reader: IpcReader) -> None:
+def _serve(line: JsonSocket, receiver: RankReceiver, target: TensorTarget, reader: IpcReader) -> None:
     """Step through boundaries and do what the benchmark says, until it says stop."""
-    limits = Limits(target, reader, receiver.rank)
+    limits = PlainCopy(target, reader, receiver.rank)
     resident = 0
     while True:
         receiver.at_boundary(idle_s=IDLE_S)
@@ -88,7 +88,7 @@ def _serve(line: Line, receiver: Receiver, target: TensorTarget, reader: IpcRead
                 line.say(peak_extra=max(0, resident_bytes("VmHWM") - mapped - resident))
 
 
-def _together(line: Line, rank: int, world: int) -> dict[str, Any] | None:
+def _together(line: JsonSocket, rank: int, world: int) -> dict[str, Any] | None:
     """The benchmark's next word to this rank; all ranks hear theirs at the same step, rank 0 says when."""
     import torch
     import torch.distributed as dist
@@ -101,13 +101,13 @@ def _together(line: Line, rank: int, world: int) -> dict[str, Any] | None:
     return line.hear(Deadline.after(WAIT_S)) if rank and word.item() else command
 
 
-class Limits:
+class PlainCopy:
     """The limit: this rank's share of the source's bytes, copied into its shadow in one plain copy."""
 
     def __init__(self, target: TensorTarget, reader: IpcReader, rank: int) -> None:
         self._target, self._reader, self._rank = target, reader, rank
 
-    def run(self, line: Line, offer: Offer) -> tuple[float, float]:
+    def run(self, line: JsonSocket, offer: Offer) -> tuple[float, float]:
         """When the copy began and ended, on the clock that all processes of the host share."""
         shadow = self._target.shadow()
         reading = self._reader.bind_arenas(offer, self._target.layout, shadow, Deadline.after(WAIT_S))
@@ -137,7 +137,7 @@ def _pieces(
 
 def digest(target: TensorTarget) -> bytes:
     """What the live weights are, bit for bit."""
-    with Crew(1) as crew:
+    with CopyThreads(1) as crew:
         reading = ShadowDigest(target.layout, choose_kernels())
         lanes = reading.of(target.live(), crew=crew, stop=lambda: False, deadline=Deadline.after(WAIT_S))
     if not isinstance(lanes, np.ndarray):

@@ -25,7 +25,7 @@ from liveweight.engine.init_model.sizes import Size
 from liveweight.errors import DigestMismatch
 from liveweight.integrations.vllm.client.http_controls import HttpControls
 from liveweight.integrations.vllm.engine import vllm
-from liveweight.integrations.vllm.server_process import Serving, free_port, serving
+from liveweight.integrations.vllm.server_process import VllmServerConfig, free_port, serving
 from liveweight.integrations.vllm.workers.target import in_layers
 from liveweight.lab.bench.vllm.clients import CALL_S, Clients, answer, call_workers
 from liveweight.spec.deadline import Deadline
@@ -187,7 +187,7 @@ def _scene(settings: VllmSettings, directory: Path, shared: Path, stack: ExitSta
     shutil.copytree(
         models[0], shared / "saved", ignore=lambda _, names: [n for n in names if "safetensors" in n]
     )
-    wanted = Serving(
+    wanted = VllmServerConfig(
         python=settings.python,
         model=models[0],
         directory=directory,

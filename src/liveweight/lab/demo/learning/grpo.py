@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from liveweight.lab.demo.learning.samples import Group, Sample
+from liveweight.lab.demo.learning.samples import Sample, SampleGroup
 
 if TYPE_CHECKING:
     import torch
@@ -19,7 +19,7 @@ EPSILON = 1e-4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Batch:
+class TrainingBatch:
     """Samples side by side, answers padded at their ends. `mask` is 1 where a token was drawn."""
 
     tokens: torch.Tensor
@@ -30,7 +30,7 @@ class Batch:
     """The logprob of each drawn token, under the version that drew it."""
 
 
-def batch_of(samples: Sequence[Sample]) -> Batch:
+def batch_of(samples: Sequence[Sample]) -> TrainingBatch:
     """These samples, whose prompts are equally long."""
     import torch
 
@@ -41,7 +41,7 @@ def batch_of(samples: Sequence[Sample]) -> Batch:
 
     drawn = torch.tensor([padded(sample.tokens) for sample in samples])
     prompts = torch.tensor([sample.prompt for sample in samples])
-    return Batch(
+    return TrainingBatch(
         tokens=torch.cat([prompts, drawn], dim=1),
         prompt_tokens=prompts.shape[1],
         drawn=drawn,
@@ -57,7 +57,7 @@ def advantages(rewards: Sequence[float]) -> list[float]:
     return [(reward - mean) / (spread + EPSILON) for reward in rewards]
 
 
-def telling(groups: Sequence[Group]) -> tuple[list[Sample], list[float]]:
+def telling(groups: Sequence[SampleGroup]) -> tuple[list[Sample], list[float]]:
     """The samples of groups whose answers differ in reward, with their advantages. The others teach nothing."""
     samples: list[Sample] = []
     found: list[float] = []

@@ -10,11 +10,11 @@ from collections.abc import Sequence
 
 from liveweight.lab.demo.learning.grpo import batch_of
 from liveweight.lab.demo.learning.policy import Policy
-from liveweight.lab.demo.learning.samples import Group, Sample
+from liveweight.lab.demo.learning.samples import Sample, SampleGroup
 from liveweight.lab.demo.records import Gap
 
 
-def to_check(groups: Sequence[Group], count: int) -> list[Sample]:
+def to_check(groups: Sequence[SampleGroup], count: int) -> list[Sample]:
     """So many samples: those that a commit landed in first, since there the most can go wrong. Not those of which nobody knows where."""
     samples = [sample for group in groups for sample in group.samples if not sample.mixed]
     return sorted(samples, key=lambda sample: not sample.crossed)[:count]

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 from liveweight.engine.text import Tokenizer
 from liveweight.errors import MissingExtra
-from liveweight.lab.demo.learning.grpo import Batch, batch_of, loss, telling
-from liveweight.lab.demo.learning.samples import Group
+from liveweight.lab.demo.learning.grpo import TrainingBatch, batch_of, loss, telling
+from liveweight.lab.demo.learning.samples import SampleGroup
 from liveweight.lab.demo.learning.task import SortDigits
 from liveweight.lab.demo.settings import Training
 
@@ -59,7 +59,7 @@ class Policy:
             self._parameters.values(), lr=self.training.rate, betas=BETAS, weight_decay=0.0
         )
 
-    def learn(self, groups: Sequence[Group], *, done: float) -> float:
+    def learn(self, groups: Sequence[SampleGroup], *, done: float) -> float:
         """One step of GRPO; its loss. 0 where no group tells anything. `done`: the share of the run that is over."""
         import torch
 
@@ -84,7 +84,7 @@ class Policy:
         """The learning rate when so much of the run is over."""
         return self.training.rate * (1 - done * (1 - self.training.rate_end))
 
-    def logprobs(self, batch: Batch, version: int | None = None) -> torch.Tensor:
+    def logprobs(self, batch: TrainingBatch, version: int | None = None) -> torch.Tensor:
         """Of every drawn token, under the present weights or those of a kept version."""
         return self._logprobs(batch.tokens, batch.prompt_tokens, batch.drawn, version)
 

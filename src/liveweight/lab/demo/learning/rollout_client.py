@@ -18,7 +18,7 @@ ADMITTED, FINISHED = "x-weight-version", "x-weight-version-finished"
 """Headers of a vLLM's answers, by integrations/vllm/middleware."""
 
 
-class Said(NamedTuple):
+class CompletionAnswerBody(NamedTuple):
     """An answer: its body, and what served when it was admitted and when it was finished, where only that is known."""
 
     body: bytes
@@ -32,7 +32,7 @@ class Completions:
         self._url = ""
         self._connection: http.client.HTTPConnection | None = None
 
-    def ask(self, url: str, body: Mapping[str, Any]) -> Said:
+    def ask(self, url: str, body: Mapping[str, Any]) -> CompletionAnswerBody:
         """The answer. ChannelClosed if the engine is gone or ending, DeadlineExceeded if it does not answer."""
         connection = self._connected(url)
         try:
@@ -52,7 +52,9 @@ class Completions:
         if response.status != 200:
             raise MessageInvalid(f"{url} answered with status {response.status}: {raw[:200]!r}")
         admitted, finished = response.headers.get(ADMITTED), response.headers.get(FINISHED)
-        return Said(raw, None if admitted is None or finished is None else (admitted, finished))
+        return CompletionAnswerBody(
+            raw, None if admitted is None or finished is None else (admitted, finished)
+        )
 
     def interrupt(self) -> None:
         """Let the present wait for an answer end at once, with ChannelClosed."""

@@ -16,10 +16,10 @@ from typing import Protocol, Self
 from liveweight.errors import ChannelClosed, DeadlineExceeded
 from liveweight.lab.demo.learning import samples as reading
 from liveweight.lab.demo.learning.rollout_client import Completions
-from liveweight.lab.demo.learning.samples import Group
-from liveweight.lab.demo.learning.staleness import Bound
+from liveweight.lab.demo.learning.samples import SampleGroup
+from liveweight.lab.demo.learning.staleness import StalenessBound
 from liveweight.lab.demo.learning.task import SortDigits
-from liveweight.lab.demo.stopping import Stop, Stopped
+from liveweight.lab.demo.stopping import RunStopped, Stop
 from liveweight.spec.deadline import Deadline
 
 BATCH_S = 120.0
@@ -37,7 +37,7 @@ class Endpoint(Protocol):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Asking:
+class RolloutSettings:
     """How questions are asked: so many threads for each engine, so many questions in a request, so many answers to each."""
 
     threads: int = 4
@@ -47,10 +47,10 @@ class Asking:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Taken:
+class StepSamples:
     """What a step gets: its groups, how many were dropped for it, and how many tokens came since the last time."""
 
-    groups: list[Group]
+    groups: list[SampleGroup]
     dropped: int
     tokens: int
 
@@ -59,11 +59,16 @@ class Rollouts:
     """Asks while the `with` lasts. `take` is for the trainer; `offers` and `serves` for any thread."""
 
     def __init__(
-        self, engines: Sequence[Endpoint], task: SortDigits, bound: Bound, asking: Asking, stop: Stop
+        self,
+        engines: Sequence[Endpoint],
+        task: SortDigits,
+        bound: StalenessBound,
+        asking: RolloutSettings,
+        stop: Stop,
     ) -> None:
         self._task, self._bound, self._asking, self._stop = task, bound, asking, stop
         self._changed = threading.Condition()
-        self._groups: deque[Group] = deque()
+        self._groups: deque[SampleGroup] = deque()
         self._asked = self._tokens = self._served = self._offered = 0
         self._ending = False
         self._problem: Exception | None = None
@@ -87,12 +92,12 @@ class Rollouts:
             self._offered = max(self._offered, version)
             self._changed.notify_all()
 
-    def take(self, count: int, version: int, meanwhile: Callable[[], bool] = lambda: False) -> Taken:
+    def take(self, count: int, version: int, meanwhile: Callable[[], bool] = lambda: False) -> StepSamples:
         """So many groups that are fresh enough for these weights; waits for them, and drops what is too old.
 
         `meanwhile` is called now and then while it waits; if it made something good, the wait begins anew.
         """
-        deadline, fresh, dropped = Deadline.after(BATCH_S), list[Group](), 0
+        deadline, fresh, dropped = Deadline.after(BATCH_S), list[SampleGroup](), 0
         while True:
             with self._changed:
                 while self._groups and len(fresh) < count:
@@ -104,7 +109,7 @@ class Rollouts:
                         self._give_back(1)
                 if len(fresh) == count:
                     tokens, self._tokens = self._tokens, 0
-                    return Taken(groups=fresh, dropped=dropped, tokens=tokens)
+                    return StepSamples(groups=fresh, dropped=dropped, tokens=tokens)
                 self._wait_for_more(deadline, count - len(fresh))
             if meanwhile():
                 deadline = Deadline.after(BATCH_S)
@@ -149,7 +154,7 @@ class Rollouts:
             while self._may_ask():
                 questions = [self._task.question(chance) for _ in range(self._asking.questions)]
                 self._ask(client, engine.url, questions)
-        except Stopped:
+        except RunStopped:
             return
         except Exception as error:  # whatever it is, the trainer must hear it
             with self._changed:
@@ -171,7 +176,7 @@ class Rollouts:
     def _ask(self, client: Completions, url: str | None, questions: list[str]) -> None:
         """One request. An engine that is gone is asked again later: somebody is starting it again."""
         count, group = len(questions), self._asking.group
-        came: list[Group] = []
+        came: list[SampleGroup] = []
         try:
             if url is not None:
                 said = client.ask(url, reading.request(questions, self._task, group=group))

@@ -44,7 +44,7 @@ class Sample:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Group:
+class SampleGroup:
     """All answers to one question: what GRPO compares with each other."""
 
     question: str
@@ -104,7 +104,7 @@ def read(
     *,
     group: int,
     served: tuple[str, str] | None = None,
-) -> list[Group]:
+) -> list[SampleGroup]:
     """The groups of an answer; questions of which an answer was cut short (KV policy `drop`) are left out. `served`: what did at its
     beginning and at its end, where the engine does not tell more."""
     try:
@@ -118,7 +118,7 @@ def read(
         own = choices[number * group : (number + 1) * group]
         if all(choice.token_ids and choice.finish_reason != "abort" for choice in own):
             samples = tuple(_sample(choice, question, task, served) for choice in own)
-            groups.append(Group(question=question, samples=samples))
+            groups.append(SampleGroup(question=question, samples=samples))
     return groups
 
 

@@ -14,7 +14,7 @@ PATIENT = 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Bound:
+class StalenessBound:
     """`batch` is how many groups a step uses. `enforced` False: nothing is too old (the control run, which never publishes)."""
 
     staleness: int

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TypeAlias
 
-from liveweight.lab.demo.records import ReplicaPart, Round, Step
+from liveweight.lab.demo.records import DemoRound, ReplicaPart, TrainingStep
 from liveweight.lab.demo.report.scale import BOTTOM, LEFT, TOP, Scale, across, upward
 from liveweight.lab.demo.report.svg import axes, box, chart, curve, tag, text, time_axis
 
@@ -16,7 +16,7 @@ Span: TypeAlias = tuple[str, float, float]
 """A name, where it begins, how long it takes."""
 
 
-def reward(steps: Sequence[Step]) -> str:
+def reward(steps: Sequence[TrainingStep]) -> str:
     """The reward of both runs by step, and where something was broken."""
     runs = {run: [step for step in steps if step.run == run] for run in ("live", "control")}
     x, y = across(1, max(2, *(step.step for step in steps))), upward(0, 1)
@@ -35,7 +35,7 @@ def reward(steps: Sequence[Step]) -> str:
     return chart("reward", "Reward by training step", said, parts)
 
 
-def stalls(rounds: Sequence[Round]) -> str:
+def stalls(rounds: Sequence[DemoRound]) -> str:
     """How often decoding stood still for how long, at a commit."""
     found = [part.stall_ms for one in rounds if one.problem is None for part in one.replicas]
     width = max([*found, 0.1]) / BINS
@@ -57,7 +57,7 @@ def stalls(rounds: Sequence[Round]) -> str:
     )
 
 
-def gaps(steps: Sequence[Step]) -> str:
+def gaps(steps: Sequence[TrainingStep]) -> str:
     """The worst difference between the engine's logprobs and the trainer's, by step."""
     live = [step for step in steps if step.run == "live"]
     series = {
@@ -74,7 +74,7 @@ def gaps(steps: Sequence[Step]) -> str:
     return chart("gaps", "Logprobs of engine and trainer", f"at most {worst:.2g}", parts)
 
 
-def timeline(rounds: Sequence[Round]) -> str:
+def timeline(rounds: Sequence[DemoRound]) -> str:
     """All rounds of the run, a row per rank; those that failed are drawn over all rows."""
     rows = sorted({name for one in rounds for part in one.replicas for name in _names(part)})
     height = TOP + ROW * max(1, len(rows)) + BOTTOM
@@ -97,7 +97,7 @@ def timeline(rounds: Sequence[Round]) -> str:
     return chart("timeline", "Rounds by rank", f"{len(rounds)} rounds", parts, height=height)
 
 
-def one_round(one: Round) -> str:
+def one_round(one: DemoRound) -> str:
     """A single round in its steps: as the publisher waited for them, and as each rank measured them."""
     rows = [row for part in one.replicas for row in (str(part.replica), *_names(part))]
     height = TOP + ROW * max(1, len(rows)) + BOTTOM
@@ -115,7 +115,7 @@ def one_round(one: Round) -> str:
     )
 
 
-def _waits(one: Round, part: ReplicaPart) -> list[Span]:
+def _waits(one: DemoRound, part: ReplicaPart) -> list[Span]:
     """What the publisher waited for, one after the other."""
     spans: list[Span] = [("freeze", 0.0, one.freeze_ms)]
     before = 0.0
@@ -125,7 +125,7 @@ def _waits(one: Round, part: ReplicaPart) -> list[Span]:
     return spans
 
 
-def _works(one: Round, part: ReplicaPart) -> dict[str, list[Span]]:
+def _works(one: DemoRound, part: ReplicaPart) -> dict[str, list[Span]]:
     """What each rank did, by its own clock, placed where the publisher heard of it."""
     reached = dict(part.reached_ms)
     begin = one.freeze_ms + reached.get("open", 0.0)

@@ -11,8 +11,8 @@ from importlib.resources import files
 from pathlib import Path
 
 from liveweight.errors import Refused
-from liveweight.lab.demo.demo import Outcome
-from liveweight.lab.demo.records import Fault, Round, Summary
+from liveweight.lab.demo.demo import DemoOutcome
+from liveweight.lab.demo.records import DemoFault, DemoRound, Summary
 from liveweight.lab.demo.report import charts
 from liveweight.lab.demo.report.svg import tag
 from liveweight.lab.demo.settings import DemoSettings
@@ -33,7 +33,7 @@ FIGURES = {
 """What stands at the top, by its name in the summary: what it is called, and how it is written."""
 
 
-def write_report(directory: Path, outcome: Outcome, settings: DemoSettings) -> Path:
+def write_report(directory: Path, outcome: DemoOutcome, settings: DemoSettings) -> Path:
     """Write the page; the directory is made if it is not there. Refused where it cannot be written."""
     path = directory / NAME
     try:
@@ -44,7 +44,7 @@ def write_report(directory: Path, outcome: Outcome, settings: DemoSettings) -> P
     return path
 
 
-def page(outcome: Outcome, settings: DemoSettings) -> str:
+def page(outcome: DemoOutcome, settings: DemoSettings) -> str:
     """The page's text."""
     rounds = [one for step in outcome.steps for one in step.rounds]
     faults = [fault for step in outcome.steps for fault in step.faults]
@@ -79,13 +79,13 @@ def _figure(name: str, summary: Summary) -> str:
     return tag("div", tag("dt", escape(called)) + number)
 
 
-def _typical(rounds: Sequence[Round]) -> Round:
+def _typical(rounds: Sequence[DemoRound]) -> DemoRound:
     """The committed round that took the median time."""
     done = sorted((one for one in rounds if one.problem is None), key=lambda one: one.total_ms)
     return done[len(done) // 2]
 
 
-def _faults(faults: Sequence[Fault]) -> str:
+def _faults(faults: Sequence[DemoFault]) -> str:
     if not faults:
         return tag("p", "None: nothing was broken in this run.", id="faults", data_count=0)
     head = "".join(tag("th", name, scope="col") for name in ("step", "what", "the round said", "whole again"))

@@ -12,17 +12,17 @@ from typing import Self
 
 from liveweight.engine.config import EngineConfig, Restarts, Snapshots, Updates
 from liveweight.engine.recovery.restarting_engine import RestartingEngine
-from liveweight.engine.serving.rank_processes import Process
+from liveweight.engine.serving.rank_processes import RankProcess
 from liveweight.errors import LiveWeightError
 from liveweight.lab.torture.client_load import Submitting
 from liveweight.lab.torture.fault_plan import MENU, Strike
-from liveweight.lab.torture.faulted_round import LOOK_S, Rounds
-from liveweight.lab.torture.fork_server import Forked, Nursery
-from liveweight.lab.torture.replay import Versions
-from liveweight.lab.torture.round_moments import Events
-from liveweight.lab.torture.targets.target import LOOK_EVERY, RECOVER_S, Tally
-from liveweight.lab.torture.trainer_main import Publish, Publishing
-from liveweight.lab.torture.trainer_process import Hand
+from liveweight.lab.torture.faulted_round import LOOK_S, FaultedRounds
+from liveweight.lab.torture.fork_server import Forked, ForkServer
+from liveweight.lab.torture.replay import PublishedContents
+from liveweight.lab.torture.round_moments import RoundMoments
+from liveweight.lab.torture.targets.target import LOOK_EVERY, RECOVER_S, StrikeCounts
+from liveweight.lab.torture.trainer_main import Publish, PublishingConfig
+from liveweight.lab.torture.trainer_process import TrainerProcess
 from liveweight.observe.bus import Bus
 from liveweight.spec.deadline import Deadline
 
@@ -34,22 +34,22 @@ PACE_S = 0.04
 """How long staging takes at least: so that there is a middle of it."""
 
 
-class Embedded:
+class EmbeddedTarget:
     """See Target."""
 
     attributed, menu, look_every = True, MENU, LOOK_EVERY
 
-    def __init__(self, nursery: Nursery, directory: Path, versions: Versions) -> None:
-        self.tally = Tally()
+    def __init__(self, nursery: ForkServer, directory: Path, versions: PublishedContents) -> None:
+        self.tally = StrikeCounts()
         self._nursery, self._directory, self._versions = nursery, directory, versions
         self._label = 0
-        self._stack, self._events = ExitStack(), Events(self.tally)
-        self._rounds = Rounds(
+        self._stack, self._events = ExitStack(), RoundMoments(self.tally)
+        self._rounds = FaultedRounds(
             self, self.tally, self._events, lasts_s={"RoundOpened": PACE_S}, round_s=ROUND_S, lease_s=LEASE_S
         )
         self._pause = threading.Event()
         self._forked: list[Forked] = []
-        self._trainer: Hand | None = None
+        self._trainer: TrainerProcess | None = None
 
     def __enter__(self) -> Self:
         bus = Bus()
@@ -100,19 +100,19 @@ class Embedded:
         self._until_serving(pid if strike.whom == "rank" and _ends(strike) else None)
 
     def pid_of(self, strike: Strike) -> int:
-        """See Struck."""
+        """See FaultedRound."""
         return self._engine.pids[strike.number % RANKS]
 
     def send(self, pid: int, number: signal.Signals) -> None:
-        """See Struck."""
+        """See FaultedRound."""
         os.kill(pid, number)
 
     def idle(self) -> bool:
-        """See Struck."""
+        """See FaultedRound."""
         return self._serves(None)
 
     def said(self) -> str:
-        """See Struck."""
+        """See FaultedRound."""
         state = self._engine.status().state
         try:
             standing = self._engine.standing()
@@ -143,7 +143,7 @@ class Embedded:
         )
         self._engine = RestartingEngine(self._config, launch=self._launch, bus=self._bus)
 
-    def _launch(self, rank: int, end: socket.socket) -> Process:
+    def _launch(self, rank: int, end: socket.socket) -> RankProcess:
         del rank
         forked = self._nursery.fork("rank", end)
         self._forked.append(forked)
@@ -170,18 +170,18 @@ class Embedded:
 
     # The trainer.
 
-    def _standing_trainer(self) -> Hand:
+    def _standing_trainer(self) -> TrainerProcess:
         if self._trainer is not None and self._trainer.process.poll() is None:
             return self._trainer
         if self._trainer is not None:
             self._trainer.kill()
-        config = Publishing(
+        config = PublishingConfig(
             checkpoints=tuple(map(str, self._versions.directories)),
             address=str(self._engine.address),
             secret_file=str(self._directory / "secret"),
             directory=str(self._directory / "trainer"),
         )
-        self._trainer = Hand(self._nursery, "publisher", config, Deadline.after(RECOVER_S))
+        self._trainer = TrainerProcess(self._nursery, "publisher", config, Deadline.after(RECOVER_S))
         self._forked.append(self._trainer.process)
         return self._trainer
 

@@ -16,15 +16,15 @@ from typing import Self
 
 from liveweight.engine.config import EngineConfig
 from liveweight.engine.engine import Engine
-from liveweight.engine.serving.rank_processes import Process
+from liveweight.engine.serving.rank_processes import RankProcess
 from liveweight.lab.torn_demo.in_place_update import HOOK
 from liveweight.lab.torture.client_load import Submitting
 from liveweight.lab.torture.fault_plan import MENU, Strike
-from liveweight.lab.torture.fork_server import Forked, Nursery
-from liveweight.lab.torture.replay import Versions
-from liveweight.lab.torture.targets.target import LOOK_EVERY, RECOVER_S, SLACK_S, Tally
-from liveweight.lab.torture.trainer_main import Publish, Writing
-from liveweight.lab.torture.trainer_process import Hand
+from liveweight.lab.torture.fork_server import Forked, ForkServer
+from liveweight.lab.torture.replay import PublishedContents
+from liveweight.lab.torture.targets.target import LOOK_EVERY, RECOVER_S, SLACK_S, StrikeCounts
+from liveweight.lab.torture.trainer_main import Publish, WritingConfig
+from liveweight.lab.torture.trainer_process import TrainerProcess
 from liveweight.spec.deadline import Deadline
 
 RANKS = 2
@@ -32,18 +32,18 @@ BUCKETS = 8
 BUCKET_S = 0.02
 
 
-class InPlace:
+class InPlaceTarget:
     """See Target."""
 
     attributed, menu, look_every = False, MENU, LOOK_EVERY
 
-    def __init__(self, nursery: Nursery, directory: Path, versions: Versions) -> None:
+    def __init__(self, nursery: ForkServer, directory: Path, versions: PublishedContents) -> None:
         del directory
-        self.tally = Tally()
+        self.tally = StrikeCounts()
         self._nursery, self._versions = nursery, versions
         self._label = 0
         self._forked: list[Forked] = []
-        self._trainer: Hand | None = None
+        self._trainer: TrainerProcess | None = None
         self._pause = threading.Event()
 
     def __enter__(self) -> Self:
@@ -101,21 +101,21 @@ class InPlace:
                 self.tally.committed += 1
         self._engine.resume()
 
-    def _launch(self, rank: int, end: socket.socket) -> Process:
+    def _launch(self, rank: int, end: socket.socket) -> RankProcess:
         del rank
         forked = self._nursery.fork("rank", end)
         self._forked.append(forked)
         return forked
 
-    def _standing_trainer(self) -> Hand:
+    def _standing_trainer(self) -> TrainerProcess:
         if self._trainer is not None and self._trainer.alive:
             return self._trainer
-        config = Writing(
+        config = WritingConfig(
             checkpoints=tuple(map(str, self._versions.directories)),
             ranks=RANKS,
             buckets=BUCKETS,
             bucket_s=BUCKET_S,
         )
-        self._trainer = Hand(self._nursery, "writer", config, Deadline.after(RECOVER_S))
+        self._trainer = TrainerProcess(self._nursery, "writer", config, Deadline.after(RECOVER_S))
         self._forked.append(self._trainer.process)
         return self._trainer

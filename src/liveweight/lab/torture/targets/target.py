@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol, Self
 
-from liveweight.lab.torture.client_load import Asked
-from liveweight.lab.torture.fault_plan import Menu, Strike
+from liveweight.lab.torture.client_load import LoadTarget
+from liveweight.lab.torture.fault_plan import Strike, StrikeMenu
 from liveweight.lab.torture.fork_server import Forked
 
 RECOVER_S = 180.0
@@ -20,7 +20,7 @@ SLACK_S = 10.0
 
 
 @dataclass(slots=True)
-class Tally:
+class StrikeCounts:
     """What came of the strikes."""
 
     struck: Counter[str] = field(default_factory=Counter)
@@ -42,16 +42,16 @@ class Tally:
         self.missed += not hit
 
 
-class Target(Protocol):
+class TortureTarget(Protocol):
     """One of them, while the `with` lasts. For the torture's thread; `engine` for the clients' too."""
 
-    tally: Tally
+    tally: StrikeCounts
     attributed: bool
     """Whether its tokens say which version they came from, or its answers which they may have come from."""
-    menu: Menu
+    menu: StrikeMenu
     look_every: int
 
-    def engine(self) -> Asked:
+    def engine(self) -> LoadTarget:
         """The present engine."""
 
     def takes(self, strike: Strike) -> bool:

@@ -12,15 +12,15 @@ from typing import Self
 from liveweight.errors import LiveWeightError
 from liveweight.integrations.vllm.client.replica import GRACE_S
 from liveweight.integrations.vllm.server_process import VllmLaunching
-from liveweight.lab.torture.fault_plan import Menu, Strike
-from liveweight.lab.torture.faulted_round import Rounds
-from liveweight.lab.torture.fork_server import Forked, Nursery
-from liveweight.lab.torture.replay import Versions
-from liveweight.lab.torture.round_moments import Events
-from liveweight.lab.torture.targets.target import RECOVER_S, Tally
-from liveweight.lab.torture.targets.vllm_server import VllmServer
-from liveweight.lab.torture.trainer_main import Publish, Publishing
-from liveweight.lab.torture.trainer_process import Hand
+from liveweight.lab.torture.fault_plan import Strike, StrikeMenu
+from liveweight.lab.torture.faulted_round import FaultedRounds
+from liveweight.lab.torture.fork_server import Forked, ForkServer
+from liveweight.lab.torture.replay import PublishedContents
+from liveweight.lab.torture.round_moments import RoundMoments
+from liveweight.lab.torture.targets.target import RECOVER_S, StrikeCounts
+from liveweight.lab.torture.targets.vllm_server import TorturedVllmServer
+from liveweight.lab.torture.trainer_main import Publish, PublishingConfig
+from liveweight.lab.torture.trainer_process import TrainerProcess
 from liveweight.observe.events import OfferKind
 from liveweight.rounds.replica import WireReplica
 from liveweight.spec.deadline import Deadline
@@ -33,7 +33,7 @@ PACE_S = 0.1
 """How long staging takes at least: so that there is a middle of it."""
 COMMIT_S = 0.25
 """About how long vLLM is paused for a commit."""
-MENU = Menu(
+MENU = StrikeMenu(
     kinds=(
         ("kill", "trainer", 6),
         ("stop", "trainer", 4),
@@ -46,31 +46,31 @@ MENU = Menu(
 )
 
 
-class Vllm:
+class VllmTortureTarget:
     """See Target."""
 
     attributed, menu, look_every = True, MENU, 3
 
     def __init__(
-        self, nursery: Nursery, directory: Path, versions: Versions, launching: VllmLaunching
+        self, nursery: ForkServer, directory: Path, versions: PublishedContents, launching: VllmLaunching
     ) -> None:
-        self.tally = Tally()
+        self.tally = StrikeCounts()
         self._nursery, self._directory, self._versions = nursery, directory, versions
         self._label = 0
-        self._stack, self._events = ExitStack(), Events(self.tally)
-        self._server = VllmServer(launching, directory, versions, lambda: self._label)
-        self._rounds = Rounds(
+        self._stack, self._events = ExitStack(), RoundMoments(self.tally)
+        self._server = TorturedVllmServer(launching, directory, versions, lambda: self._label)
+        self._rounds = FaultedRounds(
             self,
             self.tally,
             self._events,
-            lasts_s={"RoundOpened": PACE_S, "Voted": COMMIT_S},
+            lasts_s={"RoundOpened": PACE_S, "VoteCast": COMMIT_S},
             round_s=ROUND_S,
             lease_s=LEASE_S,
             grace_s=2 * GRACE_S,
         )
         self._offers = itertools.cycle(OFFERS)
         self._trainers: list[Forked] = []
-        self._trainer: Hand | None = None
+        self._trainer: TrainerProcess | None = None
         self._beheads = False
         self._used: set[OfferKind] = set()
         """Offers that this trainer has made."""
@@ -100,7 +100,7 @@ class Vllm:
     def _address(self) -> str:
         return f"ipc://{self._directory}/vllm.sock"
 
-    def engine(self) -> VllmServer:
+    def engine(self) -> TorturedVllmServer:
         """See Target."""
         return self._server
 
@@ -152,12 +152,12 @@ class Vllm:
     # What is struck.
 
     def pid_of(self, strike: Strike) -> int:
-        """See Struck. Every other server that is killed is outlived by all that it has started, until its successor has taken a round."""
+        """The process to strike. Every other killed server leaves its workers running until its successor has taken a round."""
         self._beheads = strike.number % 2 == 1
         return self._server.pid
 
     def send(self, pid: int, number: signal.Signals) -> None:
-        """See Struck. All that the server has started with it, but for one that is only beheaded."""
+        """See FaultedRound. All that the server has started with it, but for one that is only beheaded."""
         if number != signal.SIGKILL:
             os.killpg(pid, number)
         elif self._beheads:
@@ -166,13 +166,13 @@ class Vllm:
             self._server.end(number)
 
     def idle(self) -> bool:
-        """See Struck."""
+        """See FaultedRound."""
         with suppress(LiveWeightError):
             return self._leader.standing(Deadline.after(ASK_S)).round is None
         return False
 
     def said(self) -> str:
-        """See Struck."""
+        """See FaultedRound."""
         try:
             standing = self._leader.standing(Deadline.after(ASK_S))
         except LiveWeightError as error:
@@ -212,14 +212,14 @@ class Vllm:
         self._server.end(signal.SIGKILL)
         self._start()
 
-    def _standing_trainer(self) -> Hand:
+    def _standing_trainer(self) -> TrainerProcess:
         if self._trainer is not None and self._trainer.alive and self._trainer.process.poll() is None:
             return self._trainer
         if self._trainer is not None:
             self._trainer.kill()
         contents = self._versions.directories
         size_bytes = sum(path.stat().st_size for path in contents[0].glob("*.safetensors"))
-        config = Publishing(
+        config = PublishingConfig(
             checkpoints=tuple(map(str, contents)),
             address=self._address,
             secret_file=str(self._directory / "secret"),
@@ -229,7 +229,7 @@ class Vllm:
         )
         self._used.clear()
         self._taken.clear()
-        self._trainer = Hand(
+        self._trainer = TrainerProcess(
             self._nursery, "publisher", config, Deadline.after(RECOVER_S), self._events.reached
         )
         self._trainers.append(self._trainer.process)

@@ -16,15 +16,15 @@ from liveweight.errors import ChannelClosed, Unavailable
 from liveweight.integrations.vllm.middleware import ADMITTED
 from liveweight.integrations.vllm.server_process import (
     START_S,
-    Serving,
     VllmLaunching,
+    VllmServerConfig,
     await_serving,
     end,
     free_port,
     launch,
 )
 from liveweight.lab.torture.fork_server import Forked
-from liveweight.lab.torture.replay import Answer, Versions
+from liveweight.lab.torture.replay import PublishedContents, ReplayAnswer
 from liveweight.spec.deadline import Deadline
 
 OPTIONS = (
@@ -34,15 +34,19 @@ OPTIONS = (
 _SAID = b": weight-version "
 
 
-class VllmServer:
+class TorturedVllmServer:
     """One server. `newest` is the label of the last version that was published, or begun to be. Its life is the torture's thread's; asking
     is for any."""
 
     def __init__(
-        self, launching: VllmLaunching, directory: Path, versions: Versions, newest: Callable[[], int]
+        self,
+        launching: VllmLaunching,
+        directory: Path,
+        versions: PublishedContents,
+        newest: Callable[[], int],
     ) -> None:
         self._versions, self._newest, self._since = versions, newest, 0
-        self._wanted = Serving(
+        self._wanted = VllmServerConfig(
             python=launching.python,
             runs=launching.runs,
             model=versions.directories[0],
@@ -109,8 +113,8 @@ class VllmServer:
                     found[int(path.parent.name)] = f"vLLM's {head.partition('(')[2]}"
         return found
 
-    def ask(self, answer: Answer, sampling: Sampling, patience_s: float) -> Iterator[int]:
-        """See Asked. One that is broken off does not say what served at its end: it may have come as far as the newest."""
+    def ask(self, answer: ReplayAnswer, sampling: Sampling, patience_s: float) -> Iterator[int]:
+        """See LoadTarget. One that is broken off does not say what served at its end: it may have come as far as the newest."""
         connection = http.client.HTTPConnection("127.0.0.1", self._wanted.port, timeout=patience_s)
         since, said = self._since, _Said()
         try:
@@ -133,7 +137,7 @@ class _Said:
     admitted: str | None = None
     finished: str | None = None
 
-    def read(self, response: http.client.HTTPResponse, answer: Answer) -> Iterator[int]:
+    def read(self, response: http.client.HTTPResponse, answer: ReplayAnswer) -> Iterator[int]:
         """Write its tokens into the answer, as they come."""
         if response.status != 200:
             raise Unavailable(f"vLLM answered with status {response.status}")
@@ -150,7 +154,7 @@ class _Said:
             raise ChannelClosed("an answer of vLLM ended before its end")
 
 
-def _request(answer: Answer, sampling: Sampling) -> tuple[str, dict[str, str]]:
+def _request(answer: ReplayAnswer, sampling: Sampling) -> tuple[str, dict[str, str]]:
     body = {
         "model": "model",
         "prompt": answer.prompt,

@@ -30,7 +30,7 @@ _BEGIN_WRITING = 2  # SYNC_FILE_RANGE_WRITE
 _FLAGS = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW
 
 
-class Settling:
+class FileSync:
     """Syncs files that were written and gives them their names, in a thread of its own: one of them, while the next is written.
 
     Used by one thread. Its end waits for the last file, and raises what a file that nobody waited for met.
@@ -58,7 +58,7 @@ class Settling:
 
 
 @contextmanager
-def written(path: Path, *, durable: bool, settling: Settling | None = None) -> Iterator[int]:
+def written(path: Path, *, durable: bool, settling: FileSync | None = None) -> Iterator[int]:
     """A descriptor to write to; at the end the file has its name, with `settling` soon after. If anything is raised, there is no such
     file, nor a part of it."""
     temporary = path.with_name(f"{TEMPORARY}{secrets.token_hex(8)}-{path.name}")

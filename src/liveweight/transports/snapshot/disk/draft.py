@@ -25,7 +25,7 @@ from liveweight.spec.manifest import Manifest, TensorSpec, Version
 from liveweight.spec.region import Region, check_tiling
 from liveweight.transports.snapshot.disk.atomic_files import read_small, sync_directory, write_whole
 from liveweight.transports.snapshot.disk.format import (
-    Commit,
+    CommitFile,
     RankEntry,
     RankManifest,
     block_sum,
@@ -35,7 +35,7 @@ from liveweight.transports.snapshot.disk.format import (
 from liveweight.transports.snapshot.disk.names import COMMIT, WRITING, is_manifest, manifest_name
 
 
-class Begun:
+class SnapshotDraft:
     """A snapshot that is being written: ranks write into `path`, under the id `snapshot`; the leader commits. Ends with the `with`.
 
     Left without a commit, whatever was written is removed.
@@ -53,7 +53,7 @@ class Begun:
         ranks: int,
         expected: Manifest | None = None,
         durable: bool = True,
-    ) -> Commit:
+    ) -> CommitFile:
         """Make it exist, once every rank's manifest is there. Called by the leader, when all ranks have said that they are done.
 
         Digests of the ranks' regions become those of full tensors; copies that disagree, or tensors that differ from `expected`,
@@ -65,7 +65,7 @@ class Begun:
         _compare(manifest, expected)
         if version.digest is None:
             version = msgspec.structs.replace(version, digest=manifest.digest())
-        commit = Commit(
+        commit = CommitFile(
             snapshot=self.snapshot,
             version=version,
             created_s=time.time(),

@@ -40,7 +40,7 @@ Level: TypeAlias = Literal["parts", "single", "legacy", "shared"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Found:
+class FoundFiles:
     """A rank's files in their order, the place that had them, and files of later places that were passed over."""
 
     level: Level
@@ -58,7 +58,7 @@ class _Slice(Protocol):
     def get_shape(self) -> list[int]: ...
 
 
-def find(directory: Path, *, rank: int, device_id: int, shared: Path | None = SHARED_DIRECTORY) -> Found:
+def find(directory: Path, *, rank: int, device_id: int, shared: Path | None = SHARED_DIRECTORY) -> FoundFiles:
     """The files of that rank: parts, one file, its old name, the shared directory, in this order.
 
     SnapshotNotFound names every place; SnapshotRefused, what is wrong with the files of the first place that has some.
@@ -82,7 +82,7 @@ def find(directory: Path, *, rank: int, device_id: int, shared: Path | None = SH
     if level == "legacy" and rank != 0:
         raise SnapshotRefused(f"{files[0]} is rank 0's by its name, and this is rank {rank}")
     passed = tuple(path for _, paths in later for path in paths)
-    return Found(level=level, files=files, passed_over=passed)
+    return FoundFiles(level=level, files=files, passed_over=passed)
 
 
 def _there(path: Path) -> tuple[Path, ...]:
@@ -124,7 +124,7 @@ def _looked_at(
     return places + ([f"(which has {', '.join(others)})"] if others else [])
 
 
-def contents_of(found: Found, target: Layout, *, block_bytes: int = BLOCK_BYTES) -> Contents:
+def contents_of(found: FoundFiles, target: Layout, *, block_bytes: int = BLOCK_BYTES) -> Contents:
     """What the files hold of a rank's target: each tensor under its name, in the shape of the rank's own region of it.
 
     SnapshotRefused for a tensor of another shape, which is another rank's or layout's; ManifestMismatch names what is missing and

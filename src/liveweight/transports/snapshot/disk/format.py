@@ -26,7 +26,7 @@ METADATA_SNAPSHOT = "liveweight.snapshot"
 _Struct = TypeVar("_Struct", bound=msgspec.Struct)
 
 
-class Stored(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class StoredRegion(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A region of tensor `name`, row-major under `key` in its part. `sums` are its blocks' xxh3, `digest` its share of the tensor's."""
 
     key: str
@@ -38,14 +38,14 @@ class Stored(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     digest: str | None = None
 
 
-class Part(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class PartFile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """One file, whole: its size, its header's size and xxh3, and what lies behind it."""
 
     file: str
     size_bytes: int
     header_bytes: int
     header_sum: str
-    pieces: tuple[Stored, ...]
+    pieces: tuple[StoredRegion, ...]
 
 
 class RankManifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -56,7 +56,7 @@ class RankManifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     device_id: int
     block_bytes: int
     tensors: tuple[TensorSpec, ...]
-    parts: tuple[Part, ...]
+    parts: tuple[PartFile, ...]
     format: int = FORMAT
 
     @property
@@ -75,7 +75,7 @@ class RankEntry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     sum: str
 
 
-class Commit(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class CommitFile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What makes a snapshot exist: its id, its version, the full tensors with their digests where they are known, and every rank."""
 
     snapshot: str
@@ -97,19 +97,19 @@ def block_sum(data: object) -> str:
     return xxhash.xxh3_64_hexdigest(data)  # type: ignore[arg-type]
 
 
-def encode_commit(commit: Commit) -> bytes:
+def encode_commit(commit: CommitFile) -> bytes:
     """As it stands in its file, with its own xxh3."""
     body = msgspec.json.encode(commit)
     sealed = _Sealed(xxh3=block_sum(body), commit=msgspec.Raw(body))
     return msgspec.json.encode(sealed)
 
 
-def decode_commit(data: bytes, where: str) -> Commit:
+def decode_commit(data: bytes, where: str) -> CommitFile:
     """What `encode_commit` wrote; SnapshotDamaged, with the place, for anything else."""
     sealed = _decoded(data, _Sealed, where)
     if block_sum(bytes(sealed.commit)) != sealed.xxh3:
         raise SnapshotDamaged(where, ["corrupted: its xxh3 is not its content's"])
-    return _current(_decoded(bytes(sealed.commit), Commit, where), where)
+    return _current(_decoded(bytes(sealed.commit), CommitFile, where), where)
 
 
 def encode_manifest(manifest: RankManifest) -> bytes:

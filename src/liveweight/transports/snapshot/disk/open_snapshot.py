@@ -20,8 +20,8 @@ from liveweight.spec.manifest import TensorSpec
 from liveweight.spec.region import Region
 from liveweight.transports.snapshot.disk.atomic_files import open_locked, read_small
 from liveweight.transports.snapshot.disk.format import (
-    Commit,
-    Part,
+    CommitFile,
+    PartFile,
     RankManifest,
     block_sum,
     blocks,
@@ -77,7 +77,7 @@ class Contents:
         )
 
 
-class Snapshot:
+class OpenSnapshot:
     """One complete snapshot. As long as it is open, no pruner removes it. Any thread."""
 
     def __init__(self, path: Path) -> None:
@@ -89,7 +89,7 @@ class Snapshot:
         self._release.atexit = False
         try:
             data = os.pread(lock, os.fstat(lock).st_size, 0)
-            self.commit: Commit = decode_commit(data, str(path / COMMIT))
+            self.commit: CommitFile = decode_commit(data, str(path / COMMIT))
             self.manifests: tuple[RankManifest, ...] = _manifests(path, self.commit)
             _check_files(path, self.commit, self.manifests)
         except BaseException:
@@ -153,7 +153,7 @@ def _locked(path: Path) -> int:
     return lock
 
 
-def _manifests(path: Path, commit: Commit) -> tuple[RankManifest, ...]:
+def _manifests(path: Path, commit: CommitFile) -> tuple[RankManifest, ...]:
     manifests, problems = [], []
     for entry in commit.ranks:
         try:
@@ -179,7 +179,7 @@ def _other(file: str, data: bytes, snapshot: str, otherwise: str) -> str:
     return f"{file} {otherwise}" if found == snapshot else f"{file} stale: of snapshot {found}"
 
 
-def _check_files(path: Path, commit: Commit, manifests: tuple[RankManifest, ...]) -> None:
+def _check_files(path: Path, commit: CommitFile, manifests: tuple[RankManifest, ...]) -> None:
     listed = {part.file: part.size_bytes for manifest in manifests for part in manifest.parts}
     try:
         there = {entry.name: entry.stat().st_size for entry in path.iterdir() if entry.is_file()}
@@ -198,7 +198,7 @@ def _check_files(path: Path, commit: Commit, manifests: tuple[RankManifest, ...]
 
 
 def _part_blocks(
-    part: Part, file: int, block_bytes: int, specs: Mapping[str, TensorSpec], where: str
+    part: PartFile, file: int, block_bytes: int, specs: Mapping[str, TensorSpec], where: str
 ) -> list[FileBlock]:
     found = []
     for piece in part.pieces:

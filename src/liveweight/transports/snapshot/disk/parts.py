@@ -23,7 +23,7 @@ _METADATA = "__metadata__"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Piece:
+class PartPiece:
     """A region on its way into a part: the tensor that it is of, and the name that the part gives it."""
 
     key: str
@@ -37,7 +37,7 @@ class Piece:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Block:
+class PartBlock:
     """A run of a piece's bytes, as a region of its own: piece `piece` of the part, in window `window`, from there on."""
 
     piece: int
@@ -47,9 +47,9 @@ class Block:
     offset_bytes: int
 
 
-def plan_parts(layout: Layout, part_bytes: int) -> list[tuple[Piece, ...]]:
+def plan_parts(layout: Layout, part_bytes: int) -> list[tuple[PartPiece, ...]]:
     """The pieces of every part. Regions that the layout holds more than once are written once."""
-    parts: list[list[Piece]] = []
+    parts: list[list[PartPiece]] = []
     room = 0
     for piece in _pieces(layout):
         if not parts or piece.size_bytes > room:
@@ -60,7 +60,7 @@ def plan_parts(layout: Layout, part_bytes: int) -> list[tuple[Piece, ...]]:
     return [tuple(sorted(part, key=lambda piece: -piece.spec.dtype.size_bytes)) for part in parts]
 
 
-def _pieces(layout: Layout) -> Iterator[Piece]:
+def _pieces(layout: Layout) -> Iterator[PartPiece]:
     specs, taken, seen = layout.specs(), {spec.name for spec in layout.tensors}, set()
     first = {_METADATA}
     for placement in layout.placements:
@@ -73,12 +73,12 @@ def _pieces(layout: Layout) -> Iterator[Piece]:
             key = next(name for number in itertools.count(1) if (name := f"{key}#{number}") not in taken)
         first.add(spec.name)
         taken.add(key)
-        yield Piece(key=key, spec=spec, region=region)
+        yield PartPiece(key=key, spec=spec, region=region)
 
 
-def plan_windows(pieces: Sequence[Piece], block_bytes: int) -> list[Block]:
+def plan_windows(pieces: Sequence[PartPiece], block_bytes: int) -> list[PartBlock]:
     """The blocks of a part in its order, gathered into windows of at most that size: what is written at a time."""
-    planned: list[Block] = []
+    planned: list[PartBlock] = []
     window, used = 0, 0
     for number, piece in enumerate(pieces):
         regions = blocks(piece.region, piece.spec.dtype.size_bytes, block_bytes)
@@ -86,13 +86,13 @@ def plan_windows(pieces: Sequence[Piece], block_bytes: int) -> list[Block]:
             if used + size > block_bytes and used:
                 window, used = window + 1, 0
             planned.append(
-                Block(piece=number, region=region, size_bytes=size, window=window, offset_bytes=used)
+                PartBlock(piece=number, region=region, size_bytes=size, window=window, offset_bytes=used)
             )
             used += size
     return planned
 
 
-def windows_layout(pieces: Sequence[Piece], planned: Sequence[Block]) -> Layout:
+def windows_layout(pieces: Sequence[PartPiece], planned: Sequence[PartBlock]) -> Layout:
     """Where the blocks lie in their windows: memory i is window i, placement i is block i."""
     sizes = [0] * (planned[-1].window + 1 if planned else 0)
     for block in planned:
@@ -117,7 +117,7 @@ def block_placement(spec: TensorSpec, region: Region, *, memory: int, offset_byt
     )
 
 
-def header(pieces: Sequence[Piece], metadata: dict[str, str]) -> bytes:
+def header(pieces: Sequence[PartPiece], metadata: dict[str, str]) -> bytes:
     """The header of a safetensors file that holds these pieces, one after the other."""
     ends = list(itertools.accumulate((piece.size_bytes for piece in pieces), initial=0))
     entries: dict[str, object] = {_METADATA: metadata}

@@ -16,8 +16,8 @@ from pathlib import Path
 
 from liveweight.errors import LayoutInvalid, SnapshotNotFound, WrongState
 from liveweight.transports.snapshot.disk.atomic_files import TEMPORARY, open_locked, out_of_space
-from liveweight.transports.snapshot.disk.draft import Begun
-from liveweight.transports.snapshot.disk.format import Commit, decode_commit
+from liveweight.transports.snapshot.disk.draft import SnapshotDraft
+from liveweight.transports.snapshot.disk.format import CommitFile, decode_commit
 from liveweight.transports.snapshot.disk.names import COMMIT, WRITING, directory_name, sequence_of
 
 _AGAIN = (errno.ENOENT, errno.EEXIST, errno.ENOTEMPTY)
@@ -30,16 +30,16 @@ _FRESH_S = 60.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Listed:
+class StoredSnapshot:
     """A directory of the store: `commit` is None for one that is not complete."""
 
     path: Path
-    commit: Commit | None
+    commit: CommitFile | None
     writing: bool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Pruned:
+class PruneResult:
     """What was removed, and what would have been but for those who use it."""
 
     removed: tuple[Path, ...]
@@ -52,7 +52,7 @@ class Store:
     def __init__(self, root: Path) -> None:
         self.root = root
 
-    def begin(self, label: str) -> Begun:
+    def begin(self, label: str) -> SnapshotDraft:
         """A new, empty snapshot, behind all that are there. OutOfSpace where its directory cannot be made."""
         for left in reversed(range(_TRIES)):
             try:
@@ -63,7 +63,7 @@ class Store:
                     raise out_of_space(self.root, error) from error
         raise WrongState("without a try left", "beginning a snapshot")
 
-    def _begin(self, label: str) -> Begun:
+    def _begin(self, label: str) -> SnapshotDraft:
         """Made under another name, locked, and only then moved to its own: nobody finds it unlocked."""
         temporary, lock = self.root / f"{TEMPORARY}{secrets.token_hex(8)}", None
         try:
@@ -73,7 +73,7 @@ class Store:
             path = self.root / directory_name(self._next_sequence(), label)
             if lock is not None:
                 temporary.rename(path)  # refused where somebody writes there: his directory is not empty
-                return Begun(path, lock)
+                return SnapshotDraft(path, lock)
         except BaseException:
             if lock is not None:
                 os.close(lock)
@@ -81,7 +81,7 @@ class Store:
             raise
         raise FileExistsError(errno.EEXIST, "a pruner looks whether it is abandoned", str(temporary))
 
-    def listed(self) -> list[Listed]:
+    def listed(self) -> list[StoredSnapshot]:
         """Every snapshot, complete or not, the oldest first. SnapshotDamaged names a commit file that cannot be read."""
         return [_listed(path) for path in self._directories()]
 
@@ -97,7 +97,7 @@ class Store:
             raise SnapshotNotFound("no complete snapshot", places)
         return complete[-1]
 
-    def prune(self, keep: int) -> Pruned:
+    def prune(self, keep: int) -> PruneResult:
         """Remove all complete snapshots but the newest `keep`, and what writers that died left behind. None that is in use."""
         if keep < 1:
             raise LayoutInvalid(f"keeping the last {keep} snapshots would leave none")
@@ -111,7 +111,7 @@ class Store:
             shutil.rmtree(path, ignore_errors=True)
         temporary = self.root.glob(f"{TEMPORARY}*")
         removed += [path for path in [*abandoned, *temporary] if _remove(path, WRITING)]
-        return Pruned(removed=tuple(removed), in_use=tuple(in_use))
+        return PruneResult(removed=tuple(removed), in_use=tuple(in_use))
 
     def _directories(self) -> list[Path]:
         if not self.root.is_dir():
@@ -124,12 +124,12 @@ class Store:
         return 1 + (sequence_of(paths[-1].name) or 0) if paths else 1
 
 
-def _listed(path: Path) -> Listed:
+def _listed(path: Path) -> StoredSnapshot:
     try:
         data = (path / COMMIT).read_bytes()
     except OSError:
-        return Listed(path=path, commit=None, writing=_is_written(path))
-    return Listed(path=path, commit=decode_commit(data, str(path / COMMIT)), writing=False)
+        return StoredSnapshot(path=path, commit=None, writing=_is_written(path))
+    return StoredSnapshot(path=path, commit=decode_commit(data, str(path / COMMIT)), writing=False)
 
 
 def _is_written(path: Path) -> bool:

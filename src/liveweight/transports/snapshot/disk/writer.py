@@ -24,7 +24,7 @@ from liveweight.spec.digest import SEEDS, Lanes, to_hex
 from liveweight.spec.layout import Layout
 from liveweight.spec.table import Table
 from liveweight.transports.snapshot.disk.atomic_files import (
-    Settling,
+    FileSync,
     begin_writing,
     reserve,
     write_all,
@@ -35,17 +35,17 @@ from liveweight.transports.snapshot.disk.block_buffer import block_memory
 from liveweight.transports.snapshot.disk.format import (
     BLOCK_BYTES,
     METADATA_SNAPSHOT,
-    Part,
+    PartFile,
     RankManifest,
-    Stored,
+    StoredRegion,
     block_sum,
     encode_manifest,
 )
 from liveweight.transports.snapshot.disk.names import manifest_name, part_name
 from liveweight.transports.snapshot.disk.parts import (
     PART_BYTES,
-    Block,
-    Piece,
+    PartBlock,
+    PartPiece,
     header,
     plan_parts,
     plan_windows,
@@ -90,7 +90,7 @@ class WriteSettings:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Cancelled:
+class WritingCancelled:
     """The caller's `stop` ended the work; nothing of it is a snapshot."""
 
     written_bytes: int
@@ -121,14 +121,14 @@ class RankWriter:
         self._mover, self._kernels = image.device.to_host(), choose().kernels
         self._done_bytes = 0
 
-    def write(self) -> RankManifest | Cancelled:
+    def write(self) -> RankManifest | WritingCancelled:
         """All parts, then the manifest. OutOfSpace, or what the image's check raises, leaves files that are no snapshot."""
-        parts: list[Part] = []
-        with Settling() as settling:
+        parts: list[PartFile] = []
+        with FileSync() as settling:
             for number, pieces in enumerate(plan_parts(self._image.layout, self._settings.part_bytes)):
                 part = self._part(number, pieces, settling)
                 if part is None:
-                    return Cancelled(written_bytes=self._done_bytes)
+                    return WritingCancelled(written_bytes=self._done_bytes)
                 parts.append(part)
         manifest = RankManifest(
             snapshot=self._snapshot,
@@ -142,7 +142,7 @@ class RankWriter:
         write_whole(path, encode_manifest(manifest), durable=self._settings.durable)
         return manifest
 
-    def _part(self, number: int, pieces: Sequence[Piece], settling: Settling) -> Part | None:
+    def _part(self, number: int, pieces: Sequence[PartPiece], settling: FileSync) -> PartFile | None:
         path = self._directory / part_name(self._rank, self._device_id, number)
         head = header(pieces, self._metadata(number))
         planned = plan_windows(pieces, self._settings.block_bytes)
@@ -157,7 +157,7 @@ class RankWriter:
         except _Stop:
             return None
         stored = _stored(pieces, planned, sums, lanes, len(head))
-        return Part(
+        return PartFile(
             file=path.name, size_bytes=size, header_bytes=len(head), header_sum=block_sum(head), pieces=stored
         )
 
@@ -172,8 +172,8 @@ class RankWriter:
     def _windows(
         self,
         descriptor: int,
-        pieces: Sequence[Piece],
-        planned: Sequence[Block],
+        pieces: Sequence[PartPiece],
+        planned: Sequence[PartBlock],
         sums: list[str],
     ) -> Lanes | None:
         """Write a part's windows; the sums of its blocks are added to `sums`, their digests returned."""
@@ -222,12 +222,12 @@ def _ranges(numbers: Table, count: int) -> list[tuple[int, int]]:
 
 
 def _stored(
-    pieces: Sequence[Piece],
-    planned: Sequence[Block],
+    pieces: Sequence[PartPiece],
+    planned: Sequence[PartBlock],
     sums: Sequence[str],
     lanes: Lanes | None,
     offset_bytes: int,
-) -> tuple[Stored, ...]:
+) -> tuple[StoredRegion, ...]:
     of_piece: list[list[int]] = [[] for _ in pieces]
     for number, block in enumerate(planned):
         of_piece[block.piece].append(number)
@@ -235,7 +235,7 @@ def _stored(
     for piece, numbers in zip(pieces, of_piece, strict=True):
         digest = None if lanes is None else to_hex(lanes[numbers].sum(axis=0, dtype=np.uint32))
         stored.append(
-            Stored(
+            StoredRegion(
                 key=piece.key,
                 name=piece.spec.name,
                 region=piece.region,
