@@ -43,8 +43,8 @@ class ShardLayout(Body, frozen=True):
 class AcquireReadLease(Body, frozen=True):
     """Lease a version to me while my ranks read it: the version of that label, compared as text; None: the newest.
 
-    -> ReadLeaseGranted or ReadLeaseRefused. The read lease ends with ReleaseReadLease, with the connection, or after `lease_s`. While the source changes its offer, the answer waits, for at
-    most `wait_s`.
+    -> ReadLeaseGranted or ReadLeaseRefused. The read lease ends with ReleaseReadLease, with the connection, or after
+    `lease_s`. While the source changes its offer, the answer waits, for at most `wait_s`.
     """
 
     requester: str
