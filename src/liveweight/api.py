@@ -179,24 +179,24 @@ class Publisher(SpmdPublisher):
                 ring=ring,
             )
             describe_to(replicas, offers, met, deadline)
-            shelf = None
+            pull_server = None
             if address is not None:
-                shelf = PullServer(
+                pull_server = PullServer(
                     address, held, structure=offers.structure, manifest=offers.manifest, bus=bus
                 )
-                stack.callback(shelf.close)
+                stack.callback(pull_server.close)
             super().__init__(
                 name=name,
                 run=run,
                 replicas=replicas,
                 offers=offers,
-                shelf=shelf,
+                pull_server=pull_server,
                 settings=settings,
                 boots=met.boots,
             )
             stack.pop_all()
         self._ways, self._source = ways, source
-        self.address = None if shelf is None else shelf.address
+        self.address = None if pull_server is None else pull_server.address
         """Where engines ask for what it offers; None if they may not."""
 
 
@@ -212,7 +212,7 @@ class Receiver(Streaming, receiving.RankReceiver):
     `target` is a torch module, a mapping of names to tensors (or to a tensor and the pieces of full tensors that it holds), or a
     Target. A replica of several ranks gives every rank the same `address` and a gloo `group`. `device` is where the weights are:
     their tensors', which must agree with it if it is given; of a Target of one's own, the host unless it is given. `shadow="host"` keeps
-    the second copy of the weights in the host's memory, reads sources there, and exchanges by copying: a longer stall for a device that
+    the second copy of the weights in the host's memory, reads sources there, and swaps by copying: a longer stall for a device that
     has no room for two. `shadow="none"` keeps none: while all ranks stand at a boundary, a commit reads the source over the live weights,
     `chunk_bytes` at a time; if that fails half-way, `at_boundary` raises Torn until a later round has brought all.
     `weights_from` is the address of a source, for `stream`.

@@ -164,7 +164,7 @@ class ReplicaIncomplete(Refused):
 
 
 class WeightsExchanged(Refused):
-    """The weights were exchanged while they were being verified, and again at the second try."""
+    """The weights were swapped while they were being verified, and again at the second try."""
 
     code = "LW-109"
     remedy = "verify again when no round is about to commit"

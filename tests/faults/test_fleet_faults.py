@@ -73,7 +73,7 @@ def test_one_that_stands_still_is_named_at_the_deadline_and_a_quorum_goes_on_wit
         report = fleet.publish("step_3", 3)
         assert report["behind"] == [last.address]
         assert fleet.labels == ["step_3", "step_3", "step_1"]
-        until(lambda: last.engine.status().state == "pending_weights", "the one behind to stand back")
+        until(lambda: last.engine.status().state == "pending_weights", "the one behind to be marked behind")
         with pytest.raises(WeightsPending, match="behind step_3"):
             ask(last.engine, PROMPT, greedy(2))
         behind = fleet.trainer.ask("fleet")

@@ -69,13 +69,13 @@ def binding_of(plan: ParcelPlan, segment: Memory, shadow: Sequence[npt.NDArray[n
 
 def assert_packed(tensors: dict[str, Full], source: Layout, ranks: list[Layout], bucket_bytes: int) -> None:
     memories = [Memory.from_array(content) for content in filled(source, tensors)]
-    stock = PackingSource(offered=source, held=source, memories=memories, kernels=KERNELS)
+    packing_source = PackingSource(offered=source, held=source, memories=memories, kernels=KERNELS)
     segment = Memory.from_array(np.zeros(bucket_bytes, dtype=np.uint8))
     packings = []
     for target in ranks:
         plan = plan_parcels(source, target, bucket_bytes)
         assert max(plan.stream.memories_bytes, default=0) <= bucket_bytes
-        packing = BucketPacking(stock, plan.stream, [segment])
+        packing = BucketPacking(packing_source, plan.stream, [segment])
         shadow = [np.zeros(size, dtype=np.uint8) for size in target.memories_bytes]
         binding = binding_of(plan, segment, shadow)
         for bucket in range(packing.buckets):
@@ -89,7 +89,7 @@ def assert_packed(tensors: dict[str, Full], source: Layout, ranks: list[Layout],
                 assert np.array_equal(held, full.part(placement.region))
         packings.append(packing)
     masks = covers([packing.stream for packing in packings])
-    lanes = digests_of(stock, packings, masks, bucket_bytes)
+    lanes = digests_of(packing_source, packings, masks, bucket_bytes)
     for spec, lane in zip(source.tensors, lanes, strict=True):
         raw = np.ascontiguousarray(tensors[spec.name].raw)
         assert to_hex(lane) == digest_array(raw.reshape(-1).view(np.uint8), spec.dtype, spec.shape)
@@ -121,11 +121,16 @@ def test_a_bit_that_changes_in_any_parcel_of_a_bucket_changes_its_checksum_and_s
     specs = [TensorSpec(name=name, dtype=DType.INT16, shape=(2, 3)) for name in "abc"]
     layout = packed(specs)
     content = np.arange(layout.memories_bytes[0], dtype=np.uint8)
-    stock = PackingSource(offered=layout, held=layout, memories=[Memory.from_array(content)], kernels=KERNELS)
+    packing_source = PackingSource(
+        offered=layout, held=layout, memories=[Memory.from_array(content)], kernels=KERNELS
+    )
     plan = plan_parcels(layout, layout, 4096)
     segment = Memory.from_array(np.zeros(4096, dtype=np.uint8))
     shadow = [np.zeros(size, dtype=np.uint8) for size in layout.memories_bytes]
-    binding, packing = binding_of(plan, segment, shadow), BucketPacking(stock, plan.stream, [segment])
+    binding, packing = (
+        binding_of(plan, segment, shadow),
+        BucketPacking(packing_source, plan.stream, [segment]),
+    )
     _, checksum = packing.pack(0, 0)
     assert sum_of(binding.unpack(0, 0)) == checksum
     held = segment.bytes()

@@ -109,4 +109,4 @@ def test_without_the_extra_a_mode_is_refused_with_the_pip_line(
 ) -> None:
     monkeypatch.setitem(sys.modules, "nixl", None)
     with pytest.raises(MissingExtra, match=r"pip install 'liveweight\[nixl\]'"):
-        mode(name).outlet(tmp_path_factory.mktemp("s"), Secret.generate())
+        mode(name).transport_source(tmp_path_factory.mktemp("s"), Secret.generate())

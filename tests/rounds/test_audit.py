@@ -217,7 +217,7 @@ def test_copies_that_disagree_are_a_mismatch_also_where_nothing_is_known() -> No
     assert [spec.digest is None for spec in found.manifest] == [False, True]
 
 
-def test_an_exchange_while_ranks_digest_begins_the_audit_again_and_a_second_one_ends_it() -> None:
+def test_a_swap_while_ranks_digest_begins_the_audit_again_and_a_second_one_ends_it() -> None:
     world = World()
     commit(world, 1)
     once, twice = world.call(m.Verify()), world.call(m.Verify())
@@ -235,12 +235,12 @@ def test_an_exchange_while_ranks_digest_begins_the_audit_again_and_a_second_one_
     for rank in range(2):
         digested(world, rank, held(2, rank, 2), audit=again[0])
     assert (verdict(world, once).match, str(verdict(world, once).found)) == (True, "2")
-    digested(world, 0, None, audit=again[1])  # its weights were exchanged while it read
+    digested(world, 0, None, audit=again[1])  # its weights were swapped while it read
     error = refusal(world, twice).fault.to_error()
     assert (error.code, error.retryable, str(refusal(world, twice).serving)) == ("LW-109", True, "2")
 
 
-def test_an_audit_waits_for_an_exchange_that_is_under_way() -> None:
+def test_an_audit_waits_for_a_swap_that_is_under_way() -> None:
     world = World()
     round_id = world.ready(1)
     world.call(m.Commit(round=round_id, timeout_s=5))
@@ -248,7 +248,7 @@ def test_an_audit_waits_for_an_exchange_that_is_under_way() -> None:
     late = world.call(m.Verify(timeout_s=1))
     assert orders(world) == []
     world.pass_time(2)
-    assert "an exchange of weights to end" in str(refusal(world, late).fault.to_error())
+    assert "a swap of weights to end" in str(refusal(world, late).fault.to_error())
     for rank in range(2):
         world.swapped(round_id, rank)
     assert len(orders(world)) == 2
@@ -332,7 +332,7 @@ def test_no_order_of_events_gives_a_verdict_on_a_mixture(steps: list[str]) -> No
     world = World()
     commit(world, 1)
     label, committing = 1, None
-    holds, exchanges = [1, 1], [0, 0]
+    holds, swaps = [1, 1], [0, 0]
     readings: list[tuple[int, int, int] | None] = [None, None]
     calls: list[int] = []
     for step in steps:
@@ -346,14 +346,14 @@ def test_no_order_of_events_gives_a_verdict_on_a_mixture(steps: list[str]) -> No
                 committing = ready(world, label)
                 world.call(m.Commit(round=committing, timeout_s=5))
             case "swap" if committing is not None and holds[rank] != label:
-                holds[rank], exchanges[rank] = label, exchanges[rank] + 1
+                holds[rank], swaps[rank] = label, swaps[rank] + 1
                 world.swapped(committing, rank)
                 committing = None if holds == [label, label] else committing
             case "read" if orders(world) and (committing is None or holds[rank] != label):
-                readings[rank] = (orders(world)[-1][1].audit, holds[rank], exchanges[rank])
+                readings[rank] = (orders(world)[-1][1].audit, holds[rank], swaps[rank])
             case "tell" if (reading := readings[rank]) is not None:
                 audit, content, count = reading
-                lanes = held(content, rank, 2) if count == exchanges[rank] else None
+                lanes = held(content, rank, 2) if count == swaps[rank] else None
                 digested(world, rank, lanes, audit=audit)
                 readings[rank] = None
             case _:

@@ -114,9 +114,9 @@ class Engine:
         self._do("abort")
         return ()
 
-    def stand_back(self, version: Version, reason: str, deadline: Deadline) -> None:
+    def mark_behind(self, version: Version, reason: str, deadline: Deadline) -> None:
         del deadline
-        self._do("stand back")
+        self._do("be marked behind")
         self.told.append((version, reason))
 
     def undo(self, publisher: str, deadline: Deadline) -> m.Committed:
@@ -139,7 +139,7 @@ def drive(
     look: Callable[[], None] = lambda: None,
     before_vote: Callable[[], None] = lambda: None,
     patience: Deadline | None = None,
-    stand_back: bool = False,
+    mark_behind: bool = False,
     boot: str | None = None,
 ) -> list[ReplicaProgress]:
     parts = [ReplicaProgress(engine, boot=boot) for engine in engines]
@@ -167,7 +167,7 @@ def drive(
             look=look,
             before_vote=before_vote,
             patience=patience,
-            stand_back=stand_back,
+            mark_behind=mark_behind,
         ).run()
     return parts
 
@@ -238,12 +238,12 @@ def test_a_part_that_fell_out_and_cannot_be_aborted_is_noted_as_one_that_may_sti
 def test_what_is_found_while_ranks_stage_ends_the_round_before_any_vote() -> None:
     engine = Engine()
 
-    def strayed() -> None:
+    def invalidated() -> None:
         assert engine.done == ["open"]
         raise RoundAborted("moved")
 
     with pytest.raises(RoundFailed, match="moved"):
-        drive(engine, meanwhile=strayed)
+        drive(engine, meanwhile=invalidated)
     assert engine.done == ["open", "abort"]
 
 
@@ -319,13 +319,13 @@ def test_a_replica_that_is_needed_has_all_of_the_rounds_time() -> None:
     assert [part.done for part in parts] == [True, True]
 
 
-def test_those_that_were_left_behind_stand_back_if_that_is_wanted_and_no_others() -> None:
+def test_those_that_were_left_behind_mark_behind_if_that_is_wanted_and_no_others() -> None:
     good, bad, lost = (
         Engine(),
         Engine(name="bad", fails={"vote": GONE}),
         Engine(name="lost", fails={"open": GONE}),
     )
-    drive(good, bad, lost, quorum=1, stand_back=True)
+    drive(good, bad, lost, quorum=1, mark_behind=True)
     assert (good.told, [version for version, _ in bad.told], len(lost.told)) == ([], [NEW], 1)
     unasked = Engine(name="bad", fails={"vote": GONE})
     drive(Engine(), unasked, quorum=1)
@@ -335,7 +335,7 @@ def test_those_that_were_left_behind_stand_back_if_that_is_wanted_and_no_others(
 def test_nobody_stands_back_after_a_round_that_failed() -> None:
     good, bad = Engine(), Engine(name="bad", fails={"vote": GONE})
     with pytest.raises(RoundFailed):
-        drive(good, bad, stand_back=True)
+        drive(good, bad, mark_behind=True)
     assert (good.told, bad.told) == ([], [])
 
 

@@ -592,7 +592,7 @@ def test_a_vote_before_verification_is_refused() -> None:
     assert world.refused(m.RequestVote(round=round_id, lease_s=5)).code == "LW-107"
 
 
-def test_one_rank_that_cannot_exchange_sends_all_back() -> None:
+def test_one_rank_that_cannot_swap_sends_all_back() -> None:
     world = World()
     world.committed(1)
     round_id = world.ready(2)

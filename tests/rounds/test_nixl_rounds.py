@@ -45,7 +45,7 @@ def tcp(cluster: Cluster) -> TcpCluster:
     return TcpCluster(cluster)
 
 
-def keeper_of(trainer: Program) -> int:
+def registration_of(trainer: Program) -> int:
     """The process that lends the trainer's arenas."""
     children = Path(f"/proc/{trainer.pid}/task")
     found = [int(child) for task in children.iterdir() for child in (task / "children").read_text().split()]
@@ -82,27 +82,27 @@ def test_rounds_take_no_more_descriptors_threads_or_registrations_as_they_go_on(
 
 
 @MODES
-def test_a_lost_keeper_is_replaced_and_costs_one_round_at_most(tcp: TcpCluster, mode: str) -> None:
+def test_a_lost_registration_is_replaced_and_costs_one_round_at_most(tcp: TcpCluster, mode: str) -> None:
     ranks, trainer = tcp.ready(mode, "frozen", timeout_s=20.0)
-    keeper = keeper_of(trainer)
-    os.kill(keeper, signal.SIGKILL)
+    registration = registration_of(trainer)
+    os.kill(registration, signal.SIGKILL)
     answer = trainer.ask(
         "publish", label=2
-    )  # the keeper may be seen to be gone before the round, or in its middle
+    )  # the registration process may be seen to be gone before the round, or in its middle
     assert_holds(ranks, 1 if "error" in answer else 2)
     assert "error" not in publish_when_free(trainer, 3)
     assert_holds(ranks, 3)
-    assert keeper_of(trainer) != keeper
+    assert registration_of(trainer) != registration
 
 
 @MODES
-def test_a_stopped_keeper_ends_the_round_within_its_deadline(tcp: TcpCluster, mode: str) -> None:
+def test_a_stopped_registration_ends_the_round_within_its_deadline(tcp: TcpCluster, mode: str) -> None:
     """Over TCP nobody answers then; over shared memory the reads go on without it. Either way the round ends, and the next succeeds."""
     ranks, trainer = tcp.ready(mode, "frozen", timeout_s=5.0, lease_s=2.0)
-    keeper = keeper_of(trainer)
-    stop(keeper)
+    registration = registration_of(trainer)
+    stop(registration)
     answer = trainer.ask("publish", label=2)
-    os.kill(keeper, signal.SIGCONT)
+    os.kill(registration, signal.SIGCONT)
     assert_holds(ranks, 1 if "error" in answer else 2)
     assert "error" not in publish_when_free(trainer, 3)
     assert_holds(ranks, 3)

@@ -77,8 +77,8 @@ def test_a_part_that_is_damaged_on_disk_fails_the_round_by_name_and_the_next_one
     live, net = engine(), Net()
     offer = SnapshotSource.offer
 
-    def damaging(outlet: SnapshotSource, *arguments: object) -> object:
-        made = offer(outlet, *arguments)  # type: ignore[arg-type]
+    def damaging(transport_source: SnapshotSource, *arguments: object) -> object:
+        made = offer(transport_source, *arguments)  # type: ignore[arg-type]
         (part,) = short_path.rglob("*.pdparams")
         data = bytearray(part.read_bytes())
         data[-1] ^= 1
@@ -176,18 +176,18 @@ def test_a_snapshot_of_a_store_is_an_offer_that_a_round_reads_without_a_trainer(
         assert torch.equal(live["w"], net.w) and torch.equal(live["b"], net.b)
 
 
-def test_files_are_readable_after_their_source_was_killed_and_the_next_outlet_removes_them(
+def test_files_are_readable_after_their_source_was_killed_and_the_next_transport_source_removes_them(
     tmp_path: Path,
 ) -> None:
     spec = packed([BYTES])
-    outlet = SnapshotSource(tmp_path, SECRET)
-    arena = outlet.allocate(spec.memories_bytes[0])
+    transport_source = SnapshotSource(tmp_path, SECRET)
+    arena = transport_source.allocate(spec.memories_bytes[0])
     arena.memory.bytes()[:] = 5
-    offer = outlet.offer(spec, [arena], "frozen")
+    offer = transport_source.offer(spec, [arena], "frozen")
     # As a kill would leave it: the lock is gone, the files are not.
-    assert outlet._lock is not None
-    os.close(outlet._lock)
-    outlet._lock = None
+    assert transport_source._lock is not None
+    os.close(transport_source._lock)
+    transport_source._lock = None
     shadow = np.zeros(spec.memories_bytes[0], dtype=np.uint8)
     with SnapshotReader(SECRET, choose().kernels) as reader:
         reading = reader.bind(offer, spec, [Memory.from_array(shadow)], soon())
@@ -204,9 +204,12 @@ def test_files_are_readable_after_their_source_was_killed_and_the_next_outlet_re
 def test_offers_are_replaced_while_a_rank_binds_and_it_reads_one_of_them_whole(tmp_path: Path) -> None:
     layout = packed([BYTES])
     stop = threading.Event()
-    with SnapshotSource(tmp_path, SECRET) as outlet, SnapshotReader(SECRET, choose().kernels) as reader:
-        arena = outlet.allocate(layout.memories_bytes[0])
-        current = [outlet.offer(layout, [arena], "frozen")]
+    with (
+        SnapshotSource(tmp_path, SECRET) as transport_source,
+        SnapshotReader(SECRET, choose().kernels) as reader,
+    ):
+        arena = transport_source.allocate(layout.memories_bytes[0])
+        current = [transport_source.offer(layout, [arena], "frozen")]
 
         def change() -> None:
             value = 0
@@ -214,7 +217,7 @@ def test_offers_are_replaced_while_a_rank_binds_and_it_reads_one_of_them_whole(t
                 value = value % 250 + 1
                 arena.raise_generation()
                 arena.memory.bytes()[:] = value
-                current[0] = outlet.offer(layout, [arena], "frozen")
+                current[0] = transport_source.offer(layout, [arena], "frozen")
 
         changing = threading.Thread(target=change)
         changing.start()

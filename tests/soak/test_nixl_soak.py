@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from tests.rounds.test_nixl_rounds import keeper_of
+from tests.rounds.test_nixl_rounds import registration_of
 from tests.support import model
 from tests.support.processes.cluster import Cluster, Program
 from tests.support.processes.two_hosts import ENGINE, NoNamespaces, TwoHosts, two_hosts
@@ -105,7 +105,7 @@ def test_a_hundred_rounds_with_a_cable_cut_at_random_leave_nothing_behind(
         if number in (SETTLED, ROUNDS):
             settled.append(weight_of(rank.pid))
             settled.append(weight_of(trainer.pid))
-            settled.append(weight_of(keeper_of(trainer)))
+            settled.append(weight_of(registration_of(trainer)))
     for before, after in zip(settled[:3], settled[3:], strict=True):
         assert after["arenas"] == before["arenas"]
         assert after["descriptors"] <= before["descriptors"] + 2, (before, after)

@@ -179,7 +179,7 @@ class VllmWorkers:
         self.on_update()
         order = dict(update_info)
         boot, verify = order.pop("boot"), order.pop("verify")
-        self._together(lambda rank: self.ranks[rank].exchange(Decision(**order), boot=boot, verify=verify))
+        self._together(lambda rank: self.ranks[rank].swap(Decision(**order), boot=boot, verify=verify))
 
     def finish_weight_update(self, weight_version: str | None = None) -> None:
         """The update is over."""

@@ -59,7 +59,7 @@ def test_parameters_that_were_replaced_are_frozen_and_what_lay_in_the_arena_is_n
 
         net.w.fill_(6.0)
         assert sender.publish(3).offer == "frozen"
-        assert len(rounds.of(RoundOpened)) == 4  # what strayed once is looked at before a round is opened
+        assert len(rounds.of(RoundOpened)) == 4  # what invalidated once is looked at before a round is opened
         assert torch.equal(live["w"], torch.full((4, 3), 6.0))
 
         net.w = in_arena

@@ -1,4 +1,4 @@
-"""A source's shelf and those who ask there: who is let in when, and when a hold is over. Real sockets, both halves."""
+"""A source's pull server and those who ask there: who is let in when, and when a hold is over. Real sockets, both halves."""
 
 from __future__ import annotations
 
@@ -43,22 +43,22 @@ def on_offer(label: str | int, generation: int = 1) -> OfferedVersion:
     return OfferedVersion(version=Version(run="r", label=label, digest="d"), digests=bytes(16), offer=offer)
 
 
-def shelf_at(place: Path, manifest: Manifest) -> PullServer:
+def pull_server_at(place: Path, manifest: Manifest) -> PullServer:
     return PullServer(f"ipc://{place}/s.sock", SECRET, structure="structure", manifest=manifest, bus=BUS)
 
 
 @pytest.fixture
-def shelf(short_path: Path) -> Iterator[PullServer]:
-    made = shelf_at(short_path, MANIFEST)
+def pull_server(short_path: Path) -> Iterator[PullServer]:
+    made = pull_server_at(short_path, MANIFEST)
     yield made
     made.close()
 
 
 @contextmanager
-def held(shelf: PullServer, version: str | None = None, **changes: Any) -> Iterator[ReadLease]:
+def held(pull_server: PullServer, version: str | None = None, **changes: Any) -> Iterator[ReadLease]:
     """A hold that its requester does not give back: its end is the connection's."""
     given: dict[str, Any] = {"requester": "a", "lease_s": WITHIN_S, "deadline": Deadline.after(WITHIN_S)}
-    hold = ReadLease(shelf.address, SECRET, version=version, cancel=Waker(), **given | changes)
+    hold = ReadLease(pull_server.address, SECRET, version=version, cancel=Waker(), **given | changes)
     try:
         yield hold
     finally:
@@ -68,15 +68,15 @@ def held(shelf: PullServer, version: str | None = None, **changes: Any) -> Itera
 class Waiting(threading.Thread):
     """Somebody who waits for the readers, and who was revoked."""
 
-    def __init__(self, shelf: PullServer, within_s: float = WITHIN_S) -> None:
+    def __init__(self, pull_server: PullServer, within_s: float = WITHIN_S) -> None:
         super().__init__()
         self.left: list[str] = []
-        self._shelf, self._within_s = shelf, within_s
+        self._pull_server, self._within_s = pull_server, within_s
         self.start()
 
     def run(self) -> None:
         with BUS.subscribe(self._hear):
-            self._shelf.wait_for_readers(Deadline.after(self._within_s))
+            self._pull_server.wait_for_readers(Deadline.after(self._within_s))
 
     def _hear(self, event: AnyEvent) -> None:
         if isinstance(event, ReadersRevoked):
@@ -90,60 +90,60 @@ class Waiting(threading.Thread):
 
 @pytest.mark.parametrize(("label", "asked"), [("step_1", None), ("step_1", "step_1"), (7, "7"), (7, None)])
 def test_a_version_is_held_by_its_label_or_as_the_newest(
-    shelf: PullServer, label: str | int, asked: str | None
+    pull_server: PullServer, label: str | int, asked: str | None
 ) -> None:
-    shelf.put(on_offer(label))
-    with held(shelf, asked) as hold:
+    pull_server.put(on_offer(label))
+    with held(pull_server, asked) as hold:
         said = hold.held
     assert (said.version.label, said.structure, said.manifest) == (label, "structure", MANIFEST)
     assert (said.digests, said.offer) == (bytes(16), on_offer(label).offer)
 
 
-def test_what_is_not_offered_is_refused_with_what_is(shelf: PullServer) -> None:
-    with pytest.raises(VersionNotOffered, match="offers nothing") as refused, held(shelf):
+def test_what_is_not_offered_is_refused_with_what_is(pull_server: PullServer) -> None:
+    with pytest.raises(VersionNotOffered, match="offers nothing") as refused, held(pull_server):
         pass
     assert refused.value.offered == ()
-    shelf.put(on_offer("step_2"))
-    with pytest.raises(VersionNotOffered, match="asked for step_1") as refused, held(shelf, "step_1"):
+    pull_server.put(on_offer("step_2"))
+    with pytest.raises(VersionNotOffered, match="asked for step_1") as refused, held(pull_server, "step_1"):
         pass
     assert refused.value.offered == ("step_2",)
 
 
-def test_who_asks_while_the_offer_changes_waits_for_the_next(shelf: PullServer) -> None:
-    shelf.put(on_offer("step_1"))
+def test_who_asks_while_the_offer_changes_waits_for_the_next(pull_server: PullServer) -> None:
+    pull_server.put(on_offer("step_1"))
     labels: list[str | int] = []
 
     def ask() -> None:
-        with held(shelf) as hold:
+        with held(pull_server) as hold:
             labels.append(hold.held.version.label)
 
     asking = threading.Thread(target=ask)
-    with shelf.changing():
+    with pull_server.changing():
         asking.start()
         with (
             pytest.raises(DeadlineExceeded, match="to make its next offer"),
-            held(shelf, deadline=Deadline.after(0.2)),
+            held(pull_server, deadline=Deadline.after(0.2)),
         ):
             pass
         assert labels == []
-        shelf.put(on_offer("step_2"))
+        pull_server.put(on_offer("step_2"))
     asking.join(WITHIN_S)
     assert labels == ["step_2"]
 
 
-def test_a_change_that_fails_leaves_nothing_on_offer(shelf: PullServer) -> None:
-    shelf.put(on_offer("step_1"))
-    with pytest.raises(ZeroDivisionError), shelf.changing():
+def test_a_change_that_fails_leaves_nothing_on_offer(pull_server: PullServer) -> None:
+    pull_server.put(on_offer("step_1"))
+    with pytest.raises(ZeroDivisionError), pull_server.changing():
         raise ZeroDivisionError
-    with pytest.raises(VersionNotOffered, match="offers nothing"), held(shelf):
+    with pytest.raises(VersionNotOffered, match="offers nothing"), held(pull_server):
         pass
 
 
-def test_a_reader_is_waited_for_until_it_gives_its_hold_back(shelf: PullServer) -> None:
-    shelf.put(on_offer("step_1"))
-    with held(shelf) as first, held(shelf) as second:
-        with shelf.changing():
-            waiting = Waiting(shelf)
+def test_a_reader_is_waited_for_until_it_gives_its_hold_back(pull_server: PullServer) -> None:
+    pull_server.put(on_offer("step_1"))
+    with held(pull_server) as first, held(pull_server) as second:
+        with pull_server.changing():
+            waiting = Waiting(pull_server)
             first.release()
             first.release()
             assert waiting.is_alive()
@@ -153,42 +153,42 @@ def test_a_reader_is_waited_for_until_it_gives_its_hold_back(shelf: PullServer) 
         second.check()
 
 
-def test_a_reader_that_is_gone_holds_nothing(shelf: PullServer) -> None:
-    shelf.put(on_offer("step_1"))
-    with held(shelf):
-        waiting = Waiting(shelf)
+def test_a_reader_that_is_gone_holds_nothing(pull_server: PullServer) -> None:
+    pull_server.put(on_offer("step_1"))
+    with held(pull_server):
+        waiting = Waiting(pull_server)
         assert waiting.is_alive()
     assert waiting.result() == []
 
 
-def test_a_lease_that_is_over_holds_nothing(shelf: PullServer) -> None:
-    shelf.put(on_offer("step_1"))
-    with held(shelf, lease_s=0.3):
-        assert Waiting(shelf).result() == []
+def test_a_lease_that_is_over_holds_nothing(pull_server: PullServer) -> None:
+    pull_server.put(on_offer("step_1"))
+    with held(pull_server, lease_s=0.3):
+        assert Waiting(pull_server).result() == []
 
 
-def test_who_still_reads_at_the_deadline_is_named_and_forgotten(shelf: PullServer) -> None:
-    shelf.put(on_offer("step_1"))
-    with held(shelf, requester="engine, asked by operator/1") as hold:
-        assert Waiting(shelf, within_s=0.3).result() == ["engine, asked by operator/1"]
-        assert Waiting(shelf).result() == []
+def test_who_still_reads_at_the_deadline_is_named_and_forgotten(pull_server: PullServer) -> None:
+    pull_server.put(on_offer("step_1"))
+    with held(pull_server, requester="engine, asked by operator/1") as hold:
+        assert Waiting(pull_server, within_s=0.3).result() == ["engine, asked by operator/1"]
+        assert Waiting(pull_server).result() == []
         hold.release()  # too late, and told so; that is no error
 
 
-def channel_to(shelf: PullServer) -> Channel[m.Message]:
-    return Channel(shelf.address, SECRET, Codec(m.Message), deadline=Deadline.after(WITHIN_S))
+def channel_to(pull_server: PullServer) -> Channel[m.Message]:
+    return Channel(pull_server.address, SECRET, Codec(m.Message), deadline=Deadline.after(WITHIN_S))
 
 
-def test_only_the_one_who_holds_can_release_and_hears_whether_it_was_in_time(shelf: PullServer) -> None:
-    shelf.put(on_offer("step_1"))
+def test_only_the_one_who_holds_can_release_and_hears_whether_it_was_in_time(pull_server: PullServer) -> None:
+    pull_server.put(on_offer("step_1"))
     soon = Deadline.after(WITHIN_S)
-    with channel_to(shelf) as one, channel_to(shelf) as other:
+    with channel_to(pull_server) as one, channel_to(pull_server) as other:
         ask = m.AcquireReadLease(requester="a", version=None, lease_s=WITHIN_S, wait_s=0.0)
         hold = one.request(ask, soon, "a hold")
         assert isinstance(hold, m.ReadLeaseGranted)
         release = m.ReleaseReadLease(hold=hold.hold)
         assert other.request(release, soon, "a release") == m.ReadLeaseReleased(revoked=True)
-        waiting = Waiting(shelf)
+        waiting = Waiting(pull_server)
         wanted = one.receive(soon, "the source to want its memory")
         assert isinstance(wanted, m.MemoryWanted)
         assert wanted.hold == hold.hold
@@ -197,21 +197,21 @@ def test_only_the_one_who_holds_can_release_and_hears_whether_it_was_in_time(she
         assert one.request(release, soon, "a release") == m.ReadLeaseReleased(revoked=True)
 
 
-def test_a_source_that_is_asked_for_something_else_says_so_and_goes_on(shelf: PullServer) -> None:
-    shelf.put(on_offer("step_1"))
-    with channel_to(shelf) as channel:
+def test_a_source_that_is_asked_for_something_else_says_so_and_goes_on(pull_server: PullServer) -> None:
+    pull_server.put(on_offer("step_1"))
+    with channel_to(pull_server) as channel:
         refused = channel.request(m.GetReplicaState(wait_s=1.0), Deadline.after(WITHIN_S), "an answer")
     assert isinstance(refused, m.Refusal)
     assert refused.fault.code == MessageInvalid.code
-    with held(shelf) as hold:
+    with held(pull_server) as hold:
         hold.check()
 
 
-def test_a_source_that_closes_is_noticed_by_who_reads(shelf: PullServer, short_path: Path) -> None:
-    shelf.put(on_offer("step_1"))
-    with held(shelf) as hold:
-        shelf.close()
-        shelf.close()
+def test_a_source_that_closes_is_noticed_by_who_reads(pull_server: PullServer, short_path: Path) -> None:
+    pull_server.put(on_offer("step_1"))
+    with held(pull_server) as hold:
+        pull_server.close()
+        pull_server.close()
         with pytest.raises(ChannelClosed, match="gone while ranks read step_1"):
             while True:
                 hold.check()
@@ -219,11 +219,11 @@ def test_a_source_that_closes_is_noticed_by_who_reads(shelf: PullServer, short_p
     assert list(short_path.iterdir()) == []
 
 
-def test_only_holders_of_the_secret_may_ask(shelf: PullServer) -> None:
+def test_only_holders_of_the_secret_may_ask(pull_server: PullServer) -> None:
     other = Secret(bytes(32))
     with pytest.raises(WrongSecret):
         ReadLease(
-            shelf.address,
+            pull_server.address,
             other,
             requester="a",
             version=None,
@@ -250,9 +250,9 @@ def test_where_no_source_is_that_is_said_and_a_wait_for_one_can_be_ended(short_p
 
 def test_a_manifest_that_could_not_be_told_is_refused_when_it_is_offered(short_path: Path) -> None:
     long = Manifest(tensors=(TensorSpec(name="w" * (65 << 20), dtype=DType.FLOAT32, shape=(2,)),))
-    shelf = shelf_at(short_path, long)
+    pull_server = pull_server_at(short_path, long)
     try:
-        with pytest.raises(MessageTooLarge), shelf.changing():
-            shelf.put(on_offer("step_1"))
+        with pytest.raises(MessageTooLarge), pull_server.changing():
+            pull_server.put(on_offer("step_1"))
     finally:
-        shelf.close()
+        pull_server.close()

@@ -111,14 +111,16 @@ def failed(step: str, cause: LiveWeightError) -> RoundFailed:
     return RoundFailed(cause, replica="engine", rank=1, step=step, waited_s=1.0, serving="step_1")
 
 
-def two_ways(outlet: TransportSource) -> TransferFallback:
-    return TransferFallback([OpenMode(mode=mode(name), outlet=outlet) for name in MODES], Bus())
+def two_ways(transport_source: TransportSource) -> TransferFallback:
+    return TransferFallback(
+        [OpenMode(mode=mode(name), transport_source=transport_source) for name in MODES], Bus()
+    )
 
 
 @pytest.fixture
-def outlet(short_path: Path) -> TransportSource:
+def transport_source(short_path: Path) -> TransportSource:
     """Of which nothing is asked."""
-    return mode("ipc_snapshot").outlet(short_path, SECRET)
+    return mode("ipc_snapshot").transport_source(short_path, SECRET)
 
 
 @pytest.mark.parametrize(
@@ -131,9 +133,9 @@ def outlet(short_path: Path) -> TransportSource:
     ],
 )
 def test_what_fails_while_bytes_are_on_their_way_is_the_modes_failure(
-    outlet: TransportSource, step: str, cause: LiveWeightError
+    transport_source: TransportSource, step: str, cause: LiveWeightError
 ) -> None:
-    ways = two_ways(outlet)
+    ways = two_ways(transport_source)
     raised = ways.after(failed(step, cause))
     assert (raised.next_mode, raised.retryable, raised.code) == ("ipc_snapshot", True, cause.code)
     assert ways.now.mode.name == "ipc_snapshot"
@@ -152,15 +154,15 @@ def test_what_fails_while_bytes_are_on_their_way_is_the_modes_failure(
     ],
 )
 def test_what_fails_otherwise_leaves_the_mode_in_use(
-    outlet: TransportSource, step: str, cause: LiveWeightError
+    transport_source: TransportSource, step: str, cause: LiveWeightError
 ) -> None:
-    ways, error = two_ways(outlet), failed(step, cause)
+    ways, error = two_ways(transport_source), failed(step, cause)
     assert ways.after(error) is error
     assert (ways.now.mode.name, ways.failed_modes) == ("gdr", ())
 
 
-def test_one_mode_alone_is_kept_whatever_fails(outlet: TransportSource) -> None:
-    ways = TransferFallback([OpenMode(mode=mode("gdr"), outlet=outlet)], Bus())
+def test_one_mode_alone_is_kept_whatever_fails(transport_source: TransportSource) -> None:
+    ways = TransferFallback([OpenMode(mode=mode("gdr"), transport_source=transport_source)], Bus())
     error = failed("stage", ChannelClosed("the source is gone"))
     assert ways.after(error) is error
     assert ways.now.mode.name == "gdr"

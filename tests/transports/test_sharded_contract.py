@@ -38,24 +38,24 @@ CELLS = [
 
 @dataclass(slots=True)
 class Trainer:
-    """The outlets of a trainer's ranks, and a reader of an engine's."""
+    """The transport sources of a trainer's ranks, and a reader of an engine's."""
 
     mode: Mode
     directory: Path
-    outlets: list[TransportSource]
+    transport_sources: list[TransportSource]
     reader: Reader
     arenas: list[Arena] = field(default_factory=list)
 
     def offer(self, layouts: Sequence[Layout], tensors: dict[str, Full], stack: ExitStack) -> Offer:
         """What the ranks hold, offered together; the stack takes it back."""
         shards, self.arenas = [], []
-        for rank, (outlet, layout) in enumerate(zip(self.outlets, layouts, strict=True)):
-            arenas = [outlet.allocate(size) for size in layout.memories_bytes]
+        for rank, (transport_source, layout) in enumerate(zip(self.transport_sources, layouts, strict=True)):
+            arenas = [transport_source.allocate(size) for size in layout.memories_bytes]
             for arena, content in zip(arenas, filled(layout, tensors), strict=True):
                 stack.callback(arena.close)
                 arena.memory.tensor()[: len(content)] = torch.from_numpy(content)
-            made = outlet.offer(layout, arenas, "frozen")
-            stack.callback(outlet.withdraw, layout)
+            made = transport_source.offer(layout, arenas, "frozen")
+            stack.callback(transport_source.withdraw, layout)
             self.arenas += arenas
             shards.append(
                 Shard(rank=rank, source=made.source, layout=made.layout, generation=made.generation)
@@ -81,14 +81,14 @@ def trainer(request: pytest.FixtureRequest) -> Iterator[Trainer]:
     name, where = request.param
     with tempfile.TemporaryDirectory(prefix="lw-") as place, ExitStack() as stack:
         directory, mode = Path(place), TRANSPORTS[name]
-        outlets = []
+        transport_sources = []
         for _ in range(RANKS):
-            outlets.append(mode.outlet(directory, SECRET, device(where, directory)))
-            stack.callback(outlets[-1].close)
+            transport_sources.append(mode.transport_source(directory, SECRET, device(where, directory)))
+            stack.callback(transport_sources[-1].close)
         there = device(where, directory)
         reader = mode.reader(SECRET, there.choose().kernels, there)
         stack.callback(reader.close)
-        yield Trainer(mode, directory, outlets, reader)
+        yield Trainer(mode, directory, transport_sources, reader)
 
 
 @st.composite
@@ -164,7 +164,7 @@ def test_a_rank_that_withdrew_its_part_is_named(trainer: Trainer) -> None:
     tensors, layouts, target = thirds()
     with ExitStack() as stack:
         offer = trainer.offer(layouts, tensors, stack)
-        trainer.outlets[2].withdraw(layouts[2])
+        trainer.transport_sources[2].withdraw(layouts[2])
         with pytest.raises(VersionNotOffered, match="trainer rank 2: "):
             trainer.bind(offer, target, blank(target))
 
@@ -173,7 +173,7 @@ def test_a_rank_that_is_gone_is_named(trainer: Trainer) -> None:
     tensors, layouts, target = thirds()
     with ExitStack() as stack:
         offer = trainer.offer(layouts, tensors, stack)
-        trainer.outlets[0].close()
+        trainer.transport_sources[0].close()
         with pytest.raises(ChannelClosed, match="trainer rank 0: "):
             trainer.bind(offer, target, blank(target))
 

@@ -68,20 +68,20 @@ KERNELS = choose_kernels()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Halves:
-    """An outlet and a reader of one mode, and the kind of offer that is tried."""
+    """A transport source and a reader of one mode, and the kind of offer that is tried."""
 
-    outlet: TransportSource
+    transport_source: TransportSource
     reader: Reader
     kind: OfferKind
 
     def offer(self, layout: Layout, contents: Sequence[Bytes], stack: ExitStack) -> tuple[Offer, list[Arena]]:
         """Arenas with these contents, offered; the stack closes them."""
-        arenas = [self.outlet.allocate(size, self.kind) for size in layout.memories_bytes]
+        arenas = [self.transport_source.allocate(size, self.kind) for size in layout.memories_bytes]
         for arena, content in zip(arenas, contents, strict=True):
             stack.callback(arena.close)
             arena.memory.tensor()[: len(content)] = torch.from_numpy(content)
-        stack.callback(self.outlet.withdraw, layout)
-        return self.outlet.offer(layout, arenas, self.kind), arenas
+        stack.callback(self.transport_source.withdraw, layout)
+        return self.transport_source.offer(layout, arenas, self.kind), arenas
 
     def read(self, offer: Offer, target: Layout, shadow: Sequence[Bytes]) -> None:
         """All of an offer, as a rank's staging thread reads it."""
@@ -105,12 +105,12 @@ def device(name: str, directory: Path) -> Device:
 def opened(entry: Mode, kind: OfferKind, name: str = "cpu") -> Iterator[Halves]:
     with tempfile.TemporaryDirectory(prefix="lw-") as place, ExitStack() as stack:
         directory = Path(place)
-        outlet = entry.outlet(directory, SECRET, device(name, directory))
-        stack.callback(outlet.close)
+        transport_source = entry.transport_source(directory, SECRET, device(name, directory))
+        stack.callback(transport_source.close)
         there = device(name, directory)
         reader = entry.reader(SECRET, there.choose().kernels, there)
         stack.callback(reader.close)
-        yield Halves(outlet=outlet, reader=reader, kind=kind)
+        yield Halves(transport_source=transport_source, reader=reader, kind=kind)
 
 
 @pytest.fixture(params=CELLS, ids="-".join, scope="module")
@@ -231,7 +231,7 @@ def test_an_offer_names_its_mode_kind_source_and_layout(halves: Halves) -> None:
     tensors, source, _ = decoder()
     with ExitStack() as stack:
         offer, _ = halves.offer(source, filled(source, tensors), stack)
-        assert (offer.kind, offer.source) == (halves.kind, halves.outlet.address)
+        assert (offer.kind, offer.source) == (halves.kind, halves.transport_source.address)
         assert offer.layout == source.fingerprint
         assert TRANSPORTS[offer.mode].offers
 
@@ -264,7 +264,7 @@ def test_a_raised_generation_is_noticed_whenever_and_wherever_it_happens(
             at("after reading")
             reading.check()
         reading.end()
-        again = halves.outlet.offer(source, arenas, halves.kind)
+        again = halves.transport_source.offer(source, arenas, halves.kind)
         assert again.generation != offer.generation
         halves.read(again, target, shadow)
 
@@ -307,7 +307,7 @@ def test_rounds_after_the_first_show_new_bytes_to_either_shadow_without_attachin
             }
             shadow = shadows[round_number % 2]
             wanted = expected(target, now, shadow)
-            halves.read(halves.outlet.offer(source, arenas, halves.kind), target, shadow)
+            halves.read(halves.transport_source.offer(source, arenas, halves.kind), target, shadow)
             assert all(np.array_equal(a, b) for a, b in zip(shadow, wanted, strict=True))
         assert requests(halves.reader) == attached
 
@@ -410,7 +410,7 @@ def test_a_withdrawn_layout_is_not_handed_out(halves: Halves) -> None:
     tensors, source, target = decoder()
     with ExitStack() as stack:
         offer, _ = halves.offer(source, filled(source, tensors), stack)
-        halves.outlet.withdraw(source)
+        halves.transport_source.withdraw(source)
         halves.reader.forget(offer.source)
         with pytest.raises(VersionNotOffered, match=source.fingerprint):
             halves.reader.bind(offer, target, memories(blank(target)), soon())
@@ -418,11 +418,11 @@ def test_a_withdrawn_layout_is_not_handed_out(halves: Halves) -> None:
 
 def test_arenas_that_do_not_fit_the_layout_are_refused(halves: Halves) -> None:
     _, source, _ = decoder()
-    arena = halves.outlet.allocate(source.memories_bytes[0] + 1, halves.kind)
+    arena = halves.transport_source.allocate(source.memories_bytes[0] + 1, halves.kind)
     with pytest.raises(LayoutInvalid):
-        halves.outlet.offer(source, [arena], halves.kind)
+        halves.transport_source.offer(source, [arena], halves.kind)
     with pytest.raises(LayoutInvalid):
-        halves.outlet.offer(source, [], halves.kind)
+        halves.transport_source.offer(source, [], halves.kind)
     arena.close()
 
 
@@ -437,7 +437,7 @@ def test_a_source_that_lacks_a_tensor_is_refused_by_name(halves: Halves) -> None
 
 def test_an_arena_that_cannot_be_had_is_refused_with_its_size(halves: Halves) -> None:
     with leaving_nothing(), pytest.raises(OutOfMemory, match=str(1 << 50)):
-        halves.outlet.allocate(1 << 50, halves.kind)
+        halves.transport_source.allocate(1 << 50, halves.kind)
 
 
 @pytest.mark.parametrize(("name", "kind"), KINDS)
@@ -449,9 +449,9 @@ def test_a_restarted_source_is_attached_to_anew_and_the_old_one_let_go(name: str
         stack.callback(reader.close)
         for _ in range(3):
             with ExitStack() as life:
-                outlet = TRANSPORTS[name].outlet(Path(directory), SECRET)
-                life.callback(outlet.close)
-                both = Halves(outlet=outlet, reader=reader, kind=kind)
+                transport_source = TRANSPORTS[name].transport_source(Path(directory), SECRET)
+                life.callback(transport_source.close)
+                both = Halves(transport_source=transport_source, reader=reader, kind=kind)
                 offer, _ = both.offer(source, filled(source, tensors), life)
                 wanted = expected(target, tensors, shadow)
                 both.read(offer, target, shadow)
@@ -471,8 +471,8 @@ def test_a_source_that_is_gone_ends_the_wait_at_once(name: str, kind: OfferKind)
     tensors, source, target = decoder()
     with opened(TRANSPORTS[name], kind) as both, ExitStack() as stack:
         offer, _ = both.offer(source, filled(source, tensors), stack)
-        both.outlet.withdraw(source)
-        both.outlet.close()
+        both.transport_source.withdraw(source)
+        both.transport_source.close()
         with pytest.raises(ChannelClosed, match="gone"):
             both.reader.bind(offer, target, memories(blank(target)), soon())
 
@@ -503,10 +503,10 @@ def test_an_offer_that_the_mode_does_not_have_is_refused(name: str) -> None:
     _, source, _ = decoder()
     kinds: tuple[OfferKind, ...] = ("live", "frozen", "ring")
     with opened(TRANSPORTS[name], TRANSPORTS[name].offers[0]) as both:
-        arena = both.outlet.allocate(source.memories_bytes[0])
+        arena = both.transport_source.allocate(source.memories_bytes[0])
         for kind in set(kinds) - set(TRANSPORTS[name].offers):
             with pytest.raises(Refused, match=kind):
-                both.outlet.offer(source, [arena], kind)
+                both.transport_source.offer(source, [arena], kind)
         arena.close()
 
 
@@ -518,8 +518,8 @@ def test_nothing_is_left_after_close(name: str, kind: OfferKind, where: str) -> 
         with opened(TRANSPORTS[name], kind, where) as both, ExitStack() as stack:
             offer, _ = both.offer(source, filled(source, tensors), stack)
             both.read(offer, target, blank(target))
-            both.outlet.close()
-            both.outlet.close()
+            both.transport_source.close()
+            both.transport_source.close()
             both.reader.close()
         assert mappings() == maps
     assert threading.active_count() == threads

@@ -1,4 +1,4 @@
-"""A rank's exchange, interrupted at every beat: it never serves what was not decided, and goes back exactly once."""
+"""A rank's swap, interrupted at every beat: it never serves what was not decided, and goes back exactly once."""
 
 from __future__ import annotations
 
@@ -66,8 +66,8 @@ class Words:
 class Scene:
     """A committer, and a leader that answers as it was told."""
 
-    def __init__(self, committer: Committer, turnstile: ShadowLock, heard: list[Swapped]) -> None:
-        self.committer, self.turnstile, self.heard = committer, turnstile, heard
+    def __init__(self, committer: Committer, shadow_lock: ShadowLock, heard: list[Swapped]) -> None:
+        self.committer, self.shadow_lock, self.heard = committer, shadow_lock, heard
 
 
 @contextmanager
@@ -95,14 +95,14 @@ def scene(
 
     leader = threading.Thread(target=lead)
     leader.start()
-    turnstile = ShadowLock()
-    turnstile.staged = RoundId(boot="b", epoch=1, publisher="p")
+    shadow_lock = ShadowLock()
+    shadow_lock.staged = RoundId(boot="b", epoch=1, publisher="p")
     try:
         with Channel(listener.address, secret, codec, deadline=Deadline.after(20.0)) as channel:
             committer = Committer(
-                rank=1, seat=1, boot="b", target=target, hooks=hooks, channel=channel, turnstile=turnstile
+                rank=1, seat=1, boot="b", target=target, hooks=hooks, channel=channel, shadow_lock=shadow_lock
             )
-            yield Scene(committer, turnstile, heard)
+            yield Scene(committer, shadow_lock, heard)
     finally:
         stop.set()
         leader.join()
@@ -123,23 +123,23 @@ def test_a_commit_that_all_ranks_keep(short_path: Path) -> None:
     target = Words()
     with scene(short_path, target, [], [KEEP]) as s:
         assert s.committer.carry_out(COMMIT) == KEEP
-        assert (target.holds, s.turnstile.doubt, s.turnstile.staged) == ("new", False, None)
+        assert (target.holds, s.shadow_lock.doubt, s.shadow_lock.staged) == ("new", False, None)
         assert s.committer.resolve(1.0) is None
 
 
-def test_whoever_reads_live_weights_can_tell_every_exchange_before_it_begins(short_path: Path) -> None:
+def test_whoever_reads_live_weights_can_tell_every_swap_before_it_begins(short_path: Path) -> None:
     target, seen = Words(), list[tuple[int, bool]]()
     swap = target.swap
 
     def noted() -> None:
-        seen.append((s.turnstile.exchanges, s.turnstile.doubt))
+        seen.append((s.shadow_lock.swaps, s.shadow_lock.doubt))
         swap()
 
     target.swap = noted  # type: ignore[method-assign]
     with scene(short_path, target, [], [BACK]) as s:
         s.committer.carry_out(COMMIT)
         assert seen == [(1, True), (2, True)]  # there, and back
-        assert s.turnstile.certain(0)
+        assert s.shadow_lock.certain(0)
 
 
 def test_another_ranks_failure_takes_this_one_back_and_its_hooks_run_again(short_path: Path) -> None:
@@ -149,14 +149,14 @@ def test_another_ranks_failure_takes_this_one_back_and_its_hooks_run_again(short
     assert (target.holds, ran) == ("old", ["new", "old"])
 
 
-def test_a_hook_that_fails_on_the_way_back_does_not_exchange_a_second_time(short_path: Path) -> None:
+def test_a_hook_that_fails_on_the_way_back_does_not_swap_a_second_time(short_path: Path) -> None:
     target = Words()
     with scene(short_path, target, [failing({2})], [BACK]) as s:
         with pytest.raises(RuntimeError):
             s.committer.carry_out(COMMIT)
-        assert (target.holds, s.turnstile.doubt) == ("old", True)
+        assert (target.holds, s.shadow_lock.doubt) == ("old", True)
         assert s.committer.resolve(5.0) == BACK
-        assert (target.holds, target.swaps, s.turnstile.doubt) == ("old", 2, False)
+        assert (target.holds, target.swaps, s.shadow_lock.doubt) == ("old", 2, False)
         assert len(s.heard) == 1
 
 
@@ -178,13 +178,13 @@ def test_an_interrupt_in_a_hook_leaves_doubt_and_the_next_boundary_goes_back(sho
     with scene(short_path, target, [failing({1}, KeyboardInterrupt)], [BACK]) as s:
         with pytest.raises(KeyboardInterrupt):
             s.committer.carry_out(COMMIT)
-        assert (target.holds, s.turnstile.doubt, s.heard) == ("new", True, [])
+        assert (target.holds, s.shadow_lock.doubt, s.heard) == ("new", True, [])
         assert s.committer.resolve(5.0) == BACK
         assert target.holds == "old"
         assert s.heard[0].fault is not None
 
 
-def test_a_target_that_cannot_exchange_reports_it_and_holds_the_old(short_path: Path) -> None:
+def test_a_target_that_cannot_swap_reports_it_and_holds_the_old(short_path: Path) -> None:
     target = Words({1: RuntimeError("no")})
     with scene(short_path, target, [], [BACK]) as s:
         assert s.committer.carry_out(COMMIT) == BACK
@@ -192,13 +192,13 @@ def test_a_target_that_cannot_exchange_reports_it_and_holds_the_old(short_path: 
 
 
 def test_a_torn_target_never_serves_again(short_path: Path) -> None:
-    target = Words({1: Torn("the exchange failed, and so did the way back")})
+    target = Words({1: Torn("the swap failed, and so did the way back")})
     with scene(short_path, target, [], [BACK]) as s:
         with pytest.raises(Torn):
             s.committer.carry_out(COMMIT)
         with pytest.raises(Torn):
             s.committer.resolve(5.0)
-        assert s.turnstile.doubt
+        assert s.shadow_lock.doubt
         fault = s.heard[0].fault
         assert fault is not None
         assert fault.code == "LW-601"
@@ -211,9 +211,9 @@ def test_a_way_back_that_fails_does_not_serve_until_it_succeeds(short_path: Path
             s.committer.carry_out(COMMIT)
         with pytest.raises(RuntimeError, match="cannot go back"):
             s.committer.resolve(5.0)
-        assert (target.holds, s.turnstile.doubt) == ("new", True)
+        assert (target.holds, s.shadow_lock.doubt) == ("new", True)
         assert s.committer.resolve(5.0) == BACK
-        assert (target.holds, s.turnstile.doubt) == ("old", False)
+        assert (target.holds, s.shadow_lock.doubt) == ("old", False)
 
 
 def test_an_answer_that_does_not_come_leaves_doubt_until_it_does(short_path: Path) -> None:
@@ -225,14 +225,14 @@ def test_an_answer_that_does_not_come_leaves_doubt_until_it_does(short_path: Pat
             s.committer.carry_out(short)
         with pytest.raises(OutcomeUnknown):
             s.committer.resolve(0.2)
-        assert s.turnstile.doubt
+        assert s.shadow_lock.doubt
         assert s.committer.resolve(20.0) == KEEP
-        assert (target.holds, target.swaps, s.turnstile.doubt) == ("new", 1, False)
+        assert (target.holds, target.swaps, s.shadow_lock.doubt) == ("new", 1, False)
 
 
-def test_a_decision_about_another_round_than_the_staged_one_exchanges_nothing(short_path: Path) -> None:
+def test_a_decision_about_another_round_than_the_staged_one_swaps_nothing(short_path: Path) -> None:
     target = Words()
     with scene(short_path, target, [], [BACK]) as s:
-        s.turnstile.staged = RoundId(boot="b", epoch=7, publisher="p")
+        s.shadow_lock.staged = RoundId(boot="b", epoch=7, publisher="p")
         assert s.committer.carry_out(COMMIT) == BACK
     assert (target.swaps, target.holds) == (0, "old")

@@ -55,7 +55,7 @@ def tensors() -> dict[str, torch.Tensor]:
 
 
 @every_way
-def test_weights_are_exchanged_and_back_on_the_device(how: How, short_path: Path) -> None:
+def test_weights_are_swapped_and_back_on_the_device(how: How, short_path: Path) -> None:
     held = tensors()
     before = {name: tensor.clone() for name, tensor in held.items()}
     device = fake_cuda(short_path, "cuda:1")
@@ -72,7 +72,7 @@ def test_weights_are_exchanged_and_back_on_the_device(how: How, short_path: Path
 
 
 @every_way
-def test_the_device_is_waited_for_before_an_exchange(how: How, short_path: Path) -> None:
+def test_the_device_is_waited_for_before_a_swap(how: How, short_path: Path) -> None:
     held, device = {"w": torch.zeros(100)}, fake_cuda(short_path)
     target = TensorTarget(held, **how, device=device)
     target.shadow()
@@ -135,7 +135,7 @@ def test_a_shadow_on_the_host_costs_the_device_two_chunks_whatever_the_weights_a
 
 
 @pytest.mark.parametrize("failing", range(1, 10))
-def test_an_exchange_with_the_host_that_fails_at_any_copy_gives_every_byte_back(
+def test_a_swap_with_the_host_that_fails_at_any_copy_gives_every_byte_back(
     failing: int, short_path: Path
 ) -> None:
     device = fake_cuda(short_path)

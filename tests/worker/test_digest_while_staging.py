@@ -53,9 +53,9 @@ def memories(arrays: Sequence[Bytes]) -> list[Memory]:
 
 
 def begun(
-    digest: ShadowDigest, rows: Table, shadow: Sequence[Memory], crew: CopyThreads
+    digest: ShadowDigest, rows: Table, shadow: Sequence[Memory], copy_threads: CopyThreads
 ) -> DigestWhileStaging:
-    found = digest.begin(Rows(rows), shadow, crew, ahead=True)  # type: ignore[arg-type]
+    found = digest.begin(Rows(rows), shadow, copy_threads, ahead=True)  # type: ignore[arg-type]
     assert isinstance(found, DigestWhileStaging)
     return found
 
@@ -88,9 +88,9 @@ def test_whatever_lands_when_the_digest_is_that_of_the_whole_shadow(
     shadow = memories(blank(target))
     copies = KERNELS.bind_copy(rows, memories(filled(source, tensors)), shadow)
     ends = sorted({*data.draw(st.lists(st.integers(0, len(rows)))), len(rows)})
-    with CopyThreads(2) as crew:
+    with CopyThreads(2) as copy_threads:
         digest = ShadowDigest(target, KERNELS)
-        ahead = begun(digest, rows, shadow, crew)
+        ahead = begun(digest, rows, shadow, copy_threads)
         batches = data.draw(st.permutations(list(zip([0, *ends[:-1]], ends, strict=True))))
 
         def copy() -> None:
@@ -99,7 +99,9 @@ def test_whatever_lands_when_the_digest_is_that_of_the_whole_shadow(
                 ahead.landed(first, last)
 
         ahead.during(copy)
-        assert np.array_equal(rest_of(ahead), digest.all_of(shadow, crew=crew, deadline=soon()))
+        assert np.array_equal(
+            rest_of(ahead), digest.all_of(shadow, copy_threads=copy_threads, deadline=soon())
+        )
 
 
 SPEC = TensorSpec(name="w", dtype=DType.BFLOAT16, shape=(4096, 512))
@@ -136,12 +138,14 @@ class Watched:
 def test_what_has_landed_is_digested_before_the_rest_is_there() -> None:
     layout, content = packed([SPEC]), np.arange(SPEC.size_bytes, dtype=np.uint64).astype(np.uint8)
     shadow, kernels = [content.copy()], Watched()
-    with CopyThreads(1) as crew:
+    with CopyThreads(1) as copy_threads:
         digest = ShadowDigest(layout, kernels)  # type: ignore[arg-type]
-        wanted = ShadowDigest(layout, KERNELS).all_of(memories(shadow), crew=crew, deadline=soon())
+        wanted = ShadowDigest(layout, KERNELS).all_of(
+            memories(shadow), copy_threads=copy_threads, deadline=soon()
+        )
 
         def digests(change: slice, *, seen: bool) -> None:
-            ahead = begun(digest, copies_of_a_megabyte(), memories(shadow), crew)
+            ahead = begun(digest, copies_of_a_megabyte(), memories(shadow), copy_threads)
 
             def copy() -> None:
                 ahead.landed(0, 3)
@@ -162,9 +166,11 @@ def test_what_has_landed_is_digested_before_the_rest_is_there() -> None:
 
 
 def test_the_thread_ends_with_the_work_that_it_stands_beside() -> None:
-    with CopyThreads(1) as crew:
+    with CopyThreads(1) as copy_threads:
         shadow = [np.zeros(SPEC.size_bytes, dtype=np.uint8)]
-        ahead = begun(ShadowDigest(packed([SPEC]), KERNELS), copies_of_a_megabyte(), memories(shadow), crew)
+        ahead = begun(
+            ShadowDigest(packed([SPEC]), KERNELS), copies_of_a_megabyte(), memories(shadow), copy_threads
+        )
 
         def fail() -> None:
             raise ChannelClosed("the source is gone")
@@ -178,17 +184,17 @@ def test_lanes_that_finish_at_once_digest_every_byte_once() -> None:
     layout = packed([TensorSpec(name=f"w{n}", dtype=DType.BFLOAT16, shape=(64, 512)) for n in range(64)])
     rows = plan_copies(layout, layout).rows
     shadow = [np.random.default_rng(5).integers(0, 256, layout.memories_bytes[0], dtype=np.uint8)]
-    with CopyThreads(4) as crew:
+    with CopyThreads(4) as copy_threads:
         digest = ShadowDigest(layout, KERNELS)
-        ahead, together = begun(digest, rows, memories(shadow), crew), threading.Barrier(4)
+        ahead, together = begun(digest, rows, memories(shadow), copy_threads), threading.Barrier(4)
 
         def work(lane: int) -> None:
             together.wait(WITHIN_S)
             for first in range(lane, len(rows), 4):
                 ahead.landed(first, first + 1)
 
-        ahead.during(lambda: crew.run(work))
-        wanted = digest.all_of(memories(shadow), crew=crew, deadline=soon())
+        ahead.during(lambda: copy_threads.run(work))
+        wanted = digest.all_of(memories(shadow), copy_threads=copy_threads, deadline=soon())
         assert np.array_equal(rest_of(ahead), wanted)
 
 

@@ -48,17 +48,17 @@ class Weights:
 
 
 class Asked:
-    """An auditor, and whoever hears its answers."""
+    """A live verifier, and whoever hears its answers."""
 
     def __init__(self, on_event: Callable[[AnyEvent], None] = lambda _: None, **settings: float) -> None:
-        self.weights, self.turnstile, self._said = Weights(), ShadowLock(), threading.Semaphore(0)
+        self.weights, self.shadow_lock, self._said = Weights(), ShadowLock(), threading.Semaphore(0)
         bus = Bus()
         bus.subscribe(on_event)
-        self.auditor = LiveVerifier(
+        self.live_verifier = LiveVerifier(
             rank=1,
             target=self.weights,  # type: ignore[arg-type]
             kernels=choose_kernels(),
-            turnstile=self.turnstile,
+            shadow_lock=self.shadow_lock,
             pace_bytes_per_s=settings.get("pace_bytes_per_s"),
             replica="r",
             bus=bus,
@@ -67,12 +67,12 @@ class Asked:
 
     def ask(self, names: tuple[str, ...] | None = None, timeout_s: float = WITHIN_S) -> LiveDigests:
         """One order, and its answer."""
-        self.auditor.ask(DigestLive(audit=7, names=names, timeout_s=timeout_s))
+        self.live_verifier.ask(DigestLive(audit=7, names=names, timeout_s=timeout_s))
         return self.answer()
 
     def answer(self) -> LiveDigests:
         assert self._said.acquire(timeout=WITHIN_S)
-        (answer,) = self.auditor.answers()
+        (answer,) = self.live_verifier.answers()
         assert (answer.audit, answer.rank) == (7, 1)
         return answer
 
@@ -83,7 +83,7 @@ def asked(on_event: Callable[[AnyEvent], None] = lambda _: None, **settings: flo
     try:
         yield made
     finally:
-        made.auditor.close()
+        made.live_verifier.close()
 
 
 @pytest.mark.parametrize("names", [None, ("b",), ("c", "a"), ("elsewhere",)])
@@ -110,43 +110,43 @@ def test_nobody_pays_for_a_thread_before_the_first_question() -> None:
     assert threading.active_count() == before
 
 
-def test_a_reading_with_an_exchange_in_it_is_worth_nothing_and_the_next_one_counts() -> None:
-    def exchange(_: AnyEvent) -> None:
-        if one.turnstile.exchanges == 0:
-            one.turnstile.exchanges += 1
+def test_a_reading_with_a_swap_in_it_is_worth_nothing_and_the_next_one_counts() -> None:
+    def swap(_: AnyEvent) -> None:
+        if one.shadow_lock.swaps == 0:
+            one.shadow_lock.swaps += 1
 
-    with asked(exchange) as one:
+    with asked(swap) as one:
         spoilt = one.ask()
         assert (spoilt.lanes, spoilt.fault) == (None, None)
         assert one.ask().lanes is not None
 
 
-def test_tensors_that_are_elsewhere_are_a_fault_unless_an_exchange_moved_them() -> None:
+def test_tensors_that_are_elsewhere_are_a_fault_unless_a_swap_moved_them() -> None:
     def move(_: AnyEvent) -> None:
         one.weights.moved = True
-        one.turnstile.exchanges += exchanges
+        one.shadow_lock.swaps += swaps
 
-    exchanges = 1
+    swaps = 1
     with asked(move) as one:
         answer = one.ask()
         assert (answer.lanes, answer.fault) == (None, None)
-        exchanges = 0
+        swaps = 0
         answer = one.ask()
     assert answer.lanes is None
     assert answer.fault is not None
     assert (answer.fault.code, answer.fault.rank, answer.fault.step) == ("LW-103", 1, "verify")
 
 
-def test_an_exchange_under_way_is_waited_for_and_a_lasting_doubt_is_told(
+def test_a_swap_under_way_is_waited_for_and_a_lasting_doubt_is_told(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     with asked() as one:
-        one.turnstile.doubt = True
-        one.auditor.ask(DigestLive(audit=7, names=None, timeout_s=WITHIN_S))
-        one.turnstile.doubt = False
+        one.shadow_lock.doubt = True
+        one.live_verifier.ask(DigestLive(audit=7, names=None, timeout_s=WITHIN_S))
+        one.shadow_lock.doubt = False
         assert one.answer().lanes is not None
         monkeypatch.setattr(auditing, "DOUBT_S", 0.05)
-        one.turnstile.doubt = True
+        one.shadow_lock.doubt = True
         answer = one.ask()
         assert answer.fault is not None
         assert answer.fault.code == "LW-107"
@@ -158,5 +158,5 @@ def test_a_reading_that_takes_too_long_says_so_and_closing_ends_one() -> None:
         answer = one.ask(timeout_s=0.2)
         assert answer.fault is not None
         assert answer.fault.code == "LW-301"
-        one.auditor.ask(DigestLive(audit=7, names=None, timeout_s=WITHIN_S))
+        one.live_verifier.ask(DigestLive(audit=7, names=None, timeout_s=WITHIN_S))
     assert not [t for t in threading.enumerate() if t.name.startswith("liveweight-auditor")]

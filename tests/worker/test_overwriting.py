@@ -46,30 +46,30 @@ def test_chunks_of_the_draft_have_a_size_of_their_own() -> None:
         InPlaceSettings(chunk_bytes=0)
 
 
-def test_an_errand_that_nobody_took_up_in_time_was_not_begun_and_is_not_begun_later() -> None:
-    errand = OverwriteRequest(1, Deadline.after(0.0))
-    done, fault = errand.wait(rank=3)
+def test_an_request_that_nobody_took_up_in_time_was_not_begun_and_is_not_begun_later() -> None:
+    request = OverwriteRequest(1, Deadline.after(0.0))
+    done, fault = request.wait(rank=3)
     assert fault is not None
     assert (done.begun, fault.code, fault.rank) == (False, "LW-301", 3)
-    assert not errand.begin()
+    assert not request.begin()
 
 
-def test_an_errand_that_runs_on_at_its_deadline_may_have_written() -> None:
-    errand = OverwriteRequest(1, Deadline.after(0.0))
-    assert errand.begin()
-    done, fault = errand.wait(rank=3)
+def test_an_request_that_runs_on_at_its_deadline_may_have_written() -> None:
+    request = OverwriteRequest(1, Deadline.after(0.0))
+    assert request.begin()
+    done, fault = request.wait(rank=3)
     assert (done.begun, fault is None) == (True, False)
-    errand.finish(Overwritten(begun=False), None)  # too late: what was told stays
-    assert errand.wait(rank=3) == (done, fault)
+    request.finish(Overwritten(begun=False), None)  # too late: what was told stays
+    assert request.wait(rank=3) == (done, fault)
 
 
-def test_what_is_asked_of_an_agent_without_that_source_or_that_has_ended_is_answered() -> None:
+def test_what_is_asked_of_an_staging_thread_without_that_source_or_that_has_ended_is_answered() -> None:
     overwrites, woken = OverwriteQueue(InPlaceSettings()), list[int]()
     overwrites.wake = lambda: woken.append(1)
-    errand = overwrites.ask(1, Deadline.after(60.0))
+    request = overwrites.ask(1, Deadline.after(60.0))
     assert woken == [1]
     assert overwrites.take() is None
-    assert errand.wait(0)[1] is not None
+    assert request.wait(0)[1] is not None
     waiting = overwrites.ask(2, Deadline.after(60.0))
     overwrites.close()
     for left in (waiting, overwrites.ask(3, Deadline.after(60.0))):

@@ -1,4 +1,4 @@
-"""Staging: rows shared out over a crew, paced, stopped; and the digest that reads them back."""
+"""Staging: rows shared out over copy threads, paced, stopped; and the digest that reads them back."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def soon() -> Deadline:
     return Deadline.after(60)
 
 
-def crew_threads() -> list[str]:
+def copy_threads_threads() -> list[str]:
     return [thread.name for thread in threading.enumerate() if thread.name.startswith("liveweight")]
 
 
@@ -113,38 +113,38 @@ def flat_reading(
 
 
 @pytest.fixture(params=[1, 2, 3])
-def crew(request: pytest.FixtureRequest) -> Iterator[CopyThreads]:
-    with CopyThreads(request.param) as crew:
-        yield crew
-    assert crew_threads() == []
+def copy_threads(request: pytest.FixtureRequest) -> Iterator[CopyThreads]:
+    with CopyThreads(request.param) as copy_threads:
+        yield copy_threads
+    assert copy_threads_threads() == []
 
 
-# The crew.
+# The copy threads.
 
 
-def test_every_lane_of_a_crew_works_once(crew: CopyThreads) -> None:
+def test_every_lane_of_a_copy_threads_works_once(copy_threads: CopyThreads) -> None:
     lanes: list[int] = []
-    crew.run(lanes.append)
-    crew.run(lanes.append)
-    assert sorted(lanes) == sorted([*range(crew.threads)] * 2)
+    copy_threads.run(lanes.append)
+    copy_threads.run(lanes.append)
+    assert sorted(lanes) == sorted([*range(copy_threads.threads)] * 2)
 
 
-def test_a_crew_of_one_works_in_the_callers_thread() -> None:
-    with CopyThreads(1) as crew:
+def test_a_copy_threads_of_one_works_in_the_callers_thread() -> None:
+    with CopyThreads(1) as copy_threads:
         idents: list[int] = []
-        crew.run(lambda _: idents.append(threading.get_ident()))
-        assert crew_threads() == []
+        copy_threads.run(lambda _: idents.append(threading.get_ident()))
+        assert copy_threads_threads() == []
     assert idents == [threading.get_ident()]
 
 
-def test_lane_zero_is_the_callers_thread(crew: CopyThreads) -> None:
+def test_lane_zero_is_the_callers_thread(copy_threads: CopyThreads) -> None:
     idents: dict[int, int] = {}
-    crew.run(lambda lane: idents.update({lane: threading.get_ident()}))
+    copy_threads.run(lambda lane: idents.update({lane: threading.get_ident()}))
     assert idents[0] == threading.get_ident()
-    assert len(set(idents.values())) == crew.threads
+    assert len(set(idents.values())) == copy_threads.threads
 
 
-def test_errors_of_many_lanes_are_raised_as_one_after_all_have_ended(crew: CopyThreads) -> None:
+def test_errors_of_many_lanes_are_raised_as_one_after_all_have_ended(copy_threads: CopyThreads) -> None:
     ended: list[int] = []
 
     def work(lane: int) -> None:
@@ -152,28 +152,28 @@ def test_errors_of_many_lanes_are_raised_as_one_after_all_have_ended(crew: CopyT
         raise ValueError(f"lane {lane}")
 
     with pytest.raises(ValueError, match="lane"):
-        crew.run(work)
-    assert len(ended) == crew.threads
-    crew.run(ended.append)  # and the crew goes on
+        copy_threads.run(work)
+    assert len(ended) == copy_threads.threads
+    copy_threads.run(ended.append)  # and the copy threads goes on
 
 
-def test_a_crew_has_one_job_at_a_time(crew: CopyThreads) -> None:
+def test_a_copy_threads_has_one_job_at_a_time(copy_threads: CopyThreads) -> None:
     def work(lane: int) -> None:
         if lane == 0:
-            crew.run(lambda _: None)
+            copy_threads.run(lambda _: None)
 
     with pytest.raises(WrongState, match="at work"):
-        crew.run(work)
+        copy_threads.run(work)
 
 
-def test_a_closed_crew_refuses_work_and_can_be_closed_again(crew: CopyThreads) -> None:
-    crew.close()
-    crew.close()
+def test_a_closed_copy_threads_refuses_work_and_can_be_closed_again(copy_threads: CopyThreads) -> None:
+    copy_threads.close()
+    copy_threads.close()
     with pytest.raises(WrongState, match="closed"):
-        crew.run(lambda _: None)
+        copy_threads.run(lambda _: None)
 
 
-def test_an_idle_crew_holds_nothing_of_its_last_job(crew: CopyThreads) -> None:
+def test_an_idle_copy_threads_holds_nothing_of_its_last_job(copy_threads: CopyThreads) -> None:
     class Held: ...
 
     def work(held: Held, _: int) -> None:
@@ -181,13 +181,13 @@ def test_an_idle_crew_holds_nothing_of_its_last_job(crew: CopyThreads) -> None:
 
     held = Held()
     gone = weakref.ref(held)
-    crew.run(functools.partial(work, held))
+    copy_threads.run(functools.partial(work, held))
     del held
-    crew.run(lambda _: None)  # every helper has come back for the next job
+    copy_threads.run(lambda _: None)  # every helper has come back for the next job
     assert gone() is None
 
 
-def test_a_crew_needs_a_thread() -> None:
+def test_a_copy_threads_needs_a_thread() -> None:
     with pytest.raises(ValueError, match="0 threads"):
         CopyThreads(0)
 
@@ -207,22 +207,22 @@ def test_batches_follow_each_other_and_none_is_larger_than_a_batch_and_a_row(
         assert rows[first:last].sum() < batch + max(1, *sizes[first:last])
 
 
-def test_many_small_rows_are_few_reads(crew: CopyThreads) -> None:
+def test_many_small_rows_are_few_reads(copy_threads: CopyThreads) -> None:
     specs = [TensorSpec(name=f"w{i}", dtype=DType.UINT8, shape=(64,)) for i in range(40_000)]
     layout = packed(specs)
     source = np.random.default_rng(1).integers(0, 256, layout.memories_bytes[0], dtype=np.uint8)
     reading = ArrayReading(
         rows=plan_copies(layout, layout).rows, sources=[source], targets=[np.zeros_like(source)]
     )
-    stage(reading, crew=crew, pace_bytes_per_s=None, stop=never, deadline=soon())
+    stage(reading, copy_threads=copy_threads, pace_bytes_per_s=None, stop=never, deadline=soon())
     assert len(reading.reads) <= 16
     assert np.array_equal(reading.targets[0], source)
 
 
 def test_large_rows_are_read_one_batch_at_a_time() -> None:
     reading = flat_reading(8 * BATCH_BYTES)
-    with CopyThreads(1) as crew:
-        stage(reading, crew=crew, pace_bytes_per_s=None, stop=never, deadline=soon())
+    with CopyThreads(1) as copy_threads:
+        stage(reading, copy_threads=copy_threads, pace_bytes_per_s=None, stop=never, deadline=soon())
     sizes = row_bytes(reading.rows)
     assert {int(sizes[first:last].sum()) for first, last in reading.reads} == {BATCH_BYTES}
 
@@ -240,9 +240,9 @@ def test_a_staged_shadow_is_what_slicing_gives(data: st.DataObject, threads: int
     shadow = [np.zeros(size, dtype=np.uint8) for size in target.memories_bytes]
     rows = split(plan_copies(source, target).rows, data.draw(st.sampled_from([1, 64, 1 << 20])))
     reading = ArrayReading(rows=rows, sources=filled(source, tensors), targets=shadow)
-    with CopyThreads(threads) as crew:
-        result = stage(reading, crew=crew, pace_bytes_per_s=None, stop=never, deadline=soon())
-        lanes = digest_of(target, shadow, crew)
+    with CopyThreads(threads) as copy_threads:
+        result = stage(reading, copy_threads=copy_threads, pace_bytes_per_s=None, stop=never, deadline=soon())
+        lanes = digest_of(target, shadow, copy_threads)
     assert isinstance(result, StageResult)
     assert result.size_bytes == target.placed_bytes
     for placement, own in zip(target.placements, lanes, strict=True):
@@ -252,8 +252,8 @@ def test_a_staged_shadow_is_what_slicing_gives(data: st.DataObject, threads: int
         assert np.array_equal(own, digest.partial(shadow[placement.memory], placement, full.spec))
 
 
-def test_all_threads_of_a_crew_read(crew: CopyThreads) -> None:
-    together, met = threading.Barrier(crew.threads), set()
+def test_all_threads_of_a_copy_threads_read(copy_threads: CopyThreads) -> None:
+    together, met = threading.Barrier(copy_threads.threads), set()
 
     def watch(_: int) -> None:
         if threading.get_ident() not in met:
@@ -261,8 +261,8 @@ def test_all_threads_of_a_crew_read(crew: CopyThreads) -> None:
             together.wait(60)
 
     reading = flat_reading(32 << 20, watch=watch)
-    stage(reading, crew=crew, pace_bytes_per_s=None, stop=never, deadline=soon())
-    assert len(reading.threads) == crew.threads
+    stage(reading, copy_threads=copy_threads, pace_bytes_per_s=None, stop=never, deadline=soon())
+    assert len(reading.threads) == copy_threads.threads
     assert np.array_equal(reading.targets[0], reading.sources[0])
 
 
@@ -284,32 +284,46 @@ class Told:
             self.ended = True
 
 
-def test_what_works_beside_a_stage_hears_of_every_row_once_it_is_there(crew: CopyThreads) -> None:
+def test_what_works_beside_a_stage_hears_of_every_row_once_it_is_there(copy_threads: CopyThreads) -> None:
     told = Told(flat_reading(32 << 20))
-    stage(told.reading, crew=crew, pace_bytes_per_s=None, stop=never, deadline=soon(), beside=told)
+    stage(
+        told.reading,
+        copy_threads=copy_threads,
+        pace_bytes_per_s=None,
+        stop=never,
+        deadline=soon(),
+        beside=told,
+    )
     assert sorted(told.rows) == sorted(told.reading.reads)
     assert sum(last - first for first, last in told.rows) == len(told.reading.rows)
     assert told.ended
 
 
-def test_what_works_beside_a_stage_that_fails_ends_with_it(crew: CopyThreads) -> None:
+def test_what_works_beside_a_stage_that_fails_ends_with_it(copy_threads: CopyThreads) -> None:
     def fail(number: int) -> None:
         if number == 3:
             raise ChannelClosed("the source is gone")
 
     told = Told(flat_reading(32 << 20, watch=fail))
     with pytest.raises(ChannelClosed):
-        stage(told.reading, crew=crew, pace_bytes_per_s=None, stop=never, deadline=soon(), beside=told)
+        stage(
+            told.reading,
+            copy_threads=copy_threads,
+            pace_bytes_per_s=None,
+            stop=never,
+            deadline=soon(),
+            beside=told,
+        )
     assert told.ended
 
 
-def test_nothing_to_read_is_a_finished_stage(crew: CopyThreads) -> None:
+def test_nothing_to_read_is_a_finished_stage(copy_threads: CopyThreads) -> None:
     reading = ArrayReading(rows=np.empty((0, 11), dtype=np.int64), sources=[], targets=[])
-    result = stage(reading, crew=crew, pace_bytes_per_s=None, stop=never, deadline=soon())
+    result = stage(reading, copy_threads=copy_threads, pace_bytes_per_s=None, stop=never, deadline=soon())
     assert isinstance(result, StageResult) and result.size_bytes == 0
 
 
-def test_a_stop_ends_all_threads_and_is_no_result(crew: CopyThreads) -> None:
+def test_a_stop_ends_all_threads_and_is_no_result(copy_threads: CopyThreads) -> None:
     caller, heard = threading.get_ident(), threading.Event()
 
     def watch(number: int) -> None:
@@ -322,70 +336,94 @@ def test_a_stop_ends_all_threads_and_is_no_result(crew: CopyThreads) -> None:
         return heard.is_set()
 
     reading = flat_reading(64 << 20, watch=watch)
-    result = stage(reading, crew=crew, pace_bytes_per_s=None, stop=stop, deadline=soon())
+    result = stage(reading, copy_threads=copy_threads, pace_bytes_per_s=None, stop=stop, deadline=soon())
     assert isinstance(result, StagingStopped)
     sizes = row_bytes(reading.rows)
     assert result.done_bytes == sum(int(sizes[first:last].sum()) for first, last in reading.reads)
     assert 0 < result.done_bytes < result.size_bytes == 64 << 20
 
 
-def test_stop_is_asked_in_the_callers_thread_only(crew: CopyThreads) -> None:
+def test_stop_is_asked_in_the_callers_thread_only(copy_threads: CopyThreads) -> None:
     idents: set[int] = set()
 
     def stop() -> bool:
         idents.add(threading.get_ident())
         return False
 
-    stage(flat_reading(32 << 20), crew=crew, pace_bytes_per_s=1 << 30, stop=stop, deadline=soon())
+    stage(
+        flat_reading(32 << 20),
+        copy_threads=copy_threads,
+        pace_bytes_per_s=1 << 30,
+        stop=stop,
+        deadline=soon(),
+    )
     assert idents <= {threading.get_ident()}
 
 
-def test_a_stop_is_heard_during_a_long_wait_for_the_pace(crew: CopyThreads) -> None:
+def test_a_stop_is_heard_during_a_long_wait_for_the_pace(copy_threads: CopyThreads) -> None:
     reading = flat_reading(8 << 20)
     asked = iter(range(100))
     result = stage(
-        reading, crew=crew, pace_bytes_per_s=1000, stop=lambda: next(asked) > crew.threads, deadline=soon()
+        reading,
+        copy_threads=copy_threads,
+        pace_bytes_per_s=1000,
+        stop=lambda: next(asked) > copy_threads.threads,
+        deadline=soon(),
     )
     assert isinstance(result, StagingStopped)
 
 
-def test_a_deadline_that_is_over_names_the_progress(crew: CopyThreads) -> None:
+def test_a_deadline_that_is_over_names_the_progress(copy_threads: CopyThreads) -> None:
     with pytest.raises(DeadlineExceeded, match=rf"staging, 0 of {8 << 20} bytes done"):
-        stage(flat_reading(8 << 20), crew=crew, pace_bytes_per_s=None, stop=never, deadline=Deadline.after(0))
+        stage(
+            flat_reading(8 << 20),
+            copy_threads=copy_threads,
+            pace_bytes_per_s=None,
+            stop=never,
+            deadline=Deadline.after(0),
+        )
 
 
-def test_a_deadline_ends_a_wait_for_the_pace(crew: CopyThreads) -> None:
+def test_a_deadline_ends_a_wait_for_the_pace(copy_threads: CopyThreads) -> None:
     reading = flat_reading(8 << 20)
     with pytest.raises(DeadlineExceeded, match=r"staging, [1-9]"):
-        stage(reading, crew=crew, pace_bytes_per_s=1000, stop=never, deadline=Deadline.after(0.2))
+        stage(
+            reading,
+            copy_threads=copy_threads,
+            pace_bytes_per_s=1000,
+            stop=never,
+            deadline=Deadline.after(0.2),
+        )
     assert len(reading.reads) < 8
 
 
 @pytest.mark.parametrize("failing", [0, 5])
-def test_an_error_in_one_thread_ends_the_others_and_is_raised_once(crew: CopyThreads, failing: int) -> None:
+def test_an_error_in_one_thread_ends_the_others_and_is_raised_once(
+    copy_threads: CopyThreads, failing: int
+) -> None:
     def watch(number: int) -> None:
         if number >= failing:
             raise OSError(f"read {number}")
 
     reading = flat_reading(256 << 20, row_limit_bytes=1 << 20, watch=watch)
     with pytest.raises(OSError, match="read"):
-        stage(reading, crew=crew, pace_bytes_per_s=None, stop=never, deadline=soon())
+        stage(reading, copy_threads=copy_threads, pace_bytes_per_s=None, stop=never, deadline=soon())
     assert len(reading.reads) <= failing
 
 
-def test_an_offer_that_changed_before_the_first_read_is_not_read(crew: CopyThreads) -> None:
+def test_an_offer_that_changed_before_the_first_read_is_not_read(copy_threads: CopyThreads) -> None:
     reading = flat_reading(1 << 20)
     reading.generation = 1
     with pytest.raises(OfferChanged):
-        stage(reading, crew=crew, pace_bytes_per_s=None, stop=never, deadline=soon())
+        stage(reading, copy_threads=copy_threads, pace_bytes_per_s=None, stop=never, deadline=soon())
     assert reading.reads == []
 
 
-def test_an_offer_that_changes_under_the_last_read_is_noticed(crew: CopyThreads) -> None:
+def test_an_offer_that_changes_under_the_last_read_is_noticed(copy_threads: CopyThreads) -> None:
     reading = flat_reading(1 << 20)
     reading.watch = lambda _: setattr(reading, "generation", 1)
     with pytest.raises(OfferChanged):
-        stage(reading, crew=crew, pace_bytes_per_s=None, stop=never, deadline=soon())
+        stage(reading, copy_threads=copy_threads, pace_bytes_per_s=None, stop=never, deadline=soon())
 
 
 # Pace.
@@ -423,23 +461,23 @@ def test_a_pace_must_be_positive() -> None:
         Pace(0)
 
 
-def test_a_paced_stage_takes_its_time_in_small_steps(crew: CopyThreads) -> None:
+def test_a_paced_stage_takes_its_time_in_small_steps(copy_threads: CopyThreads) -> None:
     reading = flat_reading(8 << 20, row_limit_bytes=128 << 10)
     began_s = time.monotonic()
-    result = stage(reading, crew=crew, pace_bytes_per_s=32 << 20, stop=never, deadline=soon())
+    result = stage(reading, copy_threads=copy_threads, pace_bytes_per_s=32 << 20, stop=never, deadline=soon())
     assert isinstance(result, StageResult)
     assert time.monotonic() - began_s >= 0.1  # a quarter of a second, less the credit and the last steps
     assert len(reading.reads) >= 8
     assert np.array_equal(reading.targets[0], reading.sources[0])
 
 
-def test_a_shared_job_reports_its_bytes(crew: CopyThreads) -> None:
+def test_a_shared_job_reports_its_bytes(copy_threads: CopyThreads) -> None:
     done: list[int] = []
     sizes = np.full(1000, 4096, dtype=np.int64)
     outcome = share(
         sizes,
         lambda _, first, last: done.extend(range(first, last)),
-        crew=crew,
+        copy_threads=copy_threads,
         stop=never,
         deadline=soon(),
         what="test",
@@ -451,9 +489,11 @@ def test_a_shared_job_reports_its_bytes(crew: CopyThreads) -> None:
 # Reading back.
 
 
-def digest_of(layout: Layout, memories: Sequence[Bytes], crew: CopyThreads) -> digest.Lanes:
+def digest_of(layout: Layout, memories: Sequence[Bytes], copy_threads: CopyThreads) -> digest.Lanes:
     shadow = [Memory.from_array(memory) for memory in memories]
-    lanes = ShadowDigest(layout, choose_kernels()).of(shadow, crew=crew, stop=never, deadline=soon())
+    lanes = ShadowDigest(layout, choose_kernels()).of(
+        shadow, copy_threads=copy_threads, stop=never, deadline=soon()
+    )
     assert not isinstance(lanes, StagingStopped)
     return lanes
 
@@ -465,41 +505,43 @@ SPECS = [
 ]
 
 
-def test_digests_of_many_threads_are_the_references(crew: CopyThreads) -> None:
+def test_digests_of_many_threads_are_the_references(copy_threads: CopyThreads) -> None:
     layout = packed(SPECS)
     memory = np.random.default_rng(3).integers(0, 256, layout.memories_bytes[0], dtype=np.uint8)
-    lanes = digest_of(layout, [memory], crew)
+    lanes = digest_of(layout, [memory], copy_threads)
     for own, placement, spec in zip(lanes, layout.placements, SPECS, strict=True):
         assert np.array_equal(own, digest.partial(memory, placement, spec))
 
 
-def test_a_flipped_bit_changes_the_digest_of_its_tensor_alone(crew: CopyThreads) -> None:
+def test_a_flipped_bit_changes_the_digest_of_its_tensor_alone(copy_threads: CopyThreads) -> None:
     layout = packed(SPECS)
     memory = np.random.default_rng(3).integers(0, 256, layout.memories_bytes[0], dtype=np.uint8)
-    before = digest_of(layout, [memory], crew)
+    before = digest_of(layout, [memory], copy_threads)
     memory[5_000_001] ^= 4
-    assert (digest_of(layout, [memory], crew) != before).any(axis=1).tolist() == [True, False, False]
+    assert (digest_of(layout, [memory], copy_threads) != before).any(axis=1).tolist() == [True, False, False]
 
 
-def test_two_sets_of_memory_take_turns_and_are_let_go(crew: CopyThreads) -> None:
+def test_two_sets_of_memory_take_turns_and_are_let_go(copy_threads: CopyThreads) -> None:
     layout = packed(SPECS[1:2])
     arrays = [np.full(layout.memories_bytes[0], fill, dtype=np.uint8) for fill in (1, 2, 3)]
     sets = [[Memory.from_array(array)] for array in arrays]
     reader = ShadowDigest(layout, choose_kernels())
     for number in (0, 1, 0, 1, 2, 0):
-        lanes = reader.of(sets[number], crew=crew, stop=never, deadline=soon())
+        lanes = reader.of(sets[number], copy_threads=copy_threads, stop=never, deadline=soon())
         assert not isinstance(lanes, StagingStopped)
-        assert np.array_equal(lanes, digest_of(layout, [arrays[number]], crew))
+        assert np.array_equal(lanes, digest_of(layout, [arrays[number]], copy_threads))
     gone = [weakref.ref(array) for array in arrays]
     reader.forget()
     del arrays, sets
     assert [ref() for ref in gone] == [None] * 3
 
 
-def test_verifying_stops_and_keeps_its_deadline(crew: CopyThreads) -> None:
+def test_verifying_stops_and_keeps_its_deadline(copy_threads: CopyThreads) -> None:
     layout = packed(SPECS)
     shadow = [Memory.from_array(np.zeros(layout.memories_bytes[0], dtype=np.uint8))]
     reader = ShadowDigest(layout, choose_kernels())
-    assert isinstance(reader.of(shadow, crew=crew, stop=lambda: True, deadline=soon()), StagingStopped)
+    assert isinstance(
+        reader.of(shadow, copy_threads=copy_threads, stop=lambda: True, deadline=soon()), StagingStopped
+    )
     with pytest.raises(DeadlineExceeded, match="verifying"):
-        reader.of(shadow, crew=crew, stop=never, deadline=Deadline.after(0))
+        reader.of(shadow, copy_threads=copy_threads, stop=never, deadline=Deadline.after(0))

@@ -1,4 +1,4 @@
-"""Targets of torch tensors: what they declare, their shadow, and exchanges that happen whole or not at all."""
+"""Targets of torch tensors: what they declare, their shadow, and swaps that happen whole or not at all."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ HOWS: dict[str, How] = {
     "host": {"shadow": "host"},
 }
 every_way = pytest.mark.parametrize("how", HOWS.values(), ids=HOWS)
-"""Both exchanges, and a shadow on the host, which is a way of its own also where the device is the host."""
+"""Both swaps, and a shadow on the host, which is a way of its own also where the device is the host."""
 
 
 def bytes_of(memory: Memory) -> Bytes:
@@ -85,12 +85,12 @@ def publish(target: TensorTarget, tensors: Mapping[str, torch.Tensor], layout: L
     copy.run(0, len(plan.rows))
 
 
-# Exchanges.
+# Swaps.
 
 
 @every_way
 @pytest.mark.parametrize("dtype", [dtype.value for dtype in DType])
-def test_an_exchange_shows_the_shadow_and_a_second_one_takes_it_back(how: How, dtype: str) -> None:
+def test_a_swap_shows_the_shadow_and_a_second_one_takes_it_back(how: How, dtype: str) -> None:
     tensors = {
         "matrix": random_tensor(dtype, (5, 7)),
         "scalar": random_tensor(dtype, ()),
@@ -129,7 +129,7 @@ def test_a_swap_moves_pointers_and_a_copy_moves_bytes() -> None:
 
 @every_way
 @pytest.mark.parametrize("threads", [1, 2, 3])
-def test_many_chunks_and_memories_are_exchanged_exactly(how: How, threads: int) -> None:
+def test_many_chunks_and_memories_are_swapped_exactly(how: How, threads: int) -> None:
     sizes = [3 * CHUNK_BYTES + 17, 1, 0, CHUNK_BYTES, CHUNK_BYTES - 1, CHUNK_BYTES + 1, *range(200)]
     tensors = {f"w{i}": random_tensor("uint8", (size,), i) for i, size in enumerate(sizes)}
     target = TensorTarget(tensors, **how, threads=threads)
@@ -141,7 +141,7 @@ def test_many_chunks_and_memories_are_exchanged_exactly(how: How, threads: int) 
 
 @every_way
 @pytest.mark.parametrize("count", [0, 2])
-def test_targets_without_a_byte_are_exchanged(how: How, count: int) -> None:
+def test_targets_without_a_byte_are_swapped(how: How, count: int) -> None:
     target = TensorTarget({f"w{i}": torch.zeros(0, 3) for i in range(count)}, **how)
     assert [memory.size_bytes for memory in target.shadow()] == [0] * count
     target.swap()
@@ -150,7 +150,7 @@ def test_targets_without_a_byte_are_exchanged(how: How, count: int) -> None:
 
 @settings(max_examples=60, deadline=None)
 @given(st.data(), st.sampled_from(list(HOWS.values())))
-def test_any_tensors_survive_any_number_of_exchanges(data: st.DataObject, how: How) -> None:
+def test_any_tensors_survive_any_number_of_swaps(data: st.DataObject, how: How) -> None:
     tensors = {}
     for number in range(data.draw(st.integers(1, 4))):
         shape = data.draw(st.lists(st.integers(0, 5), max_size=4))
@@ -241,7 +241,7 @@ def test_tied_parameters_are_one_and_stay_tied(how: How, same_object: bool) -> N
 
 
 @every_way
-def test_an_exchange_under_inference_mode_leaves_plain_parameters(how: How) -> None:
+def test_a_swap_under_inference_mode_leaves_plain_parameters(how: How) -> None:
     module = torch.nn.Linear(2, 2)
     with torch.inference_mode():
         target = module_target(module, **how)
@@ -547,7 +547,7 @@ def test_a_copy_that_can_neither_go_on_nor_back_is_torn(how: How) -> None:
 
 
 @every_way
-def test_an_exchange_without_a_shadow_is_refused(how: How) -> None:
+def test_a_swap_without_a_shadow_is_refused(how: How) -> None:
     with pytest.raises(WrongState, match="without a shadow"):
         TensorTarget({"w": torch.zeros(1)}, **how).swap()
 
@@ -639,7 +639,7 @@ def test_a_released_copy_shadow_leaves_the_weights_where_they_are() -> None:
 
 
 @every_way
-def test_forty_thousand_small_tensors_are_exchanged(how: How) -> None:
+def test_forty_thousand_small_tensors_are_swapped(how: How) -> None:
     tensors = {f"w{i}": torch.full((4,), float(i)) for i in range(40_000)}
     target = TensorTarget(tensors, **how)
     target.shadow()

@@ -251,7 +251,7 @@ def counting(short_path: Path) -> Iterator[Counting]:
         offers = publisher._offers
         assert isinstance(offers, SingleSourceOffers)
         assert offers.current is not None
-        made = publisher._shelf
+        made = publisher._pull_server
         assert made is not None
         on_offer = made._state
         reader = TRANSPORTS["ipc"].reader(SECRET, choose_kernels())

@@ -1,4 +1,4 @@
-"""The torture's nursery as a program: which processes there are to fork. Started by lab/torture, never by people."""
+"""The torture's fork server as a program: which processes there are to fork. Started by lab/torture, never by people."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ def main() -> None:
 
     del liveweight
     torch.set_num_threads(1)
-    nursery = os.getpid()
+    fork_server = os.getpid()
     roles = {
-        "rank": lambda descriptor: process.main(descriptor, parent=nursery),
+        "rank": lambda descriptor: process.main(descriptor, parent=fork_server),
         "publisher": lambda descriptor: publisher_main(descriptor, Publisher),
         "writer": writer_main,
     }

@@ -103,9 +103,9 @@ class ProgressReplica:
         """See Replica."""
         return self._replica.abort(round_id, reason, deadline)
 
-    def stand_back(self, version: Version, reason: str, deadline: Deadline) -> None:
+    def mark_behind(self, version: Version, reason: str, deadline: Deadline) -> None:
         """See Replica."""
-        self._replica.stand_back(version, reason, deadline)
+        self._replica.mark_behind(version, reason, deadline)
 
     def undo(self, publisher: str, deadline: Deadline) -> m.Committed:
         """See Replica."""

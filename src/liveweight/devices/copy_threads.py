@@ -1,4 +1,4 @@
-"""Crews: a few threads that do one job together, then wait for the next; and turns, by which they share a job out.
+"""Copy threads: a few threads that do one job together, then wait for the next; and turns, by which they share a job out.
 
 Owns threads: their start, their idleness, their end. What the job is, and when it stops, is the job's matter. Both the rank's
 staging and the trainer's freeze work this way, with kernels that release the GIL.
@@ -49,12 +49,12 @@ _Jobs: TypeAlias = "queue.SimpleQueue[_Job | None]"
 class CopyThreads:
     """`threads` lanes: the thread that calls `run`, and helpers that live until `close`. One job at a time.
 
-    A crew of one has no helpers: its jobs run in the caller's thread, without a hand-over.
+    Copy threads of one has no helpers: its jobs run in the caller's thread, without a hand-over.
     """
 
     def __init__(self, threads: int, *, name: str = "liveweight-crew") -> None:
         if threads < 1:
-            raise ValueError(f"a crew of {threads} threads")
+            raise ValueError(f"copy threads of {threads} threads")
         self.threads = threads
         self._jobs: list[_Jobs] = []
         self._helpers: list[threading.Thread] = []
@@ -81,10 +81,10 @@ class CopyThreads:
         a job must end its lanes itself when one of them fails.
         """
         if not self._busy.acquire(blocking=False):
-            raise WrongState("a crew is at work", "a second job")
+            raise WrongState("copy threads is at work", "a second job")
         try:
             if self._closed:
-                raise WrongState("a crew is closed", "a job")
+                raise WrongState("copy threads is closed", "a job")
             job = _Job(work)
             for jobs in self._jobs:
                 jobs.put(job)
@@ -115,7 +115,7 @@ class CopyThreads:
 
 
 def run_once(threads: int, work: Work, *, name: str) -> None:
-    """What a crew of so many does with one job, without one: the helpers begin with it at once, and end with it."""
+    """What copy threads of so many does with one job, without one: the helpers begin with it at once, and end with it."""
     job, helpers = _Job(work), list[threading.Thread]()
     try:
         for lane in range(1, threads):
@@ -135,7 +135,7 @@ def run_once(threads: int, work: Work, *, name: str) -> None:
 
 
 class WorkQueue:
-    """Numbers from 0 on, each handed out once, in order, to whichever lane of a crew is free; until some lane ends it."""
+    """Numbers from 0 on, each handed out once, in order, to whichever lane of copy threads is free; until some lane ends it."""
 
     def __init__(self, count: int) -> None:
         self._count, self._taken = count, 0

@@ -63,7 +63,7 @@ class Device(Protocol):
         device cannot."""
 
     def synchronise(self) -> None:
-        """Wait until all that this process has queued on the device is done: before its weights are exchanged, or offered."""
+        """Wait until all that this process has queued on the device is done: before its weights are swapped, or offered."""
 
 
 class CpuDevice:

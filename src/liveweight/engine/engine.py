@@ -1,4 +1,4 @@
-"""The engine: a checkpoint served by its ranks. What programs call; the work is the pump's, and the deciding the scheduler's."""
+"""The engine: a checkpoint served by its ranks. What programs call; the work is the engine loop's, and the deciding the scheduler's."""
 
 from __future__ import annotations
 
@@ -52,15 +52,15 @@ class Engine:
             bus = bus or Bus()
             self._awaiting = AwaitingWeights(bus, begins=config.await_weights)
             stack.callback(self._awaiting.close)
-            self._offices = offices = UpdateServices(config, self.name, inbox, bus, stack)
-            self._desk, self._saving = offices.desk, offices.saving
+            self._update_services = update_services = UpdateServices(config, self.name, inbox, bus, stack)
+            self._leader_client, self._saving = update_services.leader_client, update_services.saving
             told = config if self._saving is None else self._saving.told(config)
             ranks = RankProcesses(told, blocks=blocks, context=self.context, launch=launch)
             self._resources = stack.pop_all()
         self.start = ranks.begin.version
         """What it was started on."""
         inbox.on_decision(ranks.wake)
-        self._pump = EngineLoop(
+        self._engine_loop = EngineLoop(
             self._scheduler(blocks, weights_text(self.start)),
             ranks,
             inbox,
@@ -69,30 +69,30 @@ class Engine:
             in_place=config.updates is not None and config.updates.shadow == "none",
             outlives_torn=config.restarts is None,
         )
-        self._pauses = Pauses(self._pump, self._check_open)
+        self._pauses = Pauses(self._engine_loop, self._check_open)
         self._sleeping = self._sleeper()
-        self._requested = offices.requested(self._pauses, self._resources)
-        self._verifying = offices.verifying(self._resources)
+        self._requested = update_services.requested(self._pauses, self._resources)
+        self._verifying = update_services.verifying(self._resources)
         self._thread = threading.Thread(
-            target=self._pump.run, args=(self._resources.close,), name="engine", daemon=True
+            target=self._engine_loop.run, args=(self._resources.close,), name="engine", daemon=True
         )
         self._thread.start()
 
     @property
     def address(self) -> str | None:
         """Where publishers reach it; None without live updates."""
-        return None if self._desk is None else self._desk.address
+        return None if self._leader_client is None else self._leader_client.address
 
     @property
     def served(self) -> Version | None:
         """What it served at last, by the word of its leader, once it has stopped."""
-        leader = self._offices.leader
+        leader = self._update_services.leader
         return self.start if leader is None else leader.served
 
     @property
     def pids(self) -> tuple[int, ...]:
         """The process ids of the ranks."""
-        return self._pump.ranks.pids
+        return self._engine_loop.ranks.pids
 
     def submit(self, prompt: Sequence[int], sampling: Sampling, sink: Sink) -> int:
         """Take a request; its answer goes to `sink`, piece by piece. Returns the number to cancel it by.
@@ -107,25 +107,25 @@ class Engine:
             raise RequestInvalid("routed experts were asked for, and the model has none")
         number = next(self._numbers)
         sequence = Running(number, list(prompt), sampling, sink, TextStream(self.tokenizer, sampling.stop))
-        with self._pump.lock:
+        with self._engine_loop.lock:
             self._check_open()
-            self._pump.check_whole()
+            self._engine_loop.check_whole()
             self._awaiting.check()
-            self._pump.scheduler.add(sequence)
-        self._pump.ranks.wake()
+            self._engine_loop.scheduler.add(sequence)
+        self._engine_loop.ranks.wake()
         return number
 
     def cancel(self, request: int) -> None:
         """End a request with what it has, soon. Nothing happens if it ended already."""
-        with self._pump.lock:
-            self._pump.cancelled.append(request)
-        self._pump.ranks.wake()
+        with self._engine_loop.lock:
+            self._engine_loop.cancelled.append(request)
+        self._engine_loop.ranks.wake()
 
     def status(self) -> Status:
         """How the engine is now."""
-        with self._pump.lock:
-            scheduler = self._pump.scheduler
-            word, waits = self._pump.word, None
+        with self._engine_loop.lock:
+            scheduler = self._engine_loop.scheduler
+            word, waits = self._engine_loop.word, None
             if word == "running":
                 waits = self._awaiting.fault
                 word = (
@@ -137,7 +137,7 @@ class Engine:
                 waiting=scheduler.waiting,
                 blocks_total=scheduler.pool.count,
                 blocks_free=scheduler.pool.free,
-                fault=self._pump.fault or self._pump.torn or waits,
+                fault=self._engine_loop.fault or self._engine_loop.torn or waits,
                 weights=scheduler.weights,
                 paused=scheduler.pausing,
                 asleep=self._sleeping.asleep,
@@ -147,7 +147,7 @@ class Engine:
     @property
     def paused(self) -> Pausing:
         """Whether requests run, still finish, or stand still."""
-        return self._pump.scheduler.pausing
+        return self._engine_loop.scheduler.pausing
 
     @property
     def paused_by_operator(self) -> bool:
@@ -167,35 +167,35 @@ class Engine:
 
     def sleep(self, tags: Collection[Tag], timeout_s: float) -> SleepResult:
         """Give the memory of these back: requests stand still until it is taken again. RoundOpen while a round is open."""
-        with self._pump.lock:
+        with self._engine_loop.lock:
             self._check_open()
-            self._pump.check_whole()
+            self._engine_loop.check_whole()
         return self._sleeping.sleep(tags, timeout_s)
 
     def wake(self, tags: Collection[Tag], timeout_s: float) -> SleepResult:
         """Take the memory of these again; requests go on when nothing is asleep any more. Errors leave it asleep."""
-        with self._pump.lock:
+        with self._engine_loop.lock:
             self._check_open()
         return self._sleeping.wake(tags, timeout_s)
 
     def drop_cache(self, timeout_s: float) -> int:
         """Give the cache's memory back for a moment; requests that run are filled again. So many bytes. WrongState while it sleeps."""
-        with self._pump.lock:
+        with self._engine_loop.lock:
             self._check_open()
         return self._sleeping.drop_cache(timeout_s)
 
     def abort_requests(self, requests: Sequence[int] | None = None) -> int:
         """End these requests (None: all of them, waiting ones too) with what they have; how many of them there were."""
-        with self._pump.lock:
-            known = self._pump.scheduler.numbers()
+        with self._engine_loop.lock:
+            known = self._engine_loop.scheduler.numbers()
             ended = known if requests is None else [number for number in requests if number in set(known)]
-            self._pump.cancelled += ended
-        self._pump.ranks.wake()
+            self._engine_loop.cancelled += ended
+        self._engine_loop.ranks.wake()
         return len(ended)
 
     def standing(self) -> UpdateStatus:
         """What the engine's leader says of its rounds and versions. WrongState without live updates."""
-        standing = self._with_desk("a question about live updates").standing()
+        standing = self._with_leader_client("a question about live updates").standing()
         saving = None if self._saving is None else self._saving.status()
         return replace(standing, snapshots=saving, pending=self._awaiting.reason)
 
@@ -205,7 +205,7 @@ class Engine:
 
     def undo(self, timeout_s: float) -> Version | None:
         """Go back to the version before; what serves then. WrongState where there is none, as after an undo."""
-        return self._with_desk("an undo").undo(timeout_s)
+        return self._with_leader_client("an undo").undo(timeout_s)
 
     def verify(self, question: VerificationRequest) -> VerificationResult:
         """Digest what all ranks hold now, and compare it. WrongState without live updates; see Verifying."""
@@ -214,38 +214,38 @@ class Engine:
         try:
             return self._verifying.verify(question)
         except (RoundAborted, WireError):
-            with self._pump.lock:
+            with self._engine_loop.lock:
                 self._check_open()  # where the engine has lost a rank, that is the better word
             raise
 
     def update_weights(self, wish: RequestedVersion) -> UpdateResult:
         """Take the engine to a version of its source. WrongState without one; RoundFailed where it serves what it served."""
-        self._with_desk("an update")
+        self._with_leader_client("an update")
         if self._requested is None:
             raise WrongState("started without a source (--weights-from)", "an update that is asked for")
-        with self._pump.lock:
+        with self._engine_loop.lock:
             self._check_open()
         return self._requested.update(wish)
 
     def on_failure(self, callback: OnFailure) -> None:
         """Call back, on the engine's thread, when a rank was lost; at once if that has happened."""
-        with self._pump.lock:
-            fault = self._pump.fault
+        with self._engine_loop.lock:
+            fault = self._engine_loop.fault
             if fault is None:
-                self._pump.on_failure.append(callback)
+                self._engine_loop.on_failure.append(callback)
         if fault is not None:
             callback(fault)
 
     def stop(self, timeout_s: float = 0.0) -> None:
         """Take no new requests, let the others finish for that long, end the rest with what they have, then end all processes."""
-        with self._pump.lock:
-            if self._pump.state == "running":
-                self._pump.state = "stopping"
-            self._pump.quiet.wait_for(
-                lambda: self._pump.state != "stopping" or not self._pump.busy(), timeout_s
+        with self._engine_loop.lock:
+            if self._engine_loop.state == "running":
+                self._engine_loop.state = "stopping"
+            self._engine_loop.quiet.wait_for(
+                lambda: self._engine_loop.state != "stopping" or not self._engine_loop.busy(), timeout_s
             )
-            self._pump.closing = True
-        self._pump.ranks.wake()
+            self._engine_loop.closing = True
+        self._engine_loop.ranks.wake()
         self._thread.join()
 
     def __enter__(self) -> Self:
@@ -270,20 +270,25 @@ class Engine:
         return Scheduler(limits, weights=weights, ends=frozenset(self.spec.eos_ids))
 
     def _sleeper(self) -> EngineSleep:
-        desk, config = self._desk, self.config
+        leader_client, config = self._leader_client, self.config
         sleeping = EngineSleep(
-            self._pump, self._pauses, desk, world=config.tp, start=self.start, place=config.sleep_directory
+            self._engine_loop,
+            self._pauses,
+            leader_client,
+            world=config.tp,
+            start=self.start,
+            place=config.sleep_directory,
         )
         self._resources.callback(sleeping.close)
         return sleeping
 
-    def _with_desk(self, wanted: str) -> LeaderClient:
-        if self._desk is None:
+    def _with_leader_client(self, wanted: str) -> LeaderClient:
+        if self._leader_client is None:
             raise WrongState("started without live updates", wanted)
-        return self._desk
+        return self._leader_client
 
     def _check_open(self) -> None:
-        if self._pump.fault is not None:
-            raise RankLost(str(self._pump.fault)) from self._pump.fault
-        if self._pump.state != "running":
+        if self._engine_loop.fault is not None:
+            raise RankLost(str(self._engine_loop.fault)) from self._engine_loop.fault
+        if self._engine_loop.state != "running":
             raise EngineStopping("the engine is being stopped")

@@ -15,7 +15,7 @@ from liveweight.errors import ManifestInvalid, Refused
 from liveweight.spec.dtype import DType
 from liveweight.spec.manifest import Manifest
 from liveweight.trainer.sources.host_tensor import HostTensor
-from liveweight.trainer.sources.tied_tensors import UniqueTensors, take_census
+from liveweight.trainer.sources.tied_tensors import UniqueTensors, find_unique_tensors
 
 
 def paddle_source(
@@ -67,13 +67,13 @@ class PaddleSource:
 
     def tensors(self) -> Iterator[tuple[str, HostTensor]]:
         """The parameters as they are now; a layer that was rebuilt since its manifest is refused."""
-        names, census = self._taken or self._take()
+        names, unique_tensors = self._taken or self._take()
         state = self._state()
         differing = sorted(set(names) ^ set(state))
         if differing:
             raise ManifestInvalid(f"the layer's names changed after its manifest was made: {differing[0]}")
-        walk = census.walk([self._described(name, state[name]) for name in names])
-        for number, (name, found) in zip(census.owners, walk, strict=True):
+        walk = unique_tensors.walk([self._described(name, state[name]) for name in names])
+        for number, (name, found) in zip(unique_tensors.owners, walk, strict=True):
             copied = not _on_host(found.owner)
             yield name, self._described(names[number], state[names[number]].cpu()) if copied else found
 
@@ -84,7 +84,7 @@ class PaddleSource:
             raise ManifestInvalid(f"{absent[0]} is to be transposed, and is not there")
         names = list(state)
         described = [self._described(name, tensor) for name, tensor in state.items()]
-        self._taken = names, take_census([self._rename(name) for name in names], described)
+        self._taken = names, find_unique_tensors([self._rename(name) for name in names], described)
         return self._taken
 
     def _state(self) -> Mapping[str, Any]:

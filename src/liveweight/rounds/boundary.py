@@ -21,7 +21,7 @@ _NONE, _COMMIT, _UNDO = 0, 1, 2
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """What the scheduler decided, for all ranks to carry out at one step: exchange shadow and live weights, or overwrite these.
+    """What the scheduler decided, for all ranks to carry out at one step: swap shadow and live weights, or overwrite these.
 
     `kv_policy` is for programs that keep requests; ranks have no use for it.
     """

@@ -45,7 +45,7 @@ class RoundCoordinator:
     `meanwhile` is called once the round is open, while ranks stage; `look`, now and then until they have; `on_staged`, once they have (it
     may give digests that the round opened without); `before_vote`, once they have verified. What these raise ends the round before a vote.
     `patience` is how long one replica may take to stage and verify where the quorum can do without it: the others vote then.
-    `stand_back`: a replica that the others went on without is told to take no requests before it has caught up.
+    `mark_behind`: a replica that the others went on without is told to take no requests before it has caught up.
     `on_read` is called when no rank reads the source any more: once they have staged, or, where one is in place, after the commit.
     """
 
@@ -63,7 +63,7 @@ class RoundCoordinator:
     before_vote: Callable[[], None] = lambda: None
     on_read: Callable[[], object] = lambda: None
     patience: Deadline | None = None
-    stand_back: bool = False
+    mark_behind: bool = False
     step: str = "open"
     vote_s: float = 0.0
     commit_s: float = 0.0
@@ -262,9 +262,9 @@ class RoundCoordinator:
     def _abort_the_left(self) -> None:
         """The quorum has committed: give the round up where it fell out, without waiting for readers. The next freeze does."""
         self._abort_all("the others went on without it", Deadline.after(0.0))
-        for part in self.parts if self.stand_back else ():
+        for part in self.parts if self.mark_behind else ():
             if not part.done:
-                _stand_back(part, self.order.version)
+                _mark_behind(part, self.order.version)
 
     def _abort_all(self, reason: str, deadline: Deadline) -> None:
         """All at once: one that does not answer takes no time from the others. What was told to commit ends by itself."""
@@ -286,10 +286,10 @@ def _abort_one(part: ReplicaProgress, reason: str, deadline: Deadline) -> None:
         part.readers = True  # out of reach: its lease ends the round, its readers are revoked
 
 
-def _stand_back(part: ReplicaProgress, version: Version) -> None:
+def _mark_behind(part: ReplicaProgress, version: Version) -> None:
     """It hears of it when it listens again; one that is gone begins anew, as it was told to."""
     reason = "the others went on without it" if part.fault is None else part.fault.message
     try:
-        part.replica.stand_back(version, reason, Deadline.after(ABORT_S))
+        part.replica.mark_behind(version, reason, Deadline.after(ABORT_S))
     except (LiveWeightError, ReplicaRefused):
         return

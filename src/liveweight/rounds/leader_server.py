@@ -68,7 +68,7 @@ class LeaderServer:
 
     @property
     def served(self) -> Version | None:
-        """What all ranks held by its last decision, when it has been closed. An exchange whose outcome nobody was told does not count,
+        """What all ranks held by its last decision, when it has been closed. A swap whose outcome nobody was told does not count,
         nor does one that tore a rank."""
         state = self._scheduler.state
         if torn_by(state) is not None:

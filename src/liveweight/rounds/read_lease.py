@@ -1,4 +1,4 @@
-"""A hold: one version of a source, held for a requester while its ranks read. The other half of the shelf.
+"""A hold: one version of a source, held for a requester while its ranks read. The other half of the pull server.
 
 Owns the connection to the source: as long as it stands, the source is there, and waits a while for us before it goes on.
 """

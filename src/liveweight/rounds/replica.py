@@ -65,7 +65,7 @@ class Replica(Protocol):
     def abort(self, round_id: RoundId, reason: str, deadline: Deadline) -> tuple[int, ...]:
         """Give the round up; the ranks that may still be reading the source."""
 
-    def stand_back(self, version: Version, reason: str, deadline: Deadline) -> None:
+    def mark_behind(self, version: Version, reason: str, deadline: Deadline) -> None:
         """Tell it to take no requests before a round has brought it a version: the others serve this one. It does not answer."""
 
     def undo(self, publisher: str, deadline: Deadline) -> m.Committed:
@@ -162,7 +162,7 @@ class WireReplica:
             self._channel = self._connect(later, waits=False)
         return self._ask(body, m.Aborted, later, "abort", interruptible=False).readers
 
-    def stand_back(self, version: Version, reason: str, deadline: Deadline) -> None:
+    def mark_behind(self, version: Version, reason: str, deadline: Deadline) -> None:
         """See Replica. A connection that is gone is not made anew for it."""
         if self._channel is not None:
             self._channel.send(m.MarkBehind(version=version, reason=reason), deadline)

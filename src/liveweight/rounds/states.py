@@ -54,7 +54,7 @@ class ReadyState:
 
 @dataclass(frozen=True, slots=True)
 class SwappingState:
-    """Shadow and live weights are being exchanged, for a commit or an undo; nothing serves until the outcome is known."""
+    """Shadow and live weights are being swapped, for a commit or an undo; nothing serves until the outcome is known."""
 
     base: Version | None
     target: Version | None
@@ -128,7 +128,7 @@ def begin_undo(state: State, round_id: RoundId) -> State:
 
 
 def settled(state: State, *, keep: bool) -> State:
-    """The outcome of a swap is known: all ranks keep it, or all have exchanged back.
+    """The outcome of a swap is known: all ranks keep it, or all have swapped back.
 
     After a commit the undo is what was live before it; after an undo there is none: the way forward is a new round.
     """

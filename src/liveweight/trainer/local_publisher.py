@@ -50,9 +50,11 @@ def publishing_to(
     """Meet replicas; everything ends with the stack. `shared`, if the source's parameters can be read where they lie. A mode that writes
     files writes them to `files`, where it is given."""
     chosen = mode(transfer_mode)
-    outlet = chosen.outlet(files if files is not None and chosen.reach == "files" else directory, secret)
+    transport_source = chosen.transport_source(
+        files if files is not None and chosen.reach == "files" else directory, secret
+    )
     ways, deadline = (
-        TransferFallback([OpenMode(mode=chosen, outlet=outlet)], Bus()),
+        TransferFallback([OpenMode(mode=chosen, transport_source=transport_source)], Bus()),
         Deadline.after(timeout_s),
     )
     stack.callback(ways.close)

@@ -49,13 +49,13 @@ class RoundPublisher:
         replicas: Sequence[Replica],
         offers: OfferMaker,
         settings: PublisherSettings,
-        shelf: PullServer | None = None,
+        pull_server: PullServer | None = None,
         boots: Sequence[str | None] = (),
     ) -> None:
-        """`shelf`: where engines may ask for what is offered; then there may be no replica to drive. `boots`: the replicas' incarnations
-        when they were met; None for those that were not."""
+        """`pull_server`: where engines may ask for what is offered; then there may be no replica to drive. `boots`: the replicas'
+        incarnations when they were met; None for those that were not."""
         self.name, self.run, self.settings = name, run, settings
-        self._replicas, self._offers, self._shelf = list(replicas), offers, shelf
+        self._replicas, self._offers, self._pull_server = list(replicas), offers, pull_server
         self.engines = len(self._replicas)
         if settings.quorum is not None and not 1 <= settings.quorum <= len(self._replicas):
             raise Refused(f"a quorum of {settings.quorum} of {len(self._replicas)} replicas")
@@ -102,27 +102,27 @@ class RoundPublisher:
                 current.staged.wait(current.deadline.remaining_s() + self._last_steps_s())
         finally:  # also if we are interrupted: the parameters may change from here on
             self._offers.end(made.offer)
-        if current.strayed is not None:
-            return self._freeze_instead(label, current, current.strayed)
+        if current.invalidated is not None:
+            return self._freeze_instead(label, current, current.invalidated)
         return version
 
     def _make(self, label: str | int) -> tuple[Version, MadeOffer]:
-        """An offer, and, where engines may ask, the shelf that has it; whatever is raised, nothing is on offer there."""
-        settings, shelf = self.settings, self._shelf
-        with nullcontext() if shelf is None else shelf.changing():
+        """An offer, and, where engines may ask, the pull server that has it; whatever is raised, nothing is on offer there."""
+        settings, pull_server = self.settings, self._pull_server
+        with nullcontext() if pull_server is None else pull_server.changing():
             made = self._offers.make(
                 str(label), settings.offer, verify=settings.verify, release=self._release
             )
             version = self._named(label, made)
-            if shelf is not None:
-                shelf.put(OfferedVersion(version=version, digests=made.digests, offer=made.offer))
+            if pull_server is not None:
+                pull_server.put(OfferedVersion(version=version, digests=made.digests, offer=made.offer))
         return version, made
 
     def _read(self, version: Version, made: MadeOffer) -> Version:
         """Without engines to drive: parameters that are read, or packed, where they lie stand until one who asked has read them."""
-        if self._shelf is not None and made.offer.kind != "frozen":
+        if self._pull_server is not None and made.offer.kind != "frozen":
             try:
-                self._shelf.wait_until_read(Deadline.after(self.settings.timeout_s))
+                self._pull_server.wait_until_read(Deadline.after(self.settings.timeout_s))
                 self._release()
             finally:
                 self._offers.end(made.offer)
@@ -188,8 +188,8 @@ class RoundPublisher:
             replica.interrupt()
         self._driver.shutdown(wait=True)
         self._pool.shutdown(wait=True)
-        if self._shelf is not None:
-            self._shelf.close()
+        if self._pull_server is not None:
+            self._pull_server.close()
         self._offers.close()
         for replica in self._replicas:
             replica.close()
@@ -220,14 +220,14 @@ class RoundPublisher:
             manifest=self._offers.manifest,
             quorum=len(current.parts) if quorum is None else quorum,
             patience=patience_of(settings, current.deadline),
-            stand_back=settings.behind == "stand_back",
+            mark_behind=settings.behind == "stand_back",
             lease_s=settings.lease_s,
             deadline=current.deadline,
             pool=self._pool,
             on_staged=lambda: self._staged(current),
             on_read=current.staged.set,
             closing=self._closing.is_set,
-            meanwhile=lambda: self._look_for_strays(current),
+            meanwhile=lambda: self._check_live_offer(current),
             look=self._offers.look,
         )
 
@@ -236,12 +236,12 @@ class RoundPublisher:
         opened, current.made = current.made, self._offers.staged(current.made)
         return current.made.digests if opened.digests is None else None
 
-    def _look_for_strays(self, current: PublisherRound) -> None:
+    def _check_live_offer(self, current: PublisherRound) -> None:
         """End the round of a live offer whose parameters lie elsewhere by now. In the driver's thread, while ranks stage and the
         training loop waits for them."""
-        current.strayed = self._offers.strayed(current.made.offer)
-        if current.strayed is not None:
-            raise RoundAborted(f"a frozen offer takes the place of the live one: {current.strayed}")
+        current.invalidated = self._offers.invalidated(current.made.offer)
+        if current.invalidated is not None:
+            raise RoundAborted(f"a frozen offer takes the place of the live one: {current.invalidated}")
 
     def _run(self, current: PublisherRound, drive: RoundCoordinator) -> Report:
         missed, self._missed = self._missed, self._missed + 1
@@ -250,7 +250,7 @@ class RoundPublisher:
         except RoundFailed as error:
             raise self._offers.failed(error) from error.__cause__
         finally:
-            if current.strayed is not None:
+            if current.invalidated is not None:
                 self._missed = missed  # it was no round of its own: a frozen one follows
             if any(part.done for part in current.parts):
                 self._labels.bind(current.version)
@@ -269,5 +269,5 @@ class RoundPublisher:
         for part in [] if self._last is None else self._last.parts:
             if part.readers and part.round_id is not None:
                 part.readers = still_read(part.replica, part.round_id, deadline)
-        if self._shelf is not None:
-            self._shelf.wait_for_readers(deadline)
+        if self._pull_server is not None:
+            self._pull_server.wait_for_readers(deadline)

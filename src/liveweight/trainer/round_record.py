@@ -17,7 +17,7 @@ from liveweight.trainer.offers.single_source import MadeOffer
 
 @dataclass(slots=True)
 class PublisherRound:
-    """`strayed`: why its live offer must not be committed. Known before `staged` is set."""
+    """`invalidated`: why its live offer must not be committed. Known before `staged` is set."""
 
     version: Version
     made: MadeOffer
@@ -27,7 +27,7 @@ class PublisherRound:
     drive: RoundCoordinator | None = None
     outcome: Future[Report] = field(default_factory=Future)
     staged: threading.Event = field(default_factory=threading.Event)
-    strayed: str | None = None
+    invalidated: str | None = None
 
 
 def report_of(

@@ -1,4 +1,4 @@
-"""Stock: what a ring is packed from. The trainer's memory, where it lies and in its own dtypes.
+"""Packing source: what a ring is packed from. The trainer's memory, where it lies and in its own dtypes.
 
 A value; who holds it keeps the memory. It must not change while its offer stands.
 """

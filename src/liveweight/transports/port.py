@@ -1,4 +1,4 @@
-"""The port of a transfer mode: an outlet at the source, a reader at each rank.
+"""The port of a transfer mode: a transport source at the source, a reader at each rank.
 
 The source owns its memory and decides when it may change; ranks only ever read. Which bytes go where is plan/'s, when they become
 visible is worker/'s.
@@ -65,7 +65,7 @@ class TransportSource(Protocol):
         """Where ranks attach."""
 
     def allocate(self, size_bytes: int, kind: OfferKind = "frozen") -> Arena:
-        """An arena of that size for offers of that kind, on the outlet's device; OutOfMemory where it cannot be had."""
+        """An arena of that size for offers of that kind, on the transport source's device; OutOfMemory where it cannot be had."""
 
     def offer(self, layout: Layout, arenas: Sequence[Arena], kind: OfferKind) -> Offer:
         """Let ranks read these arenas (one per memory of the layout), as they are now: what was queued to write them is waited for."""

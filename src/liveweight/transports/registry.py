@@ -44,7 +44,7 @@ class MakeReader(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Mode:
-    """One transfer mode. `extra` is what pip must install for it; `outlet` and `reader` make its two halves, on these `devices`.
+    """One transfer mode. `extra` is what pip must install for it; `transport_source` and `reader` make its two halves, on these `devices`.
 
     Rings lie in host memory, whatever the mode.
     `sharded`: whether the ranks of a trainer may hold an offer together.
@@ -55,7 +55,7 @@ class Mode:
     offers: tuple[OfferKind, ...]
     summary: str
     extra: str | None
-    outlet: MakeTransportSource
+    transport_source: MakeTransportSource
     reader: MakeReader
     devices: tuple[str, ...] = ("cpu", "cuda")
     sharded: bool = True
@@ -92,7 +92,7 @@ def check_device(chosen: Mode, offer: OfferKind, device: Device) -> None:
         raise Refused(f"{offer} offers lie in host memory, and the publisher's device is {device.name}")
 
 
-def _ipc_outlet(
+def _ipc_transport_source(
     directory: Path, secret: Secret, device: Device | None = None, host: str | None = None
 ) -> TransportSource:
     del host  # its ranks are on this one
@@ -108,7 +108,7 @@ def _ipc_reader(secret: Secret, kernels: Kernels, device: Device | None = None) 
     return ShardedReader(partial(IpcReader, secret, kernels, device=device), secret)
 
 
-def _snapshot_outlet(
+def _snapshot_transport_source(
     directory: Path, secret: Secret, device: Device | None = None, host: str | None = None
 ) -> TransportSource:
     del host  # files have none
@@ -123,7 +123,7 @@ def _snapshot_reader(secret: Secret, kernels: Kernels, device: Device | None = N
     return SnapshotReader(secret, kernels, device=device)
 
 
-def _nixl_outlet(
+def _nixl_transport_source(
     name: str, directory: Path, secret: Secret, device: Device | None = None, host: str | None = None
 ) -> TransportSource:
     from liveweight.transports.nixl.source import NixlSource
@@ -146,7 +146,7 @@ _MODES = (
         offers=("frozen", "live", "ring"),
         summary="shared memory that ranks map read-only; on CUDA devices, IPC handles",
         extra=None,
-        outlet=_ipc_outlet,
+        transport_source=_ipc_transport_source,
         reader=_ipc_reader,
     ),
     Mode(
@@ -155,7 +155,7 @@ _MODES = (
         offers=("frozen",),
         summary="part files that the source writes and ranks read, block by block; no socket, also after the source is gone",
         extra=None,
-        outlet=_snapshot_outlet,
+        transport_source=_snapshot_transport_source,
         reader=_snapshot_reader,
         sharded=False,
     ),
@@ -165,7 +165,7 @@ _MODES = (
         offers=("frozen", "live"),
         summary="NIXL: one-sided reads of the source's memory, straight into the shadow",
         extra="nixl",
-        outlet=partial(_nixl_outlet, "gdr"),
+        transport_source=partial(_nixl_transport_source, "gdr"),
         reader=partial(_nixl_reader, "gdr"),
         devices=("cpu",),
     ),
@@ -175,7 +175,7 @@ _MODES = (
         offers=("frozen", "live"),
         summary="NIXL: the same reads into a bounded buffer of host memory, copied to the shadow from there",
         extra="nixl",
-        outlet=partial(_nixl_outlet, "rdma"),
+        transport_source=partial(_nixl_transport_source, "rdma"),
         reader=partial(_nixl_reader, "rdma"),
         devices=("cpu",),
     ),

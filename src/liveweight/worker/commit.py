@@ -1,6 +1,6 @@
 """The committer: a rank's part of a commit or an undo, from the decision to the known outcome. Runs on the main thread.
 
-Beats: exchange shadow and live weights, run the hooks, tell the leader, hear the outcome; if it is not "keep", exchange back and run
+Beats: swap shadow and live weights, run the hooks, tell the leader, hear the outcome; if it is not "keep", swap back and run
 the hooks again. What is done so far is noted before the next beat, so that whatever interrupts it, the next boundary takes it up there.
 Until the outcome is known the rank must not serve, and its shadow, which is the way back, must not be staged into.
 """
@@ -31,13 +31,13 @@ from liveweight.worker.shadow_lock import ShadowLock
 from liveweight.worker.targets.target import Target
 
 Hook: TypeAlias = Callable[[], None]
-"""Run after every exchange, also one that goes back: post-processing, graphs, caches. May raise; then all ranks go back."""
+"""Run after every swap, also one that goes back: post-processing, graphs, caches. May raise; then all ranks go back."""
 
 GRACE_S = 5.0
 
 
 class LiveSide(enum.Enum):
-    """Which weights are live in the middle of an exchange."""
+    """Which weights are live in the middle of a swap."""
 
     BEFORE = "those of before"
     AFTER = "those that were staged"
@@ -45,7 +45,7 @@ class LiveSide(enum.Enum):
 
 
 @dataclass(slots=True)
-class _Exchange:
+class _Swap:
     """One decision on its way: what is live, what failed, what was heard. `hooks_due`: weights changed, hooks have not followed."""
 
     decision: Decision
@@ -68,42 +68,44 @@ class Committer:
         target: Target,
         hooks: Sequence[Hook],
         channel: Channel[Message],
-        turnstile: ShadowLock,
+        shadow_lock: ShadowLock,
     ) -> None:
         self._rank, self._seat, self._boot = rank, seat, boot
         self._target, self._hooks = target, hooks
-        self._channel, self._turnstile = channel, turnstile
-        self._current: _Exchange | None = None
+        self._channel, self._shadow_lock = channel, shadow_lock
+        self._current: _Swap | None = None
         self.grace_s = GRACE_S
         """How much longer than the leader a rank waits for its answer."""
 
     def carry_out(self, decision: Decision) -> Settled:
-        """Exchange, and learn the outcome. If it raises, the rank must not serve; `resolve` takes it up where it stopped."""
-        self._current = _Exchange(decision)
+        """Swap, and learn the outcome. If it raises, the rank must not serve; `resolve` takes it up where it stopped."""
+        self._current = _Swap(decision)
         deadline = Deadline.after(decision.timeout_s + self.grace_s)
         try:
-            with self._turnstile.held(deadline.within(decision.timeout_s)):
-                self._turnstile.doubt = True
-                self._exchange(self._current)
+            with self._shadow_lock.held(deadline.within(decision.timeout_s)):
+                self._shadow_lock.doubt = True
+                self._swap_and_run_hooks(self._current)
                 return self._finish(self._current, deadline)
-        except DeadlineExceeded as error:  # the agent does not let go of the shadow: nothing was exchanged
+        except (
+            DeadlineExceeded
+        ) as error:  # the staging thread does not let go of the shadow: nothing was swapped
             self._current.fault = fault_of(error, step="commit", rank=self._rank)
             return self._finish(self._current, deadline)
 
     def resolve(self, timeout_s: float) -> Settled | None:
-        """Take up an exchange that did not come to its end. None: there was none."""
+        """Take up a swap that did not come to its end. None: there was none."""
         current = self._current
         if current is None:
             return None
         deadline = Deadline.after(timeout_s)
-        with self._turnstile.held(deadline):
+        with self._shadow_lock.held(deadline):
             if current.outcome is None and current.hooks_due and current.fault is None:
                 current.fault = self._fault(Unavailable("interrupted before the hooks had run"), "hooks")
             return self._finish(current, deadline)
 
-    def _exchange(self, current: _Exchange) -> None:
-        """Exchange and run the hooks. A failure is noted, for the leader to hear; the way back follows its answer."""
-        staged, decision = self._turnstile.staged, current.decision
+    def _swap_and_run_hooks(self, current: _Swap) -> None:
+        """Swap and run the hooks. A failure is noted, for the leader to hear; the way back follows its answer."""
+        staged, decision = self._shadow_lock.staged, current.decision
         if not decision.undo and (staged is None or staged.epoch != decision.epoch):
             current.fault = self._fault(WrongState("not holding that round's version", "commit"), "commit")
             return
@@ -115,23 +117,23 @@ class Committer:
         ) as error:  # targets and hooks are foreign code: whatever they raise, the leader hears it
             current.fault = self._fault(error, "hooks" if current.held is LiveSide.AFTER else "commit")
 
-    def _finish(self, current: _Exchange, deadline: Deadline) -> Settled:
+    def _finish(self, current: _Swap, deadline: Deadline) -> Settled:
         """Hear the outcome, unless it is known; go back if that is it. Only then may the rank serve again."""
         if current.outcome is None:
             current.outcome = self._ask(current, deadline)
         if current.held is LiveSide.UNKNOWN:
-            raise Torn(f"rank {self._rank} was interrupted in the middle of an exchange; it needs a restart")
+            raise Torn(f"rank {self._rank} was interrupted in the middle of a swap; it needs a restart")
         if not current.outcome.keep and current.held is LiveSide.AFTER:
             self._swap(current, LiveSide.BEFORE)
         if current.hooks_due:
             self._run_hooks(current)
-        self._current, self._turnstile.staged, self._turnstile.doubt = None, None, False
+        self._current, self._shadow_lock.staged, self._shadow_lock.doubt = None, None, False
         return current.outcome
 
-    def _swap(self, current: _Exchange, to: LiveSide) -> None:
-        """One exchange. What cannot be undone stays noted as unknown."""
+    def _swap(self, current: _Swap, to: LiveSide) -> None:
+        """One swap. What cannot be undone stays noted as unknown."""
         came_from, current.held = current.held, LiveSide.UNKNOWN
-        self._turnstile.exchanges += 1
+        self._shadow_lock.swaps += 1
         try:
             self._target.swap()
         except Torn:
@@ -141,12 +143,12 @@ class Committer:
             raise
         current.held, current.hooks_due = to, True
 
-    def _run_hooks(self, current: _Exchange) -> None:
+    def _run_hooks(self, current: _Swap) -> None:
         for hook in self._hooks:
             hook()
         current.hooks_due = False
 
-    def _ask(self, current: _Exchange, deadline: Deadline) -> Settled:
+    def _ask(self, current: _Swap, deadline: Deadline) -> Settled:
         seconds = time.monotonic() - current.began_s
         report = Swapped(
             boot=self._boot,
@@ -157,7 +159,7 @@ class Committer:
             fault=current.fault,
             unread=self._target.unread,
         )
-        return hear_outcome(self._channel, report, deadline, current.held.value)
+        return receive_outcome(self._channel, report, deadline, current.held.value)
 
     def _fault(self, error: Exception, step: str) -> Fault:
         ours = (
@@ -166,7 +168,7 @@ class Committer:
         return fault_of(ours, step=step, rank=self._rank)
 
 
-def hear_outcome(channel: Channel[Message], report: Swapped, deadline: Deadline, held: str) -> Settled:
+def receive_outcome(channel: Channel[Message], report: Swapped, deadline: Deadline, held: str) -> Settled:
     """Tell the leader what a rank did, and hear the outcome. OutcomeUnknown, with what the rank holds, where that cannot be heard."""
     rank = report.rank
     try:

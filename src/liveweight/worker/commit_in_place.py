@@ -1,7 +1,7 @@
 """A rank's part of a commit in place, from the decision to the known outcome. Runs on the main thread.
 
-Beats: have the agent overwrite what is live, run the hooks, tell the leader how far that came, hear the outcome. There is no way back:
-if any rank wrote and not all are done, all are torn. What is done so far is noted before the next beat, so that whatever
+Beats: have the staging thread overwrite what is live, run the hooks, tell the leader how far that came, hear the outcome. There is no
+way back: if any rank wrote and not all are done, all are torn. What is done so far is noted before the next beat, so that whatever
 interrupts it, the next boundary takes it up there.
 """
 
@@ -17,7 +17,7 @@ from liveweight.spec.deadline import Deadline
 from liveweight.wire.channel import Channel
 from liveweight.wire.messages import Message, Settled, Swapped
 from liveweight.wire.messages.values import Fault, Overwritten, fault_of
-from liveweight.worker.commit import GRACE_S, Hook, hear_outcome
+from liveweight.worker.commit import GRACE_S, Hook, receive_outcome
 from liveweight.worker.overwriting import OverwriteQueue, OverwriteRequest
 from liveweight.worker.shadow_lock import ShadowLock
 
@@ -28,7 +28,7 @@ class _Commit:
 
     decision: Decision
     began_s: float = field(default_factory=time.monotonic)
-    errand: OverwriteRequest | None = None
+    request: OverwriteRequest | None = None
     done: Overwritten | None = None
     hooks_due: bool = False
     fault: Fault | None = None
@@ -46,11 +46,11 @@ class InPlaceCommitter:
         boot: str,
         hooks: Sequence[Hook],
         channel: Channel[Message],
-        turnstile: ShadowLock,
+        shadow_lock: ShadowLock,
         overwrites: OverwriteQueue,
     ) -> None:
         self._rank, self._seat, self._boot = rank, seat, boot
-        self._hooks, self._channel, self._turnstile = hooks, channel, turnstile
+        self._hooks, self._channel, self._shadow_lock = hooks, channel, shadow_lock
         self._overwrites = overwrites
         self._current: _Commit | None = None
         self.grace_s = GRACE_S
@@ -59,7 +59,7 @@ class InPlaceCommitter:
     def carry_out(self, decision: Decision) -> Settled:
         """Overwrite, and learn the outcome. If it raises, the rank must not serve; `resolve` takes it up where it stopped."""
         self._current = current = _Commit(decision)
-        self._turnstile.doubt = True
+        self._shadow_lock.doubt = True
         return self._finish(current, Deadline.after(decision.timeout_s + self.grace_s))
 
     def resolve(self, timeout_s: float) -> Settled | None:
@@ -76,7 +76,7 @@ class InPlaceCommitter:
             self._overwrite(current)
         if current.outcome is None:
             current.outcome = self._ask(current, deadline)
-        self._current, self._turnstile.staged, self._turnstile.doubt = None, None, False
+        self._current, self._shadow_lock.staged, self._shadow_lock.doubt = None, None, False
         return current.outcome
 
     def _overwrite(self, current: _Commit) -> None:
@@ -85,13 +85,13 @@ class InPlaceCommitter:
             current.done = Overwritten(begun=False)
             current.fault = self._fault(WrongState("in place, where nothing is kept", "undo"), "commit")
             return
-        if current.errand is None:
-            self._turnstile.exchanges += 1
+        if current.request is None:
+            self._shadow_lock.swaps += 1
             until = Deadline.after(current.decision.timeout_s)
-            current.errand = self._overwrites.ask(current.decision.epoch, until)
-        done, current.fault = current.errand.wait(self._rank)
+            current.request = self._overwrites.ask(current.decision.epoch, until)
+        done, current.fault = current.request.wait(self._rank)
         current.hooks_due, current.done = current.fault is None, done
-        self._turnstile.exchanges += 1  # for who began to read in the middle
+        self._shadow_lock.swaps += 1  # for who began to read in the middle
         try:
             for hook in self._hooks if current.hooks_due else ():
                 hook()
@@ -111,7 +111,7 @@ class InPlaceCommitter:
         )
         written = current.done is not None and current.done.begun
         held = "weights that were overwritten" if written else "those of before"
-        return hear_outcome(self._channel, report, deadline, held)
+        return receive_outcome(self._channel, report, deadline, held)
 
     def _fault(self, error: Exception, step: str) -> Fault:
         ours = (

@@ -46,9 +46,11 @@ class Readings:
 class DigestWhileStaging:
     """One round's digests. `landed` is called by the lanes that stage; a thread of its own digests meanwhile; `rest` comes afterwards."""
 
-    def __init__(self, readings: Readings, crew: CopyThreads, *, smallest_batch_bytes: int) -> None:
-        self._readings, self._crew, self._smallest = readings, crew, smallest_batch_bytes
-        self._sums = [np.zeros((readings.slots, SEEDS), dtype=np.uint32) for _ in range(crew.threads + 1)]
+    def __init__(self, readings: Readings, copy_threads: CopyThreads, *, smallest_batch_bytes: int) -> None:
+        self._readings, self._copy_threads, self._smallest = readings, copy_threads, smallest_batch_bytes
+        self._sums = [
+            np.zeros((readings.slots, SEEDS), dtype=np.uint32) for _ in range(copy_threads.threads + 1)
+        ]
         self._bytes_before = np.concatenate([[0], np.cumsum(readings.sizes_bytes)])
         self._changed = threading.Condition()
         self._done: dict[int, int] = {}
@@ -96,7 +98,7 @@ class DigestWhileStaging:
         outcome = share(
             self._readings.sizes_bytes[begin:],
             read,
-            crew=self._crew,
+            copy_threads=self._copy_threads,
             stop=stop,
             deadline=deadline,
             what="verifying",

@@ -1,7 +1,7 @@
 """Keeping: the tensors of a rank that an offer leaves out stay as they are, through a commit and through its undo.
 
-The shadow gets a copy of what is live of them before a round is staged. So whatever is exchanged afterwards, both sides hold the same
-of these tensors, and no exchange has to know of them. Which groups may be left out is the rank's program's; whether one is, the leader's.
+The shadow gets a copy of what is live of them before a round is staged. So whatever is swapped afterwards, both sides hold the same
+of these tensors, and no swap has to know of them. Which groups may be left out is the rank's program's; whether one is, the leader's.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from liveweight.worker.targets.target import Target
 
 
 class KeptTensors:
-    """One rank's optional groups. Used by the staging thread, which holds the turnstile: no exchange changes live weights meanwhile."""
+    """One rank's optional groups. Used by the staging thread, which holds the shadow lock: no swap changes live weights meanwhile."""
 
     def __init__(self, target: Target, optional: Iterable[OptionalGroup]) -> None:
         self._target = target

@@ -1,7 +1,7 @@
-"""The auditor: a rank's reading of its own live weights, beside whatever else the rank does.
+"""The live verifier: a rank's reading of its own live weights, beside whatever else the rank does.
 
-Owns a thread, which exists from the first time it is asked. It holds no lock while it reads, so that no exchange waits for it; a reading
-during which weights were exchanged is worth nothing, and says so. Who speaks to the leader is the agent.
+Owns a thread, which exists from the first time it is asked. It holds no lock while it reads, so that no swap waits for it; a reading
+during which weights were swapped is worth nothing, and says so. Who speaks to the leader is the staging thread.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from liveweight.worker.staging import Pace, StagingStopped
 from liveweight.worker.targets.target import ReadBack, Target
 
 DOUBT_S = 5.0
-"""How long the outcome of an exchange may take before a rank that is asked says that it is in doubt."""
+"""How long the outcome of a swap may take before a rank that is asked says that it is in doubt."""
 LOOK_S = 0.1
 
 
 class LiveVerifier:
-    """Digests one rank's live weights. Asked, heard and closed by the agent's thread; `wake` is called from its own."""
+    """Digests one rank's live weights. Asked, heard and closed by the staging thread; `wake` is called from its own."""
 
     def __init__(
         self,
@@ -40,7 +40,7 @@ class LiveVerifier:
         rank: int,
         target: Target,
         kernels: Kernels,
-        turnstile: ShadowLock,
+        shadow_lock: ShadowLock,
         pace_bytes_per_s: float | None,
         replica: str,
         bus: Bus,
@@ -48,7 +48,7 @@ class LiveVerifier:
     ) -> None:
         self._rank, self._target, self._kernels = rank, target, kernels
         self._replica, self._bus = replica, bus
-        self._turnstile, self._pace_bytes_per_s, self._wake = turnstile, pace_bytes_per_s, wake
+        self._shadow_lock, self._pace_bytes_per_s, self._wake = shadow_lock, pace_bytes_per_s, wake
         self._orders: queue.SimpleQueue[tuple[DigestLive, Deadline] | None] = queue.SimpleQueue()
         self._answers: deque[LiveDigests] = deque()
         self._digest: ShadowDigest | None = None
@@ -78,15 +78,15 @@ class LiveVerifier:
             self._thread.join()
 
     def _run(self) -> None:
-        with CopyThreads(1) as crew:
+        with CopyThreads(1) as copy_threads:
             while (taken := self._orders.get()) is not None and not self._closing:
-                self._answers.append(self._answer(*taken, crew))
+                self._answers.append(self._answer(*taken, copy_threads))
                 self._wake()
 
-    def _answer(self, order: DigestLive, deadline: Deadline, crew: CopyThreads) -> LiveDigests:
+    def _answer(self, order: DigestLive, deadline: Deadline, copy_threads: CopyThreads) -> LiveDigests:
         began_s, fault, lanes, beside = time.monotonic(), None, None, ReadBack()
         try:
-            lanes, beside = self._read(order, deadline, crew)
+            lanes, beside = self._read(order, deadline, copy_threads)
         except Exception as error:  # whatever it is, the leader waits for an answer
             ours = (
                 error
@@ -105,23 +105,23 @@ class LiveVerifier:
         )
 
     def _read(
-        self, order: DigestLive, deadline: Deadline, crew: CopyThreads
+        self, order: DigestLive, deadline: Deadline, copy_threads: CopyThreads
     ) -> tuple[bytes | None, ReadBack]:
-        """The digests, and what serves beside them; None if weights were exchanged meanwhile.
+        """The digests, and what serves beside them; None if weights were swapped meanwhile.
 
-        The count is read before it is certain that no exchange is under way: one that begins later raises it.
+        The count is read before it is certain that no swap is under way: one that begins later raises it.
         """
-        exchanges = self._turnstile.exchanges
+        swaps = self._shadow_lock.swaps
         self._be_certain(deadline)
         self._bus.emit(AuditBegan(replica=self._replica, rank=self._rank))
 
         def changed() -> bool:
-            return self._turnstile.exchanges != exchanges
+            return self._shadow_lock.swaps != swaps
 
         try:
             lanes = self._reading().of(
                 self._target.live(),
-                crew=crew,
+                copy_threads=copy_threads,
                 stop=lambda: self._closing or changed(),
                 deadline=deadline,
                 names=None if order.names is None else frozenset(order.names),
@@ -129,7 +129,7 @@ class LiveVerifier:
             )
             beside = self._target.read_back() or ReadBack()
         except Exception:
-            if changed():  # in the middle of an exchange tensors are not where they were
+            if changed():  # in the middle of a swap tensors are not where they were
                 return None, ReadBack()
             raise
         if isinstance(lanes, StagingStopped) or changed():
@@ -137,9 +137,9 @@ class LiveVerifier:
         return lanes_to_bytes(lanes), beside
 
     def _be_certain(self, deadline: Deadline) -> None:
-        """Wait for an exchange that is under way to come to its end."""
+        """Wait for a swap that is under way to come to its end."""
         doubt = deadline.within(DOUBT_S)
-        while not self._turnstile.certain(min(LOOK_S, doubt.remaining_s())):
+        while not self._shadow_lock.certain(min(LOOK_S, doubt.remaining_s())):
             if self._closing or doubt.over:
                 raise WrongState("in doubt about the last commit", "verify")
 

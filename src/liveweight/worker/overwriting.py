@@ -1,7 +1,7 @@
 """Overwriting: a rank without a shadow reads its source straight over its live weights, while its main thread stands at a boundary.
 
-Owns the hand-over between the two threads. The agent finds the source before the vote and holds it; the main thread asks for the bytes when
-the decision has reached it, and waits. Whether anything was written is known exactly: a failure before that costs nothing.
+Owns the hand-over between the two threads. The staging thread finds the source before the vote and holds it; the main thread asks for
+the bytes when the decision has reached it, and waits. Whether anything was written is known exactly: a failure before that costs nothing.
 """
 
 from __future__ import annotations
@@ -77,13 +77,13 @@ class OverwriteRequest:
         self._end: tuple[Overwritten, Fault | None] | None = None
 
     def begin(self) -> bool:
-        """The agent takes it up; False where nobody wants it any more."""
+        """The staging thread takes it up; False where nobody wants it any more."""
         with self._lock:
             self._running = not self._over.is_set()
             return self._running
 
     def finish(self, done: Overwritten, fault: Fault | None) -> None:
-        """The agent has ended it."""
+        """The staging thread has ended it."""
         with self._lock:
             if self._end is None:
                 self._end = done, fault
@@ -102,7 +102,7 @@ class OverwriteRequest:
 
 
 class OverwriteQueue:
-    """Where a rank's two threads meet. `ask` is for the main thread, everything else for the agent's."""
+    """Where a rank's two threads meet. `ask` is for the main thread, everything else for the staging thread's."""
 
     def __init__(self, settings: InPlaceSettings) -> None:
         self.settings = settings
@@ -115,16 +115,16 @@ class OverwriteQueue:
 
     def ask(self, epoch: int, deadline: Deadline) -> OverwriteRequest:
         """Overwrite with what that round has found, by the deadline."""
-        errand = OverwriteRequest(epoch, deadline)
+        request = OverwriteRequest(epoch, deadline)
         with self._lock:
             if self._closed:
-                errand.finish(
-                    Overwritten(begun=False), _untouched(ChannelClosed("the rank's agent has ended"))
+                request.finish(
+                    Overwritten(begun=False), _untouched(ChannelClosed("the rank's staging thread has ended"))
                 )
-                return errand
-            self._asked = errand
+                return request
+            self._asked = request
         self.wake()
-        return errand
+        return request
 
     def hold(self, found: LocatedSource) -> None:
         """A source was found; one that was held before is let go."""
@@ -140,24 +140,26 @@ class OverwriteQueue:
     def take(self) -> tuple[OverwriteRequest, LocatedSource] | None:
         """What is to be done now, if anything is. What cannot be done is answered here."""
         with self._lock:
-            errand, self._asked = self._asked, None
-        if errand is None or not errand.begin():
+            request, self._asked = self._asked, None
+        if request is None or not request.begin():
             return None
         found = self._found
-        if found is None or found.order.round.epoch != errand.epoch:
-            errand.finish(
+        if found is None or found.order.round.epoch != request.epoch:
+            request.finish(
                 Overwritten(begun=False), _untouched(WrongState("not holding that round's source", "commit"))
             )
             return None
         self._found = None
-        return errand, found
+        return request, found
 
     def close(self) -> None:
-        """The agent ends: nobody waits for it."""
+        """The staging thread ends: nobody waits for it."""
         with self._lock:
-            self._closed, errand, self._asked = True, self._asked, None
-        if errand is not None:
-            errand.finish(Overwritten(begun=False), _untouched(ChannelClosed("the rank's agent has ended")))
+            self._closed, request, self._asked = True, self._asked, None
+        if request is not None:
+            request.finish(
+                Overwritten(begun=False), _untouched(ChannelClosed("the rank's staging thread has ended"))
+            )
         self.let_go()
 
 
@@ -189,50 +191,50 @@ class _Noted:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Overwriter:
-    """Does a rank's errands, in the agent's thread."""
+    """Does a rank's requests, in the staging thread."""
 
     rank: int
     replica: str
     target: Target
     digest: ShadowDigest
-    crew: CopyThreads
+    copy_threads: CopyThreads
     bus: Bus
     settings: InPlaceSettings
 
-    def run(self, errand: OverwriteRequest, found: LocatedSource, stop: Stop) -> Fault | None:
+    def run(self, request: OverwriteRequest, found: LocatedSource, stop: Stop) -> Fault | None:
         """Overwrite, digest what is live then if that was asked, and tell the main thread. Whatever goes wrong is told too."""
         who = self._who(found.order)
         reading = _Noted(found.reading, lambda: self.bus.emit(events.OverwritingBegan(**who, rank=self.rank)))
         done, fault = Overwritten(begun=False), None
         try:
-            done = self._overwrite(errand, found, reading, stop)
-            done = self._verified(errand, found.order, done, stop)
+            done = self._overwrite(request, found, reading, stop)
+            done = self._verified(request, found.order, done, stop)
         except Exception as error:  # of the source, or foreign: it is told, and ends this round, not the rank
             ours = (
                 error
                 if isinstance(error, LiveWeightError)
                 else Unavailable(f"{type(error).__name__}: {error}")
             )
-            waited_s = errand.deadline.waited_s()
+            waited_s = request.deadline.waited_s()
             fault = fault_of(ours, step="commit", rank=self.rank, waited_s=waited_s)
         finally:
             if not reading.begun:
                 found.reading.end()  # twice is fine
-            errand.finish(msgspec.structs.replace(done, begun=reading.begun), fault)
+            request.finish(msgspec.structs.replace(done, begun=reading.begun), fault)
         return fault
 
     def _overwrite(
-        self, errand: OverwriteRequest, found: LocatedSource, reading: _Noted, stop: Stop
+        self, request: OverwriteRequest, found: LocatedSource, reading: _Noted, stop: Stop
     ) -> Overwritten:
         self.settings.synchronise()
         order = found.order
         self.bus.emit(events.StagingBegan(**self._who(order), rank=self.rank))
         done = stage(
             reading,
-            crew=self.crew,
+            copy_threads=self.copy_threads,
             pace_bytes_per_s=None,  # nothing decodes meanwhile
             stop=stop,
-            deadline=errand.deadline,
+            deadline=request.deadline,
             ends=self.settings.ends(reading.rows, found.layout),
         )
         if isinstance(done, StagingStopped):
@@ -245,11 +247,15 @@ class Overwriter:
         )
         return Overwritten(begun=True, size_bytes=done.size_bytes, stage_s=done.seconds)
 
-    def _verified(self, errand: OverwriteRequest, order: Stage, done: Overwritten, stop: Stop) -> Overwritten:
+    def _verified(
+        self, request: OverwriteRequest, order: Stage, done: Overwritten, stop: Stop
+    ) -> Overwritten:
         if not order.verify:
             return done
         began_s = time.monotonic()
-        lanes = self.digest.of(self.target.live(), crew=self.crew, stop=stop, deadline=errand.deadline)
+        lanes = self.digest.of(
+            self.target.live(), copy_threads=self.copy_threads, stop=stop, deadline=request.deadline
+        )
         if isinstance(lanes, StagingStopped):
             raise RoundAborted("the round was given up while its weights were verified")
         verify_s = time.monotonic() - began_s

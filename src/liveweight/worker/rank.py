@@ -1,6 +1,6 @@
 """The member: a rank's part of a replica's rounds, wherever its program gets its decisions from.
 
-Composes the rank's parts: its two channels to the leader, the agent in the background, the exchange on the main thread. Who brings the
+Composes the rank's parts: its two channels to the leader, the staging thread in the background, the swap on the main thread. Who brings the
 decisions to one step is the program's: a boundary in SPMD programs, the step stream in an engine.
 """
 
@@ -39,7 +39,7 @@ class _Seat(TypedDict):
     boot: str
     hooks: Sequence[Hook]
     channel: Channel[Message]
-    turnstile: ShadowLock
+    shadow_lock: ShadowLock
 
 
 class WorkerRank:
@@ -71,7 +71,7 @@ class WorkerRank:
         met: str = "",
         on_failure: Callable[[], None] | None = None,
     ) -> None:
-        self._turnstile = turnstile = ShadowLock()
+        self._shadow_lock = shadow_lock = ShadowLock()
         overwrites = None if in_place is None else OverwriteQueue(in_place)
         with ExitStack() as stack:
             orders = stack.enter_context(_channel(address, secret, deadline))
@@ -95,21 +95,21 @@ class WorkerRank:
                 "boot": joined.boot,
                 "hooks": hooks,
                 "channel": calls,
-                "turnstile": turnstile,
+                "shadow_lock": shadow_lock,
             }
             self._committer: Committer | InPlaceCommitter
             if overwrites is None:
                 self._committer = Committer(target=target, **seat)
             else:
                 self._committer = InPlaceCommitter(overwrites=overwrites, **seat)
-            self._agent = StagingThread(
+            self._staging_thread = StagingThread(
                 rank=rank,
                 channel=orders,
                 target=target,
                 digest=ShadowDigest(target.layout, kernels),
                 readers=readers,
                 settings=settings,
-                turnstile=turnstile,
+                shadow_lock=shadow_lock,
                 kernels=kernels if live_kernels is None else live_kernels,
                 replica=joined.replica,
                 bus=bus,
@@ -117,7 +117,7 @@ class WorkerRank:
                 overwrites=overwrites,
                 on_failure=on_failure,
             )
-            stack.callback(self._agent.close)
+            stack.callback(self._staging_thread.close)
             self._resources = stack.pop_all()
 
     @property
@@ -128,25 +128,25 @@ class WorkerRank:
     @property
     def failure(self) -> BaseException | None:
         """Why the rank cannot follow any more, if so."""
-        return self._agent.failure
+        return self._staging_thread.failure
 
     @property
-    def exchanges(self) -> int:
-        """Raised before every exchange of weights, also one that goes back: live memory is what it was while it stays the same.
+    def swaps(self) -> int:
+        """Raised before every swap of weights, also one that goes back: live memory is what it was while it stays the same.
         For any thread."""
-        return self._turnstile.exchanges
+        return self._shadow_lock.swaps
 
     @property
     def pace_bytes_per_s(self) -> float | None:
         """What staging may take, from the next round on; None: all that it can."""
-        return self._agent.settings.pace_bytes_per_s
+        return self._staging_thread.settings.pace_bytes_per_s
 
     @pace_bytes_per_s.setter
     def pace_bytes_per_s(self, bytes_per_s: float | None) -> None:
-        self._agent.settings = replace(self._agent.settings, pace_bytes_per_s=bytes_per_s)
+        self._staging_thread.settings = replace(self._staging_thread.settings, pace_bytes_per_s=bytes_per_s)
 
     def carry_out(self, decision: Decision) -> Settled:
-        """Exchange shadow and live weights, or overwrite these, and learn the outcome.
+        """Swap shadow and live weights, or overwrite these, and learn the outcome.
 
         If it raises, the rank must not serve; see `resolve`.
         """
@@ -155,13 +155,13 @@ class WorkerRank:
     @contextmanager
     def changing(self, deadline: Deadline) -> Iterator[None]:
         """Change what is live outside a round: nobody stages meanwhile, and whoever reads what is live notices."""
-        with self._turnstile.held(deadline):
-            self._turnstile.staged = None
-            self._turnstile.exchanges += 1
+        with self._shadow_lock.held(deadline):
+            self._shadow_lock.staged = None
+            self._shadow_lock.swaps += 1
             yield
 
     def resolve(self, timeout_s: float) -> Settled | None:
-        """Take up an exchange that did not come to its end. None: there was none."""
+        """Take up a swap that did not come to its end. None: there was none."""
         return self._committer.resolve(timeout_s)
 
     def close(self) -> None:

@@ -1,6 +1,6 @@
 """The receiver: what a program that holds tensors adds to its loop to become a rank.
 
-Composes a rank's parts: the agent in the background, the exchange at a boundary, and in rank 0 the leader. The program calls
+Composes a rank's parts: the staging thread in the background, the swap at a boundary, and in rank 0 the leader. The program calls
 `at_boundary()` between two steps; whatever version it then holds, it holds whole, and all ranks hold the same.
 """
 

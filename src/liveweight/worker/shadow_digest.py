@@ -63,7 +63,7 @@ class ShadowDigest:
         self,
         memories: Sequence[Memory],
         *,
-        crew: CopyThreads,
+        copy_threads: CopyThreads,
         stop: Stop,
         deadline: Deadline,
         names: Collection[str] | None = None,
@@ -73,27 +73,31 @@ class ShadowDigest:
 
         With `names`, of those tensors alone: the others' are zero.
         """
-        lanes, outcome = self._read(memories, crew, stop, deadline, names=names, pace=pace)
+        lanes, outcome = self._read(memories, copy_threads, stop, deadline, names=names, pace=pace)
         return outcome if isinstance(outcome, StagingStopped) else lanes
 
-    def all_of(self, memories: Sequence[Memory], *, crew: CopyThreads, deadline: Deadline) -> Lanes:
+    def all_of(self, memories: Sequence[Memory], *, copy_threads: CopyThreads, deadline: Deadline) -> Lanes:
         """The same, and nobody stops it."""
-        return self._read(memories, crew, lambda: False, deadline)[0]
+        return self._read(memories, copy_threads, lambda: False, deadline)[0]
 
     def begin(
-        self, reading: Reading, memories: Sequence[Memory], crew: CopyThreads, *, ahead: bool
+        self, reading: Reading, memories: Sequence[Memory], copy_threads: CopyThreads, *, ahead: bool
     ) -> Digesting:
         """The digest of what this reading fills: taken afterwards or, with `ahead`, as far as possible meanwhile."""
         return (
-            self._ahead(reading.rows, memories, crew) if ahead else DigestAfterStaging(self, memories, crew)
+            self._ahead(reading.rows, memories, copy_threads)
+            if ahead
+            else DigestAfterStaging(self, memories, copy_threads)
         )
 
-    def _ahead(self, copies: Table, memories: Sequence[Memory], crew: CopyThreads) -> DigestWhileStaging:
+    def _ahead(
+        self, copies: Table, memories: Sequence[Memory], copy_threads: CopyThreads
+    ) -> DigestWhileStaging:
         found = next((known for known in self._readings if known.fit(copies, memories)), None)
         if found is None:
             found = Readings(self._rows, copies, self._slots, memories, self._kernels)
         self._readings = [*(known for known in self._readings if known is not found), found][-KEPT:]
-        return DigestWhileStaging(found, crew, smallest_batch_bytes=self._smallest_batch_bytes)
+        return DigestWhileStaging(found, copy_threads, smallest_batch_bytes=self._smallest_batch_bytes)
 
     def forget(self) -> None:
         """Let go of all memories. Called before they are given back: what is bound keeps them alive."""
@@ -103,7 +107,7 @@ class ShadowDigest:
     def _read(
         self,
         memories: Sequence[Memory],
-        crew: CopyThreads,
+        copy_threads: CopyThreads,
         stop: Stop,
         deadline: Deadline,
         *,
@@ -116,7 +120,7 @@ class ShadowDigest:
         else:
             rows = self._rows[np.isin(self._rows[:, -1], self._slots_of(names))]
             bound, sizes_bytes = self._kernels.bind_digest(rows, memories, self._slots), row_bytes(rows)
-        sums = [np.zeros((self._slots, SEEDS), dtype=np.uint32) for _ in range(crew.threads)]
+        sums = [np.zeros((self._slots, SEEDS), dtype=np.uint32) for _ in range(copy_threads.threads)]
 
         def read(lane: int, first: int, last: int) -> None:
             sums[lane] += bound.run(first, last)
@@ -124,7 +128,7 @@ class ShadowDigest:
         outcome = share(
             sizes_bytes,
             read,
-            crew=crew,
+            copy_threads=copy_threads,
             stop=stop,
             deadline=deadline,
             what="verifying",
@@ -155,9 +159,9 @@ class DigestAfterStaging:
 
     digest: ShadowDigest
     memories: Sequence[Memory]
-    crew: CopyThreads
+    copy_threads: CopyThreads
     beside: ConcurrentWork | None = None
 
     def rest(self, *, stop: Stop, deadline: Deadline) -> Lanes | StagingStopped:
         """See Digesting."""
-        return self.digest.of(self.memories, crew=self.crew, stop=stop, deadline=deadline)
+        return self.digest.of(self.memories, copy_threads=self.copy_threads, stop=stop, deadline=deadline)

@@ -1,6 +1,6 @@
-"""The turnstile: what keeps the threads of a rank out of each other's way around its two memories.
+"""The shadow lock: what keeps the threads of a rank out of each other's way around its two memories.
 
-The shadow has one owner at a time. Live weights are read by whoever likes, and change at an exchange alone; a reader learns from here
+The shadow has one owner at a time. Live weights are read by whoever likes, and change at a swap alone; a reader learns from here
 whether there was one meanwhile.
 """
 
@@ -16,23 +16,23 @@ from liveweight.wire.messages.values import RoundId
 
 
 class ShadowLock:
-    """Who owns the shadow: the agent while it stages, the main thread while it exchanges.
+    """Who owns the shadow: the staging thread while it stages, the main thread while it swaps.
 
-    Remembers which round lies staged in it, and whether the outcome of an exchange is unknown: then the shadow is the way back,
+    Remembers which round lies staged in it, and whether the outcome of a swap is unknown: then the shadow is the way back,
     and nothing may be staged into it.
     """
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
         self.staged: RoundId | None = None
-        self.exchanges = 0
-        """Raised before every exchange, also one that goes back: live weights are what they were while it stays the same."""
+        self.swaps = 0
+        """Raised before every swap, also one that goes back: live weights are what they were while it stays the same."""
         self._certain = threading.Event()
         self._certain.set()
 
     @property
     def doubt(self) -> bool:
-        """Whether an exchange has begun and its outcome is not known."""
+        """Whether a swap has begun and its outcome is not known."""
         return not self._certain.is_set()
 
     @doubt.setter
@@ -58,7 +58,7 @@ class ShadowLock:
 
     @contextmanager
     def for_staging(self, deadline: Deadline) -> Iterator[None]:
-        """Own the shadow to fill it anew; refused while it is the way back of an exchange in doubt."""
+        """Own the shadow to fill it anew; refused while it is the way back of a swap in doubt."""
         with self.held(deadline):
             if self.doubt:
                 raise WrongState("in doubt about the last commit", "stage")

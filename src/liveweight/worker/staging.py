@@ -1,4 +1,4 @@
-"""Staging: the rows of a reading, shared out over a crew, paced, and interrupted between batches.
+"""Staging: the rows of a reading, shared out over copy threads, paced, and interrupted between batches.
 
 Owns the order of the work, not the bytes: how a row is read is transports/'s, which rows there are is plan/'s. What a stop means
 for the round is the round's matter: here it is a value, which the caller cannot mistake for a finished stage.
@@ -70,7 +70,7 @@ class StagingStopped:
 
 
 class Pace:
-    """A token bucket: when the next bytes may be moved. Shared by the threads of a crew.
+    """A token bucket: when the next bytes may be moved. Shared by the threads of copy threads.
 
     A little unused time is credited, so that waits that end late do not lower the rate.
     """
@@ -96,7 +96,7 @@ class Pace:
 def stage(
     reading: Reading,
     *,
-    crew: CopyThreads,
+    copy_threads: CopyThreads,
     pace_bytes_per_s: float | None,
     stop: Stop,
     deadline: Deadline,
@@ -115,9 +115,9 @@ def stage(
         reading.check()
         pace = None if pace_bytes_per_s is None else Pace(pace_bytes_per_s)
         outcome = (
-            reads.all_of(sizes, crew, pace, ends)
+            reads.all_of(sizes, copy_threads, pace, ends)
             if beside is None
-            else beside.during(lambda: reads.all_of(sizes, crew, pace, ends))
+            else beside.during(lambda: reads.all_of(sizes, copy_threads, pace, ends))
         )
         if isinstance(outcome, StagingStopped):
             return outcome
@@ -140,14 +140,14 @@ class _Reads:
     ended: bool = False
 
     def all_of(
-        self, sizes: Table, crew: CopyThreads, pace: Pace | None, ends: Table | None
+        self, sizes: Table, copy_threads: CopyThreads, pace: Pace | None, ends: Table | None
     ) -> int | StagingStopped:
         if ends is None and self.beside is not None:
             ends = cut(sizes, BESIDE_BATCH_BYTES)
         return share(
             sizes,
             self.read,
-            crew=crew,
+            copy_threads=copy_threads,
             stop=self.stop,
             deadline=self.deadline,
             what="staging",
@@ -171,7 +171,7 @@ def share(
     sizes_bytes: Table,
     work: Rows,
     *,
-    crew: CopyThreads,
+    copy_threads: CopyThreads,
     stop: Stop,
     deadline: Deadline,
     what: str,
@@ -188,7 +188,7 @@ def share(
     if stop():
         return StagingStopped(done_bytes=0, size_bytes=size)
     if ends is None:
-        ends = cut(sizes_bytes, max(smallest_batch_bytes, _batch_bytes(size, crew.threads, pace)))
+        ends = cut(sizes_bytes, max(smallest_batch_bytes, _batch_bytes(size, copy_threads.threads, pace)))
     job = _Job(
         ends=ends,
         bytes_before=np.concatenate([[0], np.cumsum(sizes_bytes)])[np.concatenate([[0], ends])],
@@ -199,7 +199,7 @@ def share(
         pace=pace,
         turns=WorkQueue(len(ends)),
     )
-    crew.run(job.work_through)
+    copy_threads.run(job.work_through)
     return StagingStopped(done_bytes=job.done_bytes, size_bytes=size) if job.stopped else job.done_bytes
 
 
@@ -221,7 +221,7 @@ def _batch_bytes(total_bytes: int, threads: int, pace: Pace | None) -> int:
 
 @dataclass(slots=True, kw_only=True)
 class _Job:
-    """Batches of rows, handed out in order to the lanes of a crew. Batch i ends before row ends[i]."""
+    """Batches of rows, handed out in order to the lanes of copy threads. Batch i ends before row ends[i]."""
 
     ends: Table
     bytes_before: Table

@@ -1,7 +1,7 @@
-"""The agent: the background thread of a rank that stages and verifies what the leader tells it to.
+"""The staging thread: the background thread of a rank that stages and verifies what the leader tells it to.
 
-Owns the rank's channel to the leader, the readers and the crew. It writes into the shadow and nowhere else; making the shadow
-visible is the main thread's, at a boundary. The turnstile keeps the two from meeting: whoever holds it owns the shadow. Of a rank
+Owns the rank's channel to the leader, the readers and the copy threads. It writes into the shadow and nowhere else; making the shadow
+visible is the main thread's, at a boundary. The shadow lock keeps the two from meeting: whoever holds it owns the shadow. Of a rank
 without a shadow it finds the source, and overwrites live weights when the main thread asks for it (overwriting's).
 """
 
@@ -46,7 +46,7 @@ from liveweight.worker.targets.target import Target
 IDLE_S = 60.0
 SEND_S = 5.0
 LOOK_S = 5.0
-"""How long one attempt to attach may wait; then the agent looks whether the round still stands, and tries again."""
+"""How long one attempt to attach may wait; then the staging thread looks whether the round still stands, and tries again."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,7 +69,7 @@ class StagingThread:
         digest: ShadowDigest,
         readers: Mapping[str, Reader],
         settings: StagingSettings,
-        turnstile: ShadowLock,
+        shadow_lock: ShadowLock,
         kernels: Kernels,
         replica: str,
         bus: Bus,
@@ -79,23 +79,24 @@ class StagingThread:
     ) -> None:
         self._rank, self._channel, self._target = rank, channel, target
         self._digest, self._readers, self.settings = digest, readers, settings
-        self._turnstile, self._replica, self._bus, self._overwrites = turnstile, replica, bus, overwrites
+        self._shadow_lock, self._replica, self._bus, self._overwrites = shadow_lock, replica, bus, overwrites
         self._keeping = KeptTensors(target, optional)
         self._pending: deque[Message] = deque()
         self._closing, self._on_failure, self._waker = False, on_failure, channel.waker()
         self.failure: BaseException | None = None
-        """Why the agent has ended, if it did not by `close`; the next boundary says so, and `on_failure` is called on its thread."""
-        self._auditor = LiveVerifier(
+        """Why the staging thread has ended, if it did not by `close`; the next boundary says so, and `on_failure` is called on its
+        thread."""
+        self._live_verifier = LiveVerifier(
             rank=rank,
             target=target,
             kernels=kernels,
-            turnstile=turnstile,
+            shadow_lock=shadow_lock,
             pace_bytes_per_s=settings.pace_bytes_per_s,
             replica=replica,
             bus=bus,
             wake=self._waker.wake,
         )
-        self._crew = CopyThreads(settings.threads)
+        self._copy_threads = CopyThreads(settings.threads)
         if overwrites is not None:
             overwrites.wake = self._waker.wake
         self._thread = threading.Thread(target=self._run, name=f"liveweight-agent-{rank}", daemon=True)
@@ -108,7 +109,7 @@ class StagingThread:
         self._thread.join()
 
     def _run(self) -> None:
-        with self._channel, self._crew:
+        with self._channel, self._copy_threads:
             try:
                 while not self._closing:
                     self._serve()
@@ -117,7 +118,7 @@ class StagingThread:
             finally:
                 if self._overwrites is not None:
                     self._overwrites.close()
-                self._auditor.close()
+                self._live_verifier.close()
                 for reader in self._readers.values():
                     reader.close()
         if self.failure is not None and self._on_failure is not None:
@@ -128,7 +129,7 @@ class StagingThread:
         self._tell_digests()
         match message:
             case DigestLive():
-                self._auditor.ask(message)
+                self._live_verifier.ask(message)
             case Stage():
                 self._round(message)
             case DropShadow(round=round_id):
@@ -148,7 +149,7 @@ class StagingThread:
         deadline = Deadline.after(order.timeout_s)
         step = "stage"
         try:
-            with self._turnstile.for_staging(deadline):
+            with self._shadow_lock.for_staging(deadline):
                 if self._overwrites is not None:
                     self._find(order, self._overwrites, deadline)
                     return
@@ -160,7 +161,7 @@ class StagingThread:
                 step = "verify"
                 if order.verify and not self._verify(order, digesting, deadline):
                     return
-                self._turnstile.staged = order.round
+                self._shadow_lock.staged = order.round
         except ChannelClosed as error:
             if self._channel_gone():
                 raise
@@ -179,7 +180,7 @@ class StagingThread:
             return
         overwrites.hold(LocatedSource(order=order, reading=reading, layout=self._keeping.layout(order.keep)))
         reading.check()
-        self._turnstile.staged = order.round
+        self._shadow_lock.staged = order.round
         seconds = time.monotonic() - began_s
         self._send(Staged(round=order.round, rank=self._rank, size_bytes=0, seconds=seconds))
 
@@ -192,13 +193,13 @@ class StagingThread:
             replica=self._replica,
             target=self._target,
             digest=self._digest,
-            crew=self._crew,
+            copy_threads=self._copy_threads,
             bus=self._bus,
             settings=self._overwrites.settings,
         )
-        errand, found = taken
+        request, found = taken
         order = found.order
-        if overwriter.run(errand, found, lambda: self._stop(order.round)) is not None:
+        if overwriter.run(request, found, lambda: self._stop(order.round)) is not None:
             self._readers[order.offer.mode].forget(order.offer.source)
 
     def _stage(self, order: Stage, shadow: Sequence[Memory], deadline: Deadline) -> Digesting | None:
@@ -207,10 +208,12 @@ class StagingThread:
         if reading is None:
             return None
         self._bus.emit(events.StagingBegan(**self._who(order), rank=self._rank))
-        digesting = self._digest.begin(reading, shadow, self._crew, ahead=order.verify and reading.overlaps)
+        digesting = self._digest.begin(
+            reading, shadow, self._copy_threads, ahead=order.verify and reading.overlaps
+        )
         done = stage(
             reading,
-            crew=self._crew,
+            copy_threads=self._copy_threads,
             pace_bytes_per_s=self.settings.pace_bytes_per_s,
             stop=lambda: self._stop(order.round),
             deadline=deadline,
@@ -255,22 +258,22 @@ class StagingThread:
         """Whether the round was given up meanwhile. Called by staging and verifying, in this thread."""
         while (message := self._channel.receive_now()) is not None:
             if isinstance(message, DigestLive):  # beside the round, not after it
-                self._auditor.ask(message)
+                self._live_verifier.ask(message)
             else:
                 self._pending.append(message)
         self._tell_digests()
         return self._closing or any(isinstance(m, DropShadow) and m.round == round_id for m in self._pending)
 
     def _tell_digests(self) -> None:
-        for answer in self._auditor.answers():
+        for answer in self._live_verifier.answers():
             self._send(answer)
 
     def _drop(self, round_id: RoundId) -> None:
         if self._overwrites is not None:
             self._overwrites.let_go(round_id)
-        with self._turnstile.lock:
-            if self._turnstile.staged == round_id:
-                self._turnstile.staged = None
+        with self._shadow_lock.lock:
+            if self._shadow_lock.staged == round_id:
+                self._shadow_lock.staged = None
         self._send(ShadowDropped(round=round_id, rank=self._rank))
 
     def _report_failure(self, order: Stage, step: str, error: LiveWeightError, deadline: Deadline) -> None:

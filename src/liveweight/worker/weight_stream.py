@@ -159,9 +159,9 @@ class _Reading:
         """Read everything; how it ended."""
         try:
             source, done = self._access.open(self._deadline), 0
-            with CopyThreads(1) as crew:
+            with CopyThreads(1) as copy_threads:
                 for specs in _chunks(source.manifest, self._chunk_bytes):
-                    chunk = self._chunk(source, done, specs, crew)
+                    chunk = self._chunk(source, done, specs, copy_threads)
                     if chunk is None or not self._put(chunk):
                         return None
                     done += len(specs)
@@ -173,7 +173,7 @@ class _Reading:
         return None
 
     def _chunk(
-        self, source: ReadableOffer, first: int, specs: Sequence[TensorSpec], crew: CopyThreads
+        self, source: ReadableOffer, first: int, specs: Sequence[TensorSpec], copy_threads: CopyThreads
     ) -> list[Named] | None:
         """Some tensors, read and compared with their digests; None if the caller wants no more."""
         layout = _apart(specs)
@@ -181,7 +181,11 @@ class _Reading:
         shadow = [Memory.of_view(part) for part in parts]
         reading = source.reader.bind(source.offer, layout, shadow, self._deadline)
         done = stage(
-            reading, crew=crew, pace_bytes_per_s=None, stop=self._stopping.is_set, deadline=self._deadline
+            reading,
+            copy_threads=copy_threads,
+            pace_bytes_per_s=None,
+            stop=self._stopping.is_set,
+            deadline=self._deadline,
         )
         if isinstance(done, StagingStopped):
             return None

@@ -399,7 +399,7 @@ def processed(model: Model, change: Callable[[Declared, str], None]) -> None:
                     change(module, name)
 
 
-def exchange(model: Model, target: TensorTarget) -> None:
+def swap(model: Model, target: TensorTarget) -> None:
     """As a rank does it: what follows every change of weights follows this one."""
     target.swap()
     for hook in hooks_of(model):
@@ -422,9 +422,9 @@ def test_declarations_outlast_post_processing(made: Callable[..., Path], kind: s
     target = module_target(model, model.pieces())
     stage(target, tensors_of(second))
     assert relative(logits_of(model, tokens), before) < CLOSE
-    exchange(model, target)
+    swap(model, target)
     assert relative(logits_of(model, tokens), after) < CLOSE
-    exchange(model, target)
+    swap(model, target)
     assert relative(logits_of(model, tokens), before) < CLOSE
 
 
@@ -436,7 +436,7 @@ def test_ranks_take_a_new_version_through_their_targets(made: Callable[..., Path
         model = loaded(first, group)
         target = module_target(model, model.pieces())
         stage(target, tensors_of(second))
-        exchange(model, target)
+        swap(model, target)
         return logits_of(model, tokens)
 
     for found in on_ranks(4, run):

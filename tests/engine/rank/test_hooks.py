@@ -99,7 +99,7 @@ def test_the_list_runs_in_order_on_every_rank_and_on_every_path(
     with pytest.raises(RoundFailed, match=r"second failed: RuntimeError: told to fail") as caught:
         source.publish("again")
     assert (caught.value.rank, caught.value.step) == (1, "hooks")
-    answered(engine)  # a step: it follows the exchange on every rank
+    answered(engine)  # a step: it follows the swap on every rank
     failed = notes.new()  # there, and back again
     assert ran(failed) == [ONE_RUN + ONE_RUN, ONE_RUN + ONE_RUN]
     assert [of_rank[1]["weights"] for of_rank in failed] == held(committed)

@@ -1,4 +1,4 @@
-"""The pump with a rank that checks what it is told: steps cross exchanges, and no page of other weights is taken for one of these.
+"""The engine loop with a rank that checks what it is told: steps cross swaps, and no page of other weights is taken for one of these.
 
 The rank is the real runner over cells that remember which weights wrote them. A token that was drawn over cells of other weights is
 another token, and its answer must say so.
@@ -78,7 +78,7 @@ class Heard:
 
 
 class Stage:
-    """A pump whose ranks are one runner in this thread, and whose waits are the test's turns."""
+    """A engine loop whose ranks are one runner in this thread, and whose waits are the test's turns."""
 
     def __init__(
         self, *, policy: KvPolicy, luck: float | None, depth: int, blocks: int, in_place: bool = False
@@ -99,11 +99,11 @@ class Stage:
         self.rounds = self.crossed = 0
         self.turn: Callable[[], list[tuple[Done, ...]]] = list
         ranks: Any = self
-        self.pump = EngineLoop(
+        self.engine_loop = EngineLoop(
             self.scheduler, ranks, self.inbox, depth=depth, kv_policy="recompute", in_place=in_place
         )
 
-    # What a pump asks of its ranks.
+    # What a engine loop asks of its ranks.
 
     def send(self, entry: Step | Swap) -> None:
         self.crossed += isinstance(entry, Step) and any(isinstance(e, Swap) for e in self.entries)
@@ -113,7 +113,7 @@ class Stage:
         return self.turn()
 
     def close(self, *, at_once: bool) -> None:
-        assert not at_once, self.pump.fault
+        assert not at_once, self.engine_loop.fault
 
     # What the test may do in a turn.
 
@@ -135,12 +135,12 @@ class Stage:
         self.inbox.put(round_id, Decision(self.rounds, False, 1.0, self.policy))
 
     def tear(self) -> list[tuple[Done, ...]]:
-        """Let an exchange, the oldest entry, leave a mixture."""
+        """Let a swap, the oldest entry, leave a mixture."""
         assert isinstance(self.entries.popleft(), Swap)
         return [(SwapDone("", "told to tear"),)]
 
     def carry_out(self, *, keep: bool) -> list[tuple[Done, ...]]:
-        """Let the rank carry out the oldest entry; an exchange stays, or goes back."""
+        """Let the rank carry out the oldest entry; a swap stays, or goes back."""
         if not self.entries:
             return []
         entry = self.entries.popleft()
@@ -155,13 +155,13 @@ class Stage:
 
 
 def play(stage: Stage, actions: list[tuple[str, Any]]) -> None:
-    """The actions, one in each turn of the pump; then everything to its end."""
+    """The actions, one in each turn of the engine loop; then everything to its end."""
     left = deque(actions)
 
     def turn() -> list[tuple[Done, ...]]:
         if not left:
             done = stage.carry_out(keep=True)
-            stage.pump.closing = not done and not stage.pump.busy()
+            stage.engine_loop.closing = not done and not stage.engine_loop.busy()
             return done
         action, given = left.popleft()
         if action == "ask":
@@ -177,8 +177,8 @@ def play(stage: Stage, actions: list[tuple[str, Any]]) -> None:
         return []
 
     stage.turn = turn
-    stage.pump.run(lambda: None)
-    assert stage.pump.fault is None
+    stage.engine_loop.run(lambda: None)
+    assert stage.engine_loop.fault is None
 
 
 def assert_told(stage: Stage) -> None:
@@ -197,7 +197,7 @@ def assert_told(stage: Stage) -> None:
 
 
 def some_actions(dice: random.Random) -> list[tuple[str, Any]]:
-    """Many requests with few beginnings, and exchanges in between, most of which stay."""
+    """Many requests with few beginnings, and swaps in between, most of which stay."""
     actions: list[tuple[str, Any]] = []
     for _ in range(120):
         action = dice.choice(["ask", "ask on", "decide", *["carry out"] * 6])
@@ -215,7 +215,7 @@ def some_actions(dice: random.Random) -> list[tuple[str, Any]]:
 @pytest.mark.parametrize("depth", [1, 2])
 @pytest.mark.parametrize("blocks", [8, 12, 40])
 @pytest.mark.parametrize("luck", [None, 0.6])
-def test_whatever_crosses_an_exchange_names_its_weights(
+def test_whatever_crosses_a_swap_names_its_weights(
     policy: KvPolicy, luck: float | None, depth: int, blocks: int
 ) -> None:
     crossed = 0
@@ -243,17 +243,17 @@ def test_requests_that_come_while_a_round_heals_a_torn_engine_wait_for_its_outco
     stage = Stage(policy="reuse", luck=None, depth=2, blocks=40, in_place=True)
 
     def refused() -> None:
-        assert stage.pump.word == "torn"
+        assert stage.engine_loop.word == "torn"
         with pytest.raises(Torn, match="told to tear"):
-            stage.pump.check_whole()
+            stage.engine_loop.check_whole()
 
     def taken() -> None:
-        stage.pump.check_whole()
+        stage.engine_loop.check_whole()
         stage.ask([1, 2, 3], 4)
 
     healing = [("do", refused), ("decide", None), ("do", taken)]
     play(stage, [("decide", None), ("do", stage.tear), *healing, ("do", stage.tear), *healing])
     assert [heard.last and heard.last.finish for heard in stage.heard] == ["abort", "length"]
     assert [len(heard.tokens) for heard in stage.heard] == [0, 4]
-    assert (stage.pump.word, stage.crossed) == ("stopped", 0)
+    assert (stage.engine_loop.word, stage.crossed) == ("stopped", 0)
     assert_told(stage)

@@ -15,8 +15,8 @@ from liveweight.worker.targets.torch_layout import gather, layout_of
 def test_the_ranks_of_the_benchmark_own_the_whole_decoder_between_them(world: int) -> None:
     specs = decoder(1)
     layouts = [layout_of(gather(parameters(specs, rank, world))) for rank in range(world)]
-    tally = DigestSums(layouts)  # refuses regions that overlap in part, or leave elements to nobody
-    assert {spec.name for spec in tally.expected} == {spec.name for spec in specs}
+    counts = DigestSums(layouts)  # refuses regions that overlap in part, or leave elements to nobody
+    assert {spec.name for spec in counts.expected} == {spec.name for spec in specs}
 
 
 @pytest.mark.usefixtures("forked_python")

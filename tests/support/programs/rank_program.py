@@ -28,7 +28,7 @@ GROUP_S = 30.0
 
 
 def main(config: dict[str, Any]) -> None:
-    """The config has address, secret, rank, world, store, exchange, shadow, threads, label."""
+    """The config has address, secret, rank, world, store, swap, shadow, threads, label."""
     rank, world = config["rank"], config["world"]
     torch.set_num_threads(1)
     console, bus = Console(), Bus()

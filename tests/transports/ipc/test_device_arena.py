@@ -28,16 +28,16 @@ SIZE = LAYOUT.memories_bytes[0]
 
 
 class Source:
-    """An outlet on a device, with one arena that is offered."""
+    """A transport source on a device, with one arena that is offered."""
 
     def __init__(self, directory: Path, device: Device, layout: Layout = LAYOUT) -> None:
         self.layout = layout
-        self.outlet = IpcSource(directory, SECRET, device=device)
-        self.arena = self.outlet.allocate(layout.memories_bytes[0])
-        self.offer = self.outlet.offer(layout, [self.arena], "frozen")
+        self.transport_source = IpcSource(directory, SECRET, device=device)
+        self.arena = self.transport_source.allocate(layout.memories_bytes[0])
+        self.offer = self.transport_source.offer(layout, [self.arena], "frozen")
 
     def close(self) -> None:
-        self.outlet.close()
+        self.transport_source.close()
         self.arena.close()
 
 
@@ -77,7 +77,7 @@ def test_a_reader_takes_one_handle_however_many_rounds_it_reads(short_path: Path
     for number in range(4):
         source.arena.raise_generation()
         source.arena.memory.tensor().fill_(number)
-        source.offer = source.outlet.offer(LAYOUT, [source.arena], "frozen")
+        source.offer = source.transport_source.offer(LAYOUT, [source.arena], "frozen")
         assert read(reader, source, there).eq(number).all()
         assert (reader.requests, driver(there).unopened()) == (1, 0)
     second = reader_on(fake_cuda(short_path), stack)
@@ -117,7 +117,7 @@ def test_an_offer_waits_for_what_is_queued_and_a_read_is_queued_aside(
     here, there = fake_cuda(short_path, "cuda:1"), fake_cuda(short_path, "cuda:1")
     source = source_on(here, short_path, stack)
     before = len(driver(here).synchronised)
-    source.outlet.offer(LAYOUT, [source.arena], "frozen")
+    source.transport_source.offer(LAYOUT, [source.arena], "frozen")
     assert driver(here).synchronised[before:] == [1]
     read(reader_on(there, stack), source, there)
     assert set(driver(there).runs) == {1}
@@ -158,10 +158,10 @@ def test_arenas_of_two_devices_are_not_one_layout(short_path: Path, stack: ExitS
     one, other = SharedArena(SIZE), DeviceArena(SIZE, fake_cuda(short_path))
     stack.callback(one.close)
     stack.callback(other.close)
-    outlet = stack.enter_context(IpcSource(short_path, SECRET))
+    transport_source = stack.enter_context(IpcSource(short_path, SECRET))
     twice = Layout(tensors=LAYOUT.tensors, memories_bytes=(SIZE, SIZE), placements=LAYOUT.placements)
     with pytest.raises(LayoutInvalid, match=f"several devices: cpu, GPU {GPUS[0]}"):
-        outlet.offer(twice, [one, other], "frozen")
+        transport_source.offer(twice, [one, other], "frozen")
 
 
 def test_a_source_that_sends_no_handle_is_refused(short_path: Path) -> None:

@@ -112,11 +112,14 @@ def source(argument: str) -> None:
     """Offers an arena under a fixed name, and then anew with every seed that it is told."""
     directory, name, seed = argument.split(",")
     size = layout().memories_bytes[0]
-    with IpcSource(Path(directory), SECRET, name=name) as outlet, outlet.allocate(size) as arena:
+    with (
+        IpcSource(Path(directory), SECRET, name=name) as transport_source,
+        transport_source.allocate(size) as arena,
+    ):
         for number in itertools.chain([int(seed)], (order["seed"] for order in heard())):
             arena.raise_generation()
             arena.memory.bytes()[:] = content(number)
-            offer = outlet.offer(layout(), [arena], "frozen")
+            offer = transport_source.offer(layout(), [arena], "frozen")
             inode = os.fstat(arena.descriptor).st_ino
             say(offer=msgspec.json.encode(offer).decode(), inode=inode)
 
@@ -174,15 +177,15 @@ def tidy(directory: str) -> None:
 def rounds(directory: Path) -> None:
     size = layout().memories_bytes[0]
     with ExitStack() as stack:
-        outlet = stack.enter_context(IpcSource(directory, SECRET))
-        arena = outlet.allocate(size)
+        transport_source = stack.enter_context(IpcSource(directory, SECRET))
+        arena = transport_source.allocate(size)
         stack.callback(arena.close)
         one, other = (stack.enter_context(allocate(size)) for _ in range(2))
         reader = stack.enter_context(IpcReader(SECRET, choose_kernels()))
         for seed, shadow in enumerate((one, other, one)):
             arena.raise_generation()
             arena.memory.bytes()[:] = content(seed)
-            offer = outlet.offer(layout(), [arena], "live")
+            offer = transport_source.offer(layout(), [arena], "live")
             read_all(reader.bind(offer, layout(), [shadow.memory], soon()))
 
 
@@ -319,14 +322,14 @@ def opens(link: Path, inode: int) -> bool:
 @pytest.mark.parametrize("ranks", [1, 2, 4])
 def test_ranks_in_other_processes_read_every_round_and_attach_once(directory: Path, ranks: int) -> None:
     with ExitStack() as stack:
-        outlet = stack.enter_context(IpcSource(directory, SECRET))
-        arena = outlet.allocate(layout().memories_bytes[0])
+        transport_source = stack.enter_context(IpcSource(directory, SECRET))
+        arena = transport_source.allocate(layout().memories_bytes[0])
         stack.callback(arena.close)
         children = [stack.enter_context(child("rank")) for _ in range(ranks)]
         for seed in range(4):
             arena.raise_generation()
             arena.memory.bytes()[:] = content(seed)
-            offer = outlet.offer(layout(), [arena], "frozen")
+            offer = transport_source.offer(layout(), [arena], "frozen")
             for one in children:
                 one.tell(offer=msgspec.json.encode(offer).decode())
             for one in children:
@@ -413,10 +416,13 @@ def test_a_killed_rank_does_not_keep_others_from_reading(directory: Path) -> Non
 
 
 def test_a_rank_that_holds_the_descriptor_cannot_write(directory: Path) -> None:
-    with IpcSource(directory, SECRET) as outlet, outlet.allocate(layout().memories_bytes[0]) as arena:
+    with (
+        IpcSource(directory, SECRET) as transport_source,
+        transport_source.allocate(layout().memories_bytes[0]) as arena,
+    ):
         arena.memory.bytes()[:] = content(1)
-        offer = outlet.offer(layout(), [arena], "live")
-        with child("intruder", outlet.address) as one:
+        offer = transport_source.offer(layout(), [arena], "live")
+        with child("intruder", transport_source.address) as one:
             assert one.hear() == {"errors": [1, 1, 1]}  # EPERM
         assert hashed(arena.memory.bytes()) == hashed(content(1))
         assert arena.generation == offer.generation
@@ -473,8 +479,8 @@ def test_a_source_that_is_no_source_of_ours_is_refused(
 
 def test_a_message_that_a_source_does_not_answer_is_refused_by_name(directory: Path) -> None:
     codec: Codec[Message] = Codec(Message)
-    with IpcSource(directory, SECRET) as outlet:
-        with Channel(outlet.address, SECRET, codec, deadline=soon()) as channel:
+    with IpcSource(directory, SECRET) as transport_source:
+        with Channel(transport_source.address, SECRET, codec, deadline=soon()) as channel:
             reply = channel.request(GetReplicaState(wait_s=0.0), soon(), "a refusal")
         assert isinstance(reply, Refusal)
         assert isinstance(reply.fault.to_error(), MessageInvalid)
@@ -484,22 +490,22 @@ def test_a_message_that_a_source_does_not_answer_is_refused_by_name(directory: P
 def test_a_layout_too_large_to_be_told_is_refused_at_the_source(directory: Path) -> None:
     small = WireLimits(message_bytes=500)
     with (
-        IpcSource(directory, SECRET, limits=small) as outlet,
-        outlet.allocate(layout().memories_bytes[0]) as arena,
+        IpcSource(directory, SECRET, limits=small) as transport_source,
+        transport_source.allocate(layout().memories_bytes[0]) as arena,
     ):
         with pytest.raises(MessageTooLarge):
-            outlet.offer(layout(), [arena], "frozen")
+            transport_source.offer(layout(), [arena], "frozen")
         inode = os.fstat(arena.descriptor).st_ino
     assert holders(inode) == set()
 
 
 def test_a_closed_arena_is_freed_once_its_layout_is_withdrawn(directory: Path) -> None:
-    with IpcSource(directory, SECRET) as outlet:
-        arena = outlet.allocate(layout().memories_bytes[0])
-        outlet.offer(layout(), [arena], "frozen")
+    with IpcSource(directory, SECRET) as transport_source:
+        arena = transport_source.allocate(layout().memories_bytes[0])
+        transport_source.offer(layout(), [arena], "frozen")
         inode = os.fstat(arena.descriptor).st_ino
         arena.close()
-        outlet.withdraw(layout())
+        transport_source.withdraw(layout())
         wait_until("the arena's memory to be free", lambda: not holders(inode))
 
 

@@ -105,7 +105,7 @@ def _tell_nap(url: str, told: Mapping[str, Any]) -> None:
 
 
 def label_of(version: Mapping[str, Any] | None) -> str:
-    """A version's label; while an engine exchanges its weights it serves none."""
+    """A version's label; while an engine swaps its weights it serves none."""
     return "nothing at this moment" if version is None else str(version["label"])
 
 

@@ -99,6 +99,6 @@ def verdict(result: TortureResult) -> str:
 def _progress(number: int, target: TortureTarget) -> None:
     """On a terminal, one line that grows old."""
     if sys.stderr.isatty():
-        tally = target.tally
-        text = f"\r{number} strikes, {tally.committed} committed, {tally.restarts} restarts"
+        counts = target.counts
+        text = f"\r{number} strikes, {counts.committed} committed, {counts.restarts} restarts"
         print(text, end="", file=sys.stderr, flush=True)

@@ -198,9 +198,9 @@ def _follow(
             case Step():
                 runner.run(entry, pipe.send)
             case Swap() if updates is not None:
-                exchanged = updates.carry_out(entry)
-                runner.weights = exchanged.weights
-                pipe.send(exchanged)
+                swapped = updates.carry_out(entry)
+                runner.weights = swapped.weights
+                pipe.send(swapped)
             case SaveImage() | ReleaseMemory() | RestoreMemory():
                 pipe.send(sleep.carry_out(entry, runner.weights))
             case _:

@@ -111,9 +111,15 @@ class RankSleep:
         kernels, layout = self.device.choose().kernels, self.target.layout
         reader = TRANSPORTS[entry.offer.mode].reader(self.secret, kernels, self.device)
         try:
-            with self.fence(deadline), CopyThreads(self.threads) as crew:
+            with self.fence(deadline), CopyThreads(self.threads) as copy_threads:
                 reading = reader.bind(entry.offer, layout, self.target.live(), deadline)
-                done = stage(reading, crew=crew, pace_bytes_per_s=None, stop=lambda: False, deadline=deadline)
+                done = stage(
+                    reading,
+                    copy_threads=copy_threads,
+                    pace_bytes_per_s=None,
+                    stop=lambda: False,
+                    deadline=deadline,
+                )
             self._compare(self._digested(deadline))
             for hook in self.hooks:
                 hook()
@@ -135,5 +141,5 @@ class RankSleep:
 
     def _digested(self, deadline: Deadline) -> Lanes:
         digest = ShadowDigest(self.target.layout, self.device.choose().kernels)
-        with CopyThreads(self.threads) as crew:
-            return digest.all_of(self.target.live(), crew=crew, deadline=deadline)
+        with CopyThreads(self.threads) as copy_threads:
+            return digest.all_of(self.target.live(), copy_threads=copy_threads, deadline=deadline)

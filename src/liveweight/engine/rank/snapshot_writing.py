@@ -1,7 +1,7 @@
 """A rank's part of a snapshot: it writes what it holds live, in a thread of its own, while it serves.
 
-Live memory changes at an exchange and never otherwise. What was written is worth something only if none came meanwhile: the count of
-exchanges is the fence, looked at before the first byte and after the last one of every part. No exchange waits for a writer.
+Live memory changes at a swap and never otherwise. What was written is worth something only if none came meanwhile: the count of
+swaps is the fence, looked at before the first byte and after the last one of every part. No swap waits for a writer.
 """
 
 from __future__ import annotations
@@ -42,20 +42,20 @@ LOOK_S = 0.01
 
 @dataclass(frozen=True, slots=True)
 class HeldVersion:
-    """What a rank calls its live weights, and the count of exchanges for as long as which that is true."""
+    """What a rank calls its live weights, and the count of swaps for as long as which that is true."""
 
     weights: str
-    exchanges: int
+    swaps: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LiveWeights:
-    """A rank's live weights: where they are, what they are called as of the last exchange, and how many exchanges there were."""
+    """A rank's live weights: where they are, what they are called as of the last swap, and how many swaps there were."""
 
     target: Target
     device: Device
     held: Callable[[], HeldVersion]
-    exchanges: Callable[[], int]
+    swaps: Callable[[], int]
 
 
 class RankSnapshotWriter:
@@ -142,7 +142,7 @@ class RankSnapshotWriter:
         held = self._holding(order)
 
         def check() -> None:
-            if self._live.exchanges() != held.exchanges:
+            if self._live.swaps() != held.swaps:
                 raise WeightsExchanged(f"rank {self._rank} does not hold {order.weights} any more")
 
         manifest = RankWriter(
@@ -151,7 +151,7 @@ class RankSnapshotWriter:
             snapshot=order.snapshot,
             rank=self._rank,
             settings=WriteSettings(part_bytes=self._snapshots.part_bytes),
-            stop=lambda: self._stop(order.number) or self._live.exchanges() != held.exchanges,
+            stop=lambda: self._stop(order.number) or self._live.swaps() != held.swaps,
             progress=self._wait_for_turn,
         ).write()
         return None if isinstance(manifest, WritingCancelled) else manifest.size_bytes
@@ -161,7 +161,7 @@ class RankSnapshotWriter:
         soon = Deadline.after(SETTLE_S)
         while True:
             held = self._live.held()
-            if held.weights == order.weights and held.exchanges == self._live.exchanges():
+            if held.weights == order.weights and held.swaps == self._live.swaps():
                 return held
             if soon.over or self._stop(order.number):
                 raise WeightsExchanged(f"rank {self._rank} holds {held.weights}, not {order.weights}")
@@ -172,7 +172,7 @@ class RankSnapshotWriter:
         try:
             memories = live.target.live()
         except LiveWeightError:
-            check()  # in the middle of an exchange tensors are not where they were
+            check()  # in the middle of a swap tensors are not where they were
             raise
         return Image(layout=live.target.layout, memories=memories, device=live.device, check=check)
 

@@ -45,8 +45,8 @@ def loaded(model: Model, *, device: str, threads: int, timeout_s: float) -> Load
 
     target = module_target(model, model.pieces())
     digest = ShadowDigest(target.layout, open_device(device).choose().kernels)
-    with CopyThreads(threads) as crew:
-        lanes = digest.all_of(target.live(), crew=crew, deadline=Deadline.after(timeout_s))
+    with CopyThreads(threads) as copy_threads:
+        lanes = digest.all_of(target.live(), copy_threads=copy_threads, deadline=Deadline.after(timeout_s))
     return Loaded(target.layout, lanes_to_bytes(lanes))
 
 

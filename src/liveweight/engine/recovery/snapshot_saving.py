@@ -1,7 +1,7 @@
 """Saving: a replica's versions, written to a store in the background by the ranks that hold them.
 
 Owns a thread in the engine's process and the listener that ranks reach. A commit wakes it; it begins a snapshot, lets every rank write
-what it holds, compares what was written with what the leader knows of the version, and commits. Weights that are exchanged meanwhile
+what it holds, compares what was written with what the leader knows of the version, and commits. Weights that are swapped meanwhile
 end it without a trace: a snapshot is of one version, or is not. Serving goes on whatever happens here.
 """
 

@@ -1,4 +1,4 @@
-"""The pump: the engine's thread, which sends steps, takes results and hands the pieces of answers on.
+"""The engine loop: the engine's thread, which sends steps, takes results and hands the pieces of answers on.
 
 With overlap there is always one step more on its way than the ranks are working on, so that they never wait for this thread. Without
 requests it waits and does nothing else. What other threads want of the scheduler they do under the lock, or leave for the next turn.
@@ -41,7 +41,7 @@ class EngineLoop:
         in_place: bool = False,
         outlives_torn: bool = True,
     ) -> None:
-        """`in_place`: an exchange may leave the ranks torn, and no step may follow it before its outcome is known. `outlives_torn`: the
+        """`in_place`: a swap may leave the ranks torn, and no step may follow it before its outcome is known. `outlives_torn`: the
         engine waits then for a round that heals it; else it fails, for others to take its place."""
         self.scheduler, self.ranks = scheduler, ranks
         self._in_place, self._outlives_torn = in_place, outlives_torn
@@ -55,9 +55,9 @@ class EngineLoop:
         self.closing = False
         self.cancelled: list[int] = []
         self.on_failure: list[OnFailure] = []
-        self._exchanging: Decision | None = None
-        self._errands: deque[Errand] = deque()
-        self._errand: Errand | None = None
+        self._swapping: Decision | None = None
+        self._stream_requests: deque[Errand] = deque()
+        self._stream_request: Errand | None = None
 
     def run(self, finished: Callable[[], None]) -> None:
         """Until `closing`, or until a rank is lost. `finished` lets go of what the engine holds beside the ranks."""
@@ -71,7 +71,7 @@ class EngineLoop:
             self._fail(LiveWeightError(f"{type(error).__name__}: {error}"))
         finally:
             self.ranks.close(at_once=self.fault is not None)
-            self._leave_errands()
+            self._leave_stream_requests()
             finished()
             with self.lock:
                 self.state = "stopped" if self.fault is None else "failed"
@@ -89,7 +89,7 @@ class EngineLoop:
     def check_whole(self) -> None:
         """Raise Torn where there are no weights that may serve. While a round is about to bring some, requests wait for its outcome: its
         publisher may hear of it before we do."""
-        if self.torn is not None and self._exchanging is None:
+        if self.torn is not None and self._swapping is None:
             raise Torn(str(self.torn))
 
     def send_between(self, entry: Nap) -> Future[tuple[SleepStepDone, ...]]:
@@ -98,16 +98,16 @@ class EngineLoop:
         with self.lock:
             if self.state in ("failed", "stopped"):
                 raise RankLost(str(self.fault or "the engine has ended"))
-            self._errands.append((entry, answers))
+            self._stream_requests.append((entry, answers))
         self.ranks.wake()
         return answers
 
-    def _leave_errands(self) -> None:
+    def _leave_stream_requests(self) -> None:
         """Nobody will answer any more."""
         with self.lock:
-            left = [*([] if self._errand is None else [self._errand]), *self._errands]
-            self._errands.clear()
-            self._errand = None
+            left = [*([] if self._stream_request is None else [self._stream_request]), *self._stream_requests]
+            self._stream_requests.clear()
+            self._stream_request = None
         for _, answers in left:
             answers.set_exception(RankLost(str(self.fault or "the engine was stopped")))
 
@@ -131,21 +131,21 @@ class EngineLoop:
         """What can be sent now. A decision goes before the next step; until its outcome is known, only steps follow it that are the same
         whatever it is."""
         if (
-            self._errands
-            and self._errand is None
-            and self._exchanging is None
+            self._stream_requests
+            and self._stream_request is None
+            and self._swapping is None
             and not self.scheduler.in_flight
         ):
-            self._errand = self._errands.popleft()
-            self.ranks.send(self._errand[0])
-        if self._errands or self._errand is not None:
+            self._stream_request = self._stream_requests.popleft()
+            self.ranks.send(self._stream_request[0])
+        if self._stream_requests or self._stream_request is not None:
             return
-        if self._exchanging is None:
-            self._exchanging = self._inbox.take()
-            if self._exchanging is not None:
-                decision = self._exchanging
+        if self._swapping is None:
+            self._swapping = self._inbox.take()
+            if self._swapping is not None:
+                decision = self._swapping
                 self.ranks.send(Swap(decision.epoch, decision.undo, decision.timeout_s))
-        crossing = self._exchanging is not None
+        crossing = self._swapping is not None
         if crossing and (self._in_place or self._policy() != "reuse"):
             return
         while self.scheduler.in_flight < self._depth:
@@ -174,30 +174,32 @@ class EngineLoop:
                 case StepDone(number=number, rows=rows):
                     said = self.scheduler.done(number, spoken.weights, rows)
                 case SwapDone(torn=None):
-                    said, self.torn = self._exchanged(spoken.weights), None
+                    said, self.torn = self._swapped(spoken.weights), None
                 case SwapDone(torn=cause):
-                    said, self.torn, self._exchanging = self.scheduler.end_all(), Torn(cause), None
+                    said, self.torn, self._swapping = self.scheduler.end_all(), Torn(cause), None
                     self.scheduler.pool.forget()
                 case SleepStepDone():
-                    said, errand, self._errand = [], self._errand, None
+                    said, stream_request, self._stream_request = [], self._stream_request, None
             self.quiet.notify_all()
         _deliver(said)
-        if isinstance(spoken, SleepStepDone) and errand is not None:
-            errand[1].set_result(tuple(answer for answer in answers if isinstance(answer, SleepStepDone)))
+        if isinstance(spoken, SleepStepDone) and stream_request is not None:
+            stream_request[1].set_result(
+                tuple(answer for answer in answers if isinstance(answer, SleepStepDone))
+            )
         if self.torn is not None and not self._outlives_torn:
             raise self.torn
 
-    def _exchanged(self, weights: str) -> Said:
+    def _swapped(self, weights: str) -> Said:
         """All ranks know the outcome: the next step may go. Requests feel it only if the weights are other ones now."""
-        policy, self._exchanging = self._policy(), None
+        policy, self._swapping = self._policy(), None
         if content_of(weights) == content_of(self.scheduler.weights):
             self.scheduler.weights = weights  # at most another name: keys and values are of the same content
             return []
         return self.scheduler.change(weights, policy)
 
     def _policy(self) -> KvPolicy:
-        """What the exchange under way means for requests that run."""
-        asked = None if self._exchanging is None else self._exchanging.kv_policy
+        """What the swap under way means for requests that run."""
+        asked = None if self._swapping is None else self._swapping.kv_policy
         return self._kv_policy if asked is None else asked
 
     def _fail(self, error: LiveWeightError) -> None:

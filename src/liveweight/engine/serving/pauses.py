@@ -19,9 +19,9 @@ LOOK_S = 0.5
 class Pauses:
     """One engine's. For any thread."""
 
-    def __init__(self, pump: EngineLoop, check_open: Callable[[], None]) -> None:
-        """`check_open` raises where the engine runs no requests; called with the pump's lock held."""
-        self._pump, self._check_open = pump, check_open
+    def __init__(self, engine_loop: EngineLoop, check_open: Callable[[], None]) -> None:
+        """`check_open` raises where the engine runs no requests; called with the engine loop's lock held."""
+        self._engine_loop, self._check_open = engine_loop, check_open
         self._operator = False
         self._round: str | None = None
         self._asleep = False
@@ -34,7 +34,7 @@ class Pauses:
     def pause(self, mode: PauseMode, timeout_s: float) -> None:
         """An operator's pause. DeadlineExceeded if requests do not stand still in time: they will."""
         deadline = Deadline.after(timeout_s)
-        with self._pump.lock:
+        with self._engine_loop.lock:
             self._check_open()
             self._operator = True
             self._begin(mode)
@@ -42,66 +42,68 @@ class Pauses:
 
     def resume(self) -> None:
         """An operator's word: requests run again, whoever paused. WrongState while the engine sleeps: it is to be woken up."""
-        with self._pump.lock:
+        with self._engine_loop.lock:
             if self._asleep:
                 raise WrongState("asleep", "resume")
             self._operator, self._round = False, None
-            self._pump.scheduler.resume()
-        self._pump.ranks.wake()
+            self._engine_loop.scheduler.resume()
+        self._engine_loop.ranks.wake()
 
     def fall_asleep(self, deadline: Deadline) -> None:
         """Let requests stand still until the engine wakes up. DeadlineExceeded if they do not in time; `wake_up` ends it then, too."""
-        with self._pump.lock:
+        with self._engine_loop.lock:
             self._check_open()
             self._asleep = True
-            self._pump.scheduler.pause(drain=False)
+            self._engine_loop.scheduler.pause(drain=False)
         self._await("keep", deadline)
-        with self._pump.lock:
+        with self._engine_loop.lock:
             self._check_open()
 
     def wake_up(self) -> None:
         """The engine is awake: requests go on, unless somebody has paused them."""
-        with self._pump.lock:
+        with self._engine_loop.lock:
             self._asleep = False
             if not self._operator and self._round is None:
-                self._pump.scheduler.resume()
-        self._pump.ranks.wake()
+                self._engine_loop.scheduler.resume()
+        self._engine_loop.ranks.wake()
 
     def pause_for(self, call: str, mode: PauseMode, deadline: Deadline, go_on: Callable[[], None]) -> None:
         """A round's pause. An engine that is paused already is left as it is. `go_on` raises where the wait is to end before."""
-        with self._pump.lock:
+        with self._engine_loop.lock:
             self._check_open()
             if self._operator or self._asleep:
                 return
             self._round = call
             self._begin(mode)
-        self._pump.ranks.wake()
+        self._engine_loop.ranks.wake()
         while True:
             go_on()
-            with self._pump.lock:
-                if self._pump.quiet.wait_for(self._pump.still, deadline.within(LOOK_S).remaining_s()):
+            with self._engine_loop.lock:
+                if self._engine_loop.quiet.wait_for(
+                    self._engine_loop.still, deadline.within(LOOK_S).remaining_s()
+                ):
                     return
             deadline.check(_waited_for(mode))
 
     def resume_from(self, call: str) -> None:
         """The round's pause is over, if there is one. An operator's stays."""
-        with self._pump.lock:
+        with self._engine_loop.lock:
             if self._round != call:
                 return
             self._round = None
             if not self._operator and not self._asleep:
-                self._pump.scheduler.resume()
-        self._pump.ranks.wake()
+                self._engine_loop.scheduler.resume()
+        self._engine_loop.ranks.wake()
 
     def _begin(self, mode: PauseMode) -> None:
-        self._pump.scheduler.pause(drain=mode == "wait" and not self._asleep)
+        self._engine_loop.scheduler.pause(drain=mode == "wait" and not self._asleep)
         if mode == "abort":
-            self._pump.cancelled += self._pump.scheduler.numbers(running=True)
+            self._engine_loop.cancelled += self._engine_loop.scheduler.numbers(running=True)
 
     def _await(self, mode: PauseMode, deadline: Deadline) -> None:
-        self._pump.ranks.wake()
-        with self._pump.lock:
-            if not self._pump.quiet.wait_for(self._pump.still, deadline.remaining_s()):
+        self._engine_loop.ranks.wake()
+        with self._engine_loop.lock:
+            if not self._engine_loop.quiet.wait_for(self._engine_loop.still, deadline.remaining_s()):
                 raise deadline.exceeded(_waited_for(mode))
 
 

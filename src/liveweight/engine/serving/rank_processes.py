@@ -115,7 +115,7 @@ class RankProcesses:
             case Step(number=number):
                 what, allowed_s = f"step {number}", 0.0
             case Swap(epoch=epoch, timeout_s=allowed_s):
-                what = f"the exchange of round {epoch}"
+                what = f"the swap of round {epoch}"
             case _:
                 what, allowed_s = f"{type(entry).__name__}", entry.timeout_s
         self._sent.append((what, allowed_s + self._config.step_timeout_s))

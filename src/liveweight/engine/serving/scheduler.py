@@ -124,7 +124,7 @@ class Scheduler:
     def schedule(self, *, crossing: bool = False) -> Step | None:
         """The next step, if there is anything to do that does not wait for a result. Drawing goes before filling.
 
-        `crossing`: it comes after an exchange whose outcome is not known. Then it only draws: what fills pages says now which weights
+        `crossing`: it comes after a swap whose outcome is not known. Then it only draws: what fills pages says now which weights
         they are of.
         """
         if self._pause == "freeze":

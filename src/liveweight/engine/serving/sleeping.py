@@ -52,16 +52,16 @@ class EngineSleep:
 
     def __init__(
         self,
-        pump: EngineLoop,
+        engine_loop: EngineLoop,
         pauses: Pauses,
-        desk: LeaderClient | None,
+        leader_client: LeaderClient | None,
         *,
         world: int,
         start: Version,
         place: str | None,
     ) -> None:
         """`place` is the directory below which weights are written; None: the system's for temporary files."""
-        self._pump, self._pauses, self._desk = pump, pauses, desk
+        self._engine_loop, self._pauses, self._leader_client = engine_loop, pauses, leader_client
         self._world, self._start, self._place = world, start, place
         self._busy = threading.Lock()
         self._asleep: frozenset[Tag] = frozenset()
@@ -146,8 +146,8 @@ class EngineSleep:
 
     def _forget_cache(self, order: ReleaseMemory) -> int:
         """Nobody finds or has a page any more before the ranks give them back."""
-        with self._pump.lock:
-            scheduler = self._pump.scheduler
+        with self._engine_loop.lock:
+            scheduler = self._engine_loop.scheduler
             scheduler.change(scheduler.weights, "recompute")
             scheduler.pool.forget()
         return self._ask(order)
@@ -169,7 +169,7 @@ class EngineSleep:
 
     def _ask(self, entry: Nap) -> int:
         """All ranks' answers to an entry: the bytes of all; the first one's fault is raised."""
-        answers, waiting = self._pump.send_between(entry), Deadline.after(entry.timeout_s + MARGIN_S)
+        answers, waiting = self._engine_loop.send_between(entry), Deadline.after(entry.timeout_s + MARGIN_S)
         try:
             said = answers.result(waiting.remaining_s())
         except FutureTimeout:
@@ -190,12 +190,12 @@ class EngineSleep:
 
     def _tell(self, tags: frozenset[Tag], *, asleep: bool) -> None:
         """The leader, which refuses rounds meanwhile; before memory goes, and after it is back."""
-        if self._desk is not None:
+        if self._leader_client is not None:
             weights, kv_cache = "weight" in tags, "kv_cache" in tags
-            self._desk.rest(asleep=asleep, weights=weights, kv_cache=kv_cache, timeout_s=ANSWER_S)
+            self._leader_client.rest(asleep=asleep, weights=weights, kv_cache=kv_cache, timeout_s=ANSWER_S)
 
     def _version(self) -> Version:
-        serving = self._start if self._desk is None else self._desk.standing().serving
+        serving = self._start if self._leader_client is None else self._leader_client.standing().serving
         return Version(run=self._start.run, label="unnamed") if serving is None else serving
 
     def _drop_image(self) -> None:

@@ -88,7 +88,7 @@ class Begin(_Message, frozen=True):
 
 
 class Swap(_Message, frozen=True):
-    """Exchange shadow and live weights, or overwrite these: the commit, or undo, of the round with this epoch. Every step after it runs
+    """Swap shadow and live weights, or overwrite these: the commit, or undo, of the round with this epoch. Every step after it runs
     under the outcome."""
 
     epoch: int
@@ -163,7 +163,7 @@ class StepDone(_Message, frozen=True):
 
 
 class SwapDone(_Message, frozen=True):
-    """The outcome of an exchange is known to the rank; it holds these weights, whole. `torn`: it holds none that may serve, and why."""
+    """The outcome of a swap is known to the rank; it holds these weights, whole. `torn`: it holds none that may serve, and why."""
 
     weights: str
     torn: str | None = None

@@ -1,4 +1,4 @@
-"""The desk: what an engine can say of its live updates, and the one thing that an operator may decide there, which is to go back.
+"""The leader client: what an engine can say of its live updates, and the one thing that an operator may decide there, which is to go back.
 
 It speaks to the engine's own leader as any publisher does, so it sees what a publisher sees. What it remembers of rounds it hears on
 the bus.
@@ -41,7 +41,7 @@ class RoundSummary:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UpdateStatus:
-    """A replica's standing. `serving` None: an exchange is under way; `round` is the id of the one that is open.
+    """A replica's standing. `serving` None: a swap is under way; `round` is the id of the one that is open.
 
     `serving_s` is for how long it has served that. `snapshots` and `recovery` are None where it keeps none, and where it never lost a
     rank; `pending` says why it takes no requests before a publisher has come, or is None.

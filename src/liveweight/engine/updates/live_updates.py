@@ -1,7 +1,7 @@
 """Live updates inside the engine: a leader beside the scheduler, a member in every rank, and the way of a decision from one to the other.
 
 The leader runs the rounds and leaves a decision in the inbox. The engine's thread takes it from there and puts it on the step stream,
-so that all ranks exchange their weights between the same two steps. A step without a decision costs the ranks nothing.
+so that all ranks swap their weights between the same two steps. A step without a decision costs the ranks nothing.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ def lead(
 
 
 class RankUpdates:
-    """A rank's part: it stages in the background, and exchanges where the stream says so. For the rank's main thread.
+    """A rank's part: it stages in the background, and swaps where the stream says so. For the rank's main thread.
 
     `on_failure` is called, on another thread, when the rank cannot follow rounds any more; `check` says why.
     """
@@ -129,7 +129,7 @@ class RankUpdates:
             in_place=None if updates.shadow != "none" else _in_place(updates, model, here),
             on_failure=on_failure,
         )
-        self._held = HeldVersion(weights_text(start.version), self._member.exchanges)
+        self._held = HeldVersion(weights_text(start.version), self._member.swaps)
         self._target, self._device, self._secret, self._rank = target, here, secret, rank
         self._saving: RankSnapshotWriter | None = None
 
@@ -139,7 +139,7 @@ class RankUpdates:
             target=self._target,
             device=self._device,
             held=lambda: self._held,
-            exchanges=lambda: self._member.exchanges,
+            swaps=lambda: self._member.swaps,
         )
         self._saving = RankSnapshotWriter(
             snapshots,
@@ -160,15 +160,15 @@ class RankUpdates:
         """Change what is live outside a round; at its end the rank is said to hold what it held."""
         with self._member.changing(deadline):
             yield
-            self._held = HeldVersion(self._held.weights, self._member.exchanges)
+            self._held = HeldVersion(self._held.weights, self._member.swaps)
 
     def carry_out(self, entry: Swap) -> SwapDone:
-        """Exchange, all ranks or none; what the weights are called that the rank holds then, or why it is torn."""
+        """Swap, all ranks or none; what the weights are called that the rank holds then, or why it is torn."""
         settled = self._member.carry_out(Decision(entry.epoch, entry.undo, entry.timeout_s))
         if settled.serving is None and settled.torn is None:
-            raise WrongState("told of no version", "serving after an exchange")
+            raise WrongState("told of no version", "serving after a swap")
         weights = "" if settled.serving is None else weights_text(settled.serving)
-        self._held = HeldVersion(weights, self._member.exchanges)
+        self._held = HeldVersion(weights, self._member.swaps)
         return SwapDone(weights, settled.torn)
 
     def check(self) -> None:

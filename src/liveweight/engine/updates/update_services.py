@@ -1,4 +1,4 @@
-"""The offices of an engine: those of its threads and connections that are there for its weights and not for its requests.
+"""The update services of an engine: those of its threads and connections that are there for its weights and not for its requests.
 
 Made with the engine, in order, on a stack that closes them. Without live updates there are none.
 """
@@ -21,14 +21,14 @@ from liveweight.wire.credentials import Secret, load_or_create_secret
 
 
 class UpdateServices:
-    """One engine's. The leader and the desk are there before its ranks; those that need its pauses come after."""
+    """One engine's. The leader and the leader client are there before its ranks; those that need its pauses come after."""
 
     def __init__(
         self, config: EngineConfig, replica: str, inbox: DecisionInbox, bus: Bus, stack: ExitStack
     ) -> None:
         self._config, self._replica = config, replica
         self.leader: LeaderServer | None = None
-        self.desk: LeaderClient | None = None
+        self.leader_client: LeaderClient | None = None
         self.saving: SnapshotSaver | None = None
         self._secret: Secret | None = None
         updates = config.updates
@@ -37,13 +37,13 @@ class UpdateServices:
         self._secret = secret = load_or_create_secret(Path(updates.secret_file))
         self.leader = lead(updates, secret=secret, world=config.tp, replica=replica, bus=bus, inbox=inbox)
         stack.callback(self.leader.close)
-        self.desk = LeaderClient(self.leader.address, secret, bus)
-        stack.callback(self.desk.close)
+        self.leader_client = LeaderClient(self.leader.address, secret, bus)
+        stack.callback(self.leader_client.close)
         if config.snapshots is None:
             return
         self.saving = SnapshotSaver(
             config.snapshots,
-            leader=self.desk.address,
+            leader=self.leader_client.address,
             secret=secret,
             replica=replica,
             world=config.tp,
@@ -54,12 +54,12 @@ class UpdateServices:
     def requested(self, pauses: Pauses, stack: ExitStack) -> RequestedUpdates | None:
         """Who drives updates that are asked for; None without a source. Closed before those whom it drives."""
         updates = self._config.updates
-        if self.desk is None or self._secret is None or updates is None or updates.source is None:
+        if self.leader_client is None or self._secret is None or updates is None or updates.source is None:
             return None
         requested = RequestedUpdates(
             updates.source,
             transfer_mode=updates.transfer_mode,
-            leader=self.desk.address,
+            leader=self.leader_client.address,
             secret=self._secret,
             replica=self._replica,
             world=self._config.tp,
@@ -71,8 +71,10 @@ class UpdateServices:
     def verifying(self, stack: ExitStack) -> Verifier | None:
         """Who asks the ranks what they hold; None without live updates."""
         updates = self._config.updates
-        if self.desk is None or self._secret is None or updates is None:
+        if self.leader_client is None or self._secret is None or updates is None:
             return None
-        verifying = Verifier(self.desk.address, self._secret, source=updates.source, replica=self._replica)
+        verifying = Verifier(
+            self.leader_client.address, self._secret, source=updates.source, replica=self._replica
+        )
         stack.callback(verifying.close)
         return verifying

@@ -1,7 +1,7 @@
 """The draft model beside the main one: both are of one version, whose tensors have the draft's under a prefix.
 
 Owns the names. vLLM hands a backend the draft model when an update of it is begun; a trainer begins one when it meets vLLM, and from then
-on every exchange installs both models, or neither.
+on every swap installs both models, or neither.
 """
 
 from __future__ import annotations

@@ -40,7 +40,7 @@ class JsonSocket:
         heard: dict[str, Any] = json.loads(line)
         return heard
 
-    def hear_now(self) -> dict[str, Any] | None:
+    def receive_now(self) -> dict[str, Any] | None:
         """The next line, if one is there."""
         if b"\n" not in self._kept and not select.select([self._socket], [], [], 0)[0]:
             return None

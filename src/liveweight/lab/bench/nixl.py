@@ -66,9 +66,9 @@ class _Scene:
         secret = load_or_create_secret(directory / "secret")
         self._specs = specs
         self._shared: SharedModule = stack.enter_context(share_module(module_of(specs), SharedArena))
-        outlet = NixlSource(directory, secret, name="gdr")
-        stack.callback(outlet.close)
-        self._offer = outlet.offer(self._shared.layout, [self._shared.arena], "live")
+        transport_source = NixlSource(directory, secret, name="gdr")
+        stack.callback(transport_source.close)
+        self._offer = transport_source.offer(self._shared.layout, [self._shared.arena], "live")
         config = {"secret": str(directory / "secret"), "specs": msgspec.to_builtins(specs)}
         self._ranks = {
             (rank, world): stack.enter_context(

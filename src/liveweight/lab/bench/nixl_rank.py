@@ -42,8 +42,11 @@ def main(line: JsonSocket, config: dict[str, Any]) -> None:
     specs = converted(config["specs"], list[TensorSpec])
     secret = load_or_create_secret(Path(config["secret"]))
     target = TensorTarget(parameters(specs, config["rank"], config["world"]))
-    with NixlReader(secret, choose_kernels(), name="gdr", direct=True) as reader, CopyThreads(1) as crew:
-        rank = _Rank(target, reader, crew, secret)
+    with (
+        NixlReader(secret, choose_kernels(), name="gdr", direct=True) as reader,
+        CopyThreads(1) as copy_threads,
+    ):
+        rank = _Rank(target, reader, copy_threads, secret)
         line.say(ready=True)
         while (command := line.hear(Deadline.after(WAIT_S)))["do"] != "stop":
             line.say(**rank.run(command["do"], converted(command["offer"], Offer)))
@@ -52,8 +55,10 @@ def main(line: JsonSocket, config: dict[str, Any]) -> None:
 class _Rank:
     """What a rank keeps from one round to the next."""
 
-    def __init__(self, target: TensorTarget, reader: NixlReader, crew: CopyThreads, secret: Secret) -> None:
-        self._target, self._reader, self._crew, self._secret = target, reader, crew, secret
+    def __init__(
+        self, target: TensorTarget, reader: NixlReader, copy_threads: CopyThreads, secret: Secret
+    ) -> None:
+        self._target, self._reader, self._copy_threads, self._secret = target, reader, copy_threads, secret
         self._digest = ShadowDigest(target.layout, choose_kernels())
         self._bare: BareRead | None = None
 
@@ -81,16 +86,16 @@ class _Rank:
     def _stage(self, offer: Offer, shadow: Sequence[Memory]) -> None:
         deadline = Deadline.after(WAIT_S)
         reading = self._reader.bind(offer, self._target.layout, shadow, deadline)
-        stage(reading, crew=self._crew, pace_bytes_per_s=None, stop=_never, deadline=deadline)
+        stage(reading, copy_threads=self._copy_threads, pace_bytes_per_s=None, stop=_never, deadline=deadline)
 
     def _verified(self, offer: Offer, shadow: Sequence[Memory]) -> bytes:
         """As a rank's agent does it."""
         deadline = Deadline.after(WAIT_S)
         reading = self._reader.bind(offer, self._target.layout, shadow, deadline)
-        digesting = self._digest.begin(reading, shadow, self._crew, ahead=reading.overlaps)
+        digesting = self._digest.begin(reading, shadow, self._copy_threads, ahead=reading.overlaps)
         stage(
             reading,
-            crew=self._crew,
+            copy_threads=self._copy_threads,
             pace_bytes_per_s=None,
             stop=_never,
             deadline=deadline,
@@ -103,7 +108,7 @@ class _Rank:
 
     def _lanes(self, shadow: Sequence[Memory]) -> bytes:
         deadline = Deadline.after(WAIT_S)
-        return lanes_to_bytes(self._digest.all_of(shadow, crew=self._crew, deadline=deadline))
+        return lanes_to_bytes(self._digest.all_of(shadow, copy_threads=self._copy_threads, deadline=deadline))
 
 
 def _never() -> bool:

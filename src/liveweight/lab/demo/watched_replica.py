@@ -46,7 +46,7 @@ class WatchedReplica:
         """Chaos: lose the connection once the next round has come that far."""
         self._replica, self._heard, self._notes = replica, heard, _Notes()
         self.standing, self.describe, self.compare = replica.standing, replica.describe, replica.compare
-        self.abort, self.stand_back, self.undo = replica.abort, replica.stand_back, replica.undo
+        self.abort, self.mark_behind, self.undo = replica.abort, replica.mark_behind, replica.undo
         self.verify, self.interrupt, self.close = replica.verify, replica.interrupt, replica.close
 
     @property

@@ -20,6 +20,7 @@ from liveweight.engine.init_model.sizes import SIZES
 from liveweight.engine.text.tokenizer import Tokenizer
 from liveweight.errors import MessageInvalid
 from liveweight.lab.torn_demo import engine_process, in_place_update
+from liveweight.lab.torn_demo.answer_counts import AnswerCounts
 from liveweight.lab.torn_demo.clients import ClientAnswer, ClientStream
 from liveweight.lab.torn_demo.engine_process import SideConfig
 from liveweight.lab.torn_demo.in_place_update import InPlaceConfig
@@ -27,7 +28,6 @@ from liveweight.lab.torn_demo.judge import Kind, TokenJudge
 from liveweight.lab.torn_demo.processes import ChildMessage, Served, TornProcess
 from liveweight.lab.torn_demo.publishing_trainer import PublishConfig
 from liveweight.lab.torn_demo.result import LABEL, PARTS, SideResult, TornResult
-from liveweight.lab.torn_demo.tally import AnswerCounts
 from liveweight.server.client import EngineClient
 from liveweight.spec.deadline import Deadline
 
@@ -111,7 +111,7 @@ class _Demo:
         self._view.note(None, f"starting two engines of {TP} ranks on the same checkpoint")
         engines = {side: self._engine(side) for side in SIDES}
         self._trainers = {side: self._trainer(side, dies=settings.kill) for side in SIDES}
-        tally = self._tally = self._stack.enter_context(
+        counts = self._counts = self._stack.enter_context(
             AnswerCounts(TokenJudge(self._old, self._new), self._judged)
         )
         self._served = {side: _served(engine.hear("ready", deadline)) for side, engine in engines.items()}
@@ -122,7 +122,7 @@ class _Demo:
                     self._served[side].url,
                     clients=settings.clients,
                     tokens=settings.tokens,
-                    finished=lambda answer, side=side: tally.put((side, answer)),  # type: ignore[misc]
+                    finished=lambda answer, side=side: counts.put((side, answer)),  # type: ignore[misc]
                 )
             )
             for side in SIDES
@@ -179,7 +179,7 @@ class _Demo:
         deadline = Deadline.after(STEP_S)
         for stream in self._streams.values():
             stream.finish(deadline)
-        self._tally.finish(deadline)
+        self._counts.finish(deadline)
         return TornResult(left=self._result("left", deadline), right=self._result("right", deadline))
 
     def _judged(self, side: str, answer: ClientAnswer, kinds: Sequence[Kind]) -> None:
@@ -188,7 +188,7 @@ class _Demo:
     def _result(self, side: Side, deadline: Deadline) -> SideResult:
         version = EngineClient(self._served[side].url).weights(deadline)["version"]
         return SideResult(
-            parts={part: self._tally.counts[side, mark] for mark, part in enumerate(PARTS)},
+            parts={part: self._counts.counts[side, mark] for mark, part in enumerate(PARTS)},
             streamed=self._streams[side].streamed,
             serving="initial" if version is None else str(version["label"]),
         )

@@ -48,7 +48,7 @@ class FaultedRounds:
     def __init__(
         self,
         engine: FaultedRound,
-        tally: StrikeCounts,
+        counts: StrikeCounts,
         events: RoundMoments,
         *,
         lasts_s: Mapping[str, float],
@@ -57,7 +57,7 @@ class FaultedRounds:
         grace_s: float = 0.0,
     ) -> None:
         """`grace_s`: what a publisher may take beyond its deadline to put this kind of engine right."""
-        self._engine, self._tally, self._events, self._lasts_s = engine, tally, events, lasts_s
+        self._engine, self._counts, self._events, self._lasts_s = engine, counts, events, lasts_s
         self._round_s, self._lease_s, self._grace_s = round_s, lease_s, grace_s
         self._took_s: deque[float] = deque([0.2], maxlen=32)
         self._pause = threading.Event()
@@ -84,7 +84,7 @@ class FaultedRounds:
         ended = self._until_moment(strike, trainer)
         moment = self._events.last
         pid = trainer.process.pid if strike.whom == "trainer" else self._engine.pid_of(strike)
-        self._tally.note(strike, moment, hit=self._blow(strike, pid, trainer))
+        self._counts.note(strike, moment, hit=self._blow(strike, pid, trainer))
         self._settle(strike, order, trainer, ended)
         return pid
 
@@ -96,7 +96,7 @@ class FaultedRounds:
         if ended is None:
             return "ended without a word"
         if ended.code is not None:
-            self._tally.notes.append(f"round {order.label}, which nobody struck, failed: {ended.said}")
+            self._counts.notes.append(f"round {order.label}, which nobody struck, failed: {ended.said}")
         return ended.code
 
     def _until_moment(self, strike: Strike, trainer: TrainerProcess) -> RoundResult | None:
@@ -138,7 +138,7 @@ class FaultedRounds:
         """The round's end, in the time that it has. One who never wakes up by itself is woken when the engine has given it up."""
         if strike.kind == "kill" and strike.whom == "trainer":
             trainer.kill()
-            self._tally.outcomes["trainer killed"] += 1
+            self._counts.outcomes["trainer killed"] += 1
             return
         if strike.kind == "stop" and strike.whom == "trainer" and strike.stop_s is None:
             self._until_given_up(strike, order)
@@ -147,7 +147,7 @@ class FaultedRounds:
         if ended is None:
             ended = self._end_of(order, trainer, strike, strike.stop_s or 0.0)
         if ended is not None:
-            self._tally.outcomes[ended.code or "committed"] += 1
+            self._counts.outcomes[ended.code or "committed"] += 1
 
     def _end_of(
         self, order: Publish, trainer: TrainerProcess, strike: Strike | None, stopped_s: float
@@ -165,7 +165,7 @@ class FaultedRounds:
             self._note_late(strike, order, "the trainer's round did not end")
             trainer.kill()
         except LiveWeightError as error:  # the trainer's last word
-            self._tally.outcomes[error.code] += 1
+            self._counts.outcomes[error.code] += 1
         if ended is not None and ended.code is None:
             self._took_s.append(ended.took_s)
         return ended
@@ -180,6 +180,6 @@ class FaultedRounds:
             self._pause.wait(LOOK_S)
 
     def _note_late(self, strike: Strike | None, order: Publish, what: str) -> None:
-        self._tally.late += 1
+        self._counts.late += 1
         at = "undisturbed" if strike is None else str(strike)
-        self._tally.notes.append(f"late at round {order.label}, {at}: {what}; {self._engine.said()}")
+        self._counts.notes.append(f"late at round {order.label}, {at}: {what}; {self._engine.said()}")

@@ -1,7 +1,7 @@
-"""The nursery: one process that has imported everything slow, and forks ranks and trainers from there.
+"""The fork server: one process that has imported everything slow, and forks ranks and trainers from there.
 
 So that a thousand of them can be killed: a process takes milliseconds to start, not seconds. Owns the processes that it forked: they end
-when the nursery does.
+when the fork server does.
 """
 
 from __future__ import annotations
@@ -99,9 +99,9 @@ class ForkServer:
                 socket.send_fds(self._socket, [role.encode()], [end.fileno()])
                 said = self._socket.recv(_ROLE_BYTES)
         except OSError as error:
-            raise ChannelClosed(f"the nursery is gone: {error}") from error
+            raise ChannelClosed(f"the fork server is gone: {error}") from error
         if not said:
-            raise ChannelClosed("the nursery has ended; its own error is above")
+            raise ChannelClosed("the fork server has ended; its own error is above")
         return Forked(int(said))
 
     def __enter__(self) -> Self:
@@ -119,7 +119,7 @@ class ForkServer:
 
 
 def serve(descriptor: int, roles: Mapping[str, Callable[[int], None]], leave: Callable[[int], None]) -> None:
-    """The nursery's process: fork on request until nobody asks any more. `leave` ends a forked process at once."""
+    """The fork server's process: fork on request until nobody asks any more. `leave` ends a forked process at once."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel reaps: nobody asks for an exit code
     gc.collect()

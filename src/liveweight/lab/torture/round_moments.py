@@ -13,11 +13,11 @@ from liveweight.wire.waker import Waker
 class RoundMoments:
     """Remembers what was said since a round was begun. `on_event` is the bus's, on any thread; the rest is the torture's."""
 
-    def __init__(self, tally: StrikeCounts) -> None:
+    def __init__(self, counts: StrikeCounts) -> None:
         self.waker = Waker()
         self.last = "publish"
         self._seen = {"publish"}
-        self._tally, self._lock = tally, threading.Lock()
+        self._counts, self._lock = counts, threading.Lock()
 
     def begin(self) -> None:
         """Forget what was."""
@@ -36,8 +36,8 @@ class RoundMoments:
         with self._lock:
             self.last = name
             self._seen.add(name)
-            self._tally.rounds += name == "RoundOpened"
-            self._tally.committed += name == "RoundCommitted"
+            self._counts.rounds += name == "RoundOpened"
+            self._counts.committed += name == "RoundCommitted"
 
     def on_event(self, event: AnyEvent) -> None:
         """The bus's reader."""
@@ -46,9 +46,9 @@ class RoundMoments:
             if isinstance(event, RoundEvent):
                 self.last = name
                 self._seen.add(name)
-            self._tally.rounds += isinstance(event, RoundOpened)
-            self._tally.restarts += isinstance(event, Recovered)
-            self._tally.committed += isinstance(event, RoundCommitted) and event.rank is None
+            self._counts.rounds += isinstance(event, RoundOpened)
+            self._counts.restarts += isinstance(event, Recovered)
+            self._counts.committed += isinstance(event, RoundCommitted) and event.rank is None
             if isinstance(event, RoundEnded):
                 self._seen |= set(MOMENTS)  # none of them comes any more
         self.waker.wake()

@@ -36,7 +36,7 @@ REPLAY_S = 600.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TortureSettings:
-    """What to do, and how often. `program` is the module that serves the nursery; `vllm` how that target is started."""
+    """What to do, and how often. `program` is the module that serves the fork server; `vllm` how that target is started."""
 
     program: str
     target: Name = "embedded"
@@ -93,8 +93,8 @@ def torture(settings: TortureSettings, struck: Callable[[int, TortureTarget], No
     with ExitStack() as stack:
         directory = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="lw-torture-")))
         versions = PublishedContents([_content(directory, settings, number) for number in range(CONTENTS)])
-        nursery = stack.enter_context(ForkServer(settings.program))
-        target = _target(settings, nursery, directory, versions)
+        fork_server = stack.enter_context(ForkServer(settings.program))
+        target = _target(settings, fork_server, directory, versions)
         with Replay(versions, attributed=target.attributed) as replay:
             with target:
                 load = ClientLoad(
@@ -112,13 +112,13 @@ def torture(settings: TortureSettings, struck: Callable[[int, TortureTarget], No
 
 
 def _target(
-    settings: TortureSettings, nursery: ForkServer, directory: Path, versions: PublishedContents
+    settings: TortureSettings, fork_server: ForkServer, directory: Path, versions: PublishedContents
 ) -> TortureTarget:
     if settings.target != "vllm":
-        return TARGETS[settings.target](nursery, directory, versions)
+        return TARGETS[settings.target](fork_server, directory, versions)
     if settings.vllm is None:
         raise Unavailable("torturing vLLM needs the Python of its environment")
-    return VllmTortureTarget(nursery, directory, versions, settings.vllm)
+    return VllmTortureTarget(fork_server, directory, versions, settings.vllm)
 
 
 def _strike(
@@ -135,7 +135,7 @@ def _strike(
         try:
             load.went_on(Deadline.after(RECOVER_S))
         except DeadlineExceeded:
-            target.tally.lost += 1  # it says that it serves, and does not
+            target.counts.lost += 1  # it says that it serves, and does not
         if number % target.look_every == 0:
             leaks.look(target.processes())
         struck(number, target)
@@ -156,24 +156,24 @@ def _result(
     leaks: Leaks,
     took_s: float,
 ) -> TortureResult:
-    tally = target.tally
+    counts = target.counts
     return TortureResult(
         target=settings.target,
         kills=settings.kills,
         seed=settings.seed,
         torn_tokens=replay.torn,
-        late_waits=tally.late + load.late,
+        late_waits=counts.late + load.late,
         leaks=len(leaks.found),
-        lost=tally.lost,
-        rounds=tally.rounds,
-        committed=tally.committed,
+        lost=counts.lost,
+        rounds=counts.rounds,
+        committed=counts.committed,
         tokens=replay.tokens,
         requests_failed=load.failed,
-        restarts=tally.restarts,
-        missed=tally.missed,
+        restarts=counts.restarts,
+        missed=counts.missed,
         took_s=took_s,
-        found=(*tally.notes, *leaks.found),
-        struck=dict(sorted(tally.struck.items())),
-        moments=dict(sorted(tally.moments.items())),
-        outcomes=dict(sorted(tally.outcomes.items())),
+        found=(*counts.notes, *leaks.found),
+        struck=dict(sorted(counts.struck.items())),
+        moments=dict(sorted(counts.moments.items())),
+        outcomes=dict(sorted(counts.outcomes.items())),
     )

@@ -30,7 +30,7 @@ class TrainerProcess:
 
     def __init__(
         self,
-        nursery: ForkServer,
+        fork_server: ForkServer,
         role: str,
         config: PublishingConfig | WritingConfig,
         deadline: Deadline,
@@ -41,7 +41,7 @@ class TrainerProcess:
         ours, theirs = socket.socketpair()
         self._pipe: StepChannel[Word] = StepChannel(ours, Word, peer="a trainer")
         with theirs:
-            self.process = nursery.fork(role, theirs)
+            self.process = fork_server.fork(role, theirs)
         self._words: deque[Word] = deque()
         self.alive = True
         self.stopped = False

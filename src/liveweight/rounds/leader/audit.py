@@ -1,6 +1,6 @@
 """Audits: what all ranks hold live now, digested and compared with what it should be. Pure: told of messages and of time.
 
-An audit asks every rank for digests of its live weights, while rounds go on. Live weights change at an exchange and never otherwise, so
+An audit asks every rank for digests of its live weights, while rounds go on. Live weights change at a swap and never otherwise, so
 what came together counts if none was decided since it was asked for; if one was, the audit begins again, once. It decides nothing about
 rounds, and no round waits for it.
 """
@@ -38,7 +38,7 @@ NEVER = float("inf")
 
 @dataclass(slots=True, kw_only=True)
 class Audit:
-    """One call under way. `number` is its present try's, None while it waits for an exchange to end."""
+    """One call under way. `number` is its present try's, None while it waits for a swap to end."""
 
     peer: bytes
     call: int
@@ -49,7 +49,7 @@ class Audit:
     began_s: float
     number: int | None = None
     tries: int = 0
-    exchanges: int = 0
+    swaps: int = 0
     lanes: dict[int, Lanes] = field(default_factory=dict)
     seconds: dict[int, float] = field(default_factory=dict)
     apart: dict[str, list[int]] = field(default_factory=dict)
@@ -75,7 +75,7 @@ class Audits:
         self._numbers = itertools.count(1)
         self._open: list[Audit] = []
         self._said: dict[int, m.Join] = {}
-        self._exchanges, self._exchanging = 0, False
+        self._swaps, self._swapping = 0, False
         self._now, self._before = InstalledVersion(), InstalledVersion()
 
     # What the replica does.
@@ -91,29 +91,29 @@ class Audits:
                 reference = None
             self._now, self._before = InstalledVersion(version, reference), InstalledVersion()
 
-    def exchanging(self) -> None:
-        """An exchange was decided: what was digested since may be of either side."""
-        self._exchanges += 1
-        self._exchanging = True
+    def swapping(self) -> None:
+        """A swap was decided: what was digested since may be of either side."""
+        self._swaps += 1
+        self._swapping = True
 
     def committed(self, version: Version | None, reference: AuditReference | None) -> None:
         """All ranks hold that version now."""
         self._now, self._before = InstalledVersion(version, reference), self._now
         self._said.clear()
-        self._exchanging = False
+        self._swapping = False
 
     def undone(self) -> None:
         """All ranks hold the version before."""
         self._now, self._before = self._before, self._now
-        self._exchanging = False
+        self._swapping = False
 
     def stayed(self) -> None:
-        """An exchange failed: all ranks have, or will have before they serve, what they had."""
-        self._exchanging = False
+        """A swap failed: all ranks have, or will have before they serve, what they had."""
+        self._swapping = False
 
     def torn(self, error: LiveWeightError) -> list[Action]:
         """Ranks hold a mixture, which is no version: there is nothing to compare it with, and who waits is told."""
-        self._exchanging = False
+        self._swapping = False
         self._now, self._before = InstalledVersion(), InstalledVersion()
         return self.end(error)
 
@@ -194,13 +194,13 @@ class Audits:
                 actions.append(SendReply(audit.peer, audit.call, answer))
             if isinstance(answer, m.Verdict):
                 actions.append(EmitEvent(self._event(answer)))
-            elif audit.number is None and not self._exchanging:
+            elif audit.number is None and not self._swapping:
                 actions += self._ask(now_s, audit)
         return actions
 
     def _ask(self, now_s: float, audit: Audit) -> list[Action]:
         """A new try: late answers to the one before have another number."""
-        audit.number, audit.tries, audit.exchanges = next(self._numbers), audit.tries + 1, self._exchanges
+        audit.number, audit.tries, audit.swaps = next(self._numbers), audit.tries + 1, self._swaps
         audit.lanes, audit.seconds, audit.changed = {}, {}, False
         audit.apart, audit.unread = {}, set()
         expected, names = audit.tally.expected.tensors, None
@@ -210,12 +210,12 @@ class Audits:
         return [NotifyRank(rank, order) for rank in range(self._membership.world)]
 
     def _answer(self, now_s: float, audit: Audit) -> m.Verdict | m.Refusal | None:
-        """What the caller hears, if it is time; a try that an exchange has spoilt is forgotten."""
+        """What the caller hears, if it is time; a try that a swap has spoilt is forgotten."""
         missing = audit.missing(self._membership.world)
         if audit.number is not None and (audit.changed or audit.fault is not None or not missing):
-            if audit.changed or audit.exchanges != self._exchanges:
+            if audit.changed or audit.swaps != self._swaps:
                 if audit.tries >= TRIES:
-                    return self._refusal(WeightsExchanged("weights were exchanged while they were digested"))
+                    return self._refusal(WeightsExchanged("weights were swapped while they were digested"))
                 audit.number, audit.fault = None, None
             elif audit.fault is not None:
                 return m.Refusal(fault=audit.fault, serving=self._now.version)
@@ -225,7 +225,7 @@ class Audits:
             return None
         who = "rank " + ", ".join(map(str, missing)) + " to digest its weights"
         waited_s = now_s - audit.began_s
-        error = DeadlineExceeded("an exchange of weights to end" if audit.number is None else who, waited_s)
+        error = DeadlineExceeded("a swap of weights to end" if audit.number is None else who, waited_s)
         return self._refusal(error, rank=missing[0] if len(missing) == 1 else None, waited_s=waited_s)
 
     def _event(self, found: m.Verdict) -> Audited:

@@ -56,22 +56,22 @@ class Leader:
     def __init__(self, *, replica: str, boot: str, world: int) -> None:
         self.membership = Membership(world)
         audits = Audits(replica, self.membership)
-        self._books = ReplicaRecord(
+        self._record = ReplicaRecord(
             replica=replica, boot=boot, world=world, membership=self.membership, audits=audits
         )
-        endings = RoundEnd(self._books)
+        endings = RoundEnd(self._record)
         self._endings = endings
         self._gathering, self._deciding = (
-            StagingReports(self._books, endings),
-            VotesAndCommits(self._books, endings),
+            StagingReports(self._record, endings),
+            VotesAndCommits(self._record, endings),
         )
-        self._aside = Notices(self._books, endings)
+        self._aside = Notices(self._record, endings)
         self._inquirers: list[WaitingCall] = []
 
     @property
     def state(self) -> states.State:
         """The state of the replica: of all its ranks."""
-        return self._books.state
+        return self._record.state
 
     # What peers say.
 
@@ -87,11 +87,11 @@ class Leader:
             if call == 0:
                 return [*actions, EmitEvent(events.PeerRefused(code=error.code, reason=str(error)))]
             fault = fault_of(error, step=STEPS.get(type(body), "ask"))
-            return [*actions, SendReply(peer, call, m.Refusal(fault=fault, serving=self._books.serving))]
+            return [*actions, SendReply(peer, call, m.Refusal(fault=fault, serving=self._record.serving))]
         return actions + self._answered(now_s)
 
     def _handle(self, now_s: float, peer: bytes, call: int, body: m.Message) -> list[Action]:
-        books = self._books
+        record = self._record
         match body:
             case m.Join():
                 return self._join(now_s, peer, call, body)
@@ -104,24 +104,24 @@ class Leader:
                 return []
             case m.Describe(structure=structure, manifest=manifest):
                 tally = self.membership.whole()
-                books.ledger.describe(structure, manifest, tally, self.membership.optional)
+                record.ledger.describe(structure, manifest, tally, self.membership.optional)
                 return [SendReply(peer, call, m.Described())]
             case m.Open():
                 return self._open(now_s, peer, call, body)
             case m.WaitFor(round=round_id, until=until, wait_s=wait_s):
-                books.named(round_id).waiters.append(WaitingCall(peer, call, until, now_s + wait_s))
+                record.named(round_id).waiters.append(WaitingCall(peer, call, until, now_s + wait_s))
                 return []
             case m.Compare():
                 return self._gathering.compare(now_s, peer, call, body)
             case m.RequestVote() | m.Commit() | m.Undo() | m.Abort():
                 return self._deciding.decide(now_s, peer, call, body)
             case m.Verify():
-                if books.torn is not None:
-                    raise Torn(books.torn.cause)
+                if record.torn is not None:
+                    raise Torn(record.torn.cause)
                 self._aside.check_awake("a verification")
-                return books.audits.begin(now_s, peer, call, body)
+                return record.audits.begin(now_s, peer, call, body)
             case m.LiveDigests():
-                return books.audits.digested(now_s, peer, body)
+                return record.audits.digested(now_s, peer, body)
             case m.Sleep() | m.Wake() | m.MarkBehind():
                 return self._aside.told(peer, call, body)
             case _:
@@ -132,23 +132,23 @@ class Leader:
     @property
     def asked(self) -> m.Open | None:
         """What the round that is open was opened with; None without one, and for an undo."""
-        return None if self._books.round is None else self._books.round.asked
+        return None if self._record.round is None else self._record.round.asked
 
     @property
     def needs_ranks(self) -> bool:
         """Whether it matters at once that a rank dies: a round is open, or ranks are asked what they hold."""
-        return self._books.round is not None or self._books.audits.waiting
+        return self._record.round is not None or self._record.audits.waiting
 
     def next_s(self) -> float:
         """When `on_time` has something to do."""
-        books = self._books
-        rounds = [known.next_s() for known in (books.round, *books.ended.values()) if known is not None]
+        record = self._record
+        rounds = [known.next_s() for known in (record.round, *record.ended.values()) if known is not None]
         waits = [waiter.ends_s for waiter in self._inquirers]
-        return min([*rounds, *waits, books.audits.next_s()], default=NEVER)
+        return min([*rounds, *waits, record.audits.next_s()], default=NEVER)
 
     def on_time(self, now_s: float) -> list[Action]:
         """Time has passed: leases, rounds and waits end."""
-        current = self._books.round
+        current = self._record.round
         late = [] if current is None or now_s < current.ends_s else self._late(now_s, current)
         return late + self._answered(now_s)
 
@@ -159,27 +159,27 @@ class Leader:
         step = {"open": "stage", "staged": "verify", "committing": "commit"}.get(current.phase, "decide")
         said: list[Action] = []
         if current.phase == "ready":
-            said = [EmitEvent(events.LeaseExpired(**self._books.who(current), lease_s=current.lease_s))]
+            said = [EmitEvent(events.LeaseExpired(**self._record.who(current), lease_s=current.lease_s))]
         error = DeadlineExceeded(f"{who} to {step}", waited_s)
         fault = fault_of(error, step=step, rank=rank, waited_s=waited_s)
         return said + self._deciding.late(now_s, current, fault)
 
     def on_lost(self, now_s: float, rank: int) -> list[Action]:
         """A rank's process is gone. Its round fails; the replica is incomplete until the rank is replaced."""
-        books = self._books
+        record = self._record
         member = self.membership.leave(rank)
-        for ended in books.ended.values():
+        for ended in record.ended.values():
             ended.readers.discard(rank)
-        actions = [] if member is None else books.audits.lost(rank, member)
-        if member is not None and books.round is not None:
+        actions = [] if member is None else record.audits.lost(rank, member)
+        if member is not None and record.round is not None:
             error = ChannelClosed(f"rank {rank} (process {member.pid}) is gone")
-            fault = fault_of(error, step=books.round.phase, rank=rank)
-            actions += self._deciding.lost(now_s, books.round, rank, fault)
+            fault = fault_of(error, step=record.round.phase, rank=rank)
+            actions += self._deciding.lost(now_s, record.round, rank, fault)
         return actions + self._answered(now_s)
 
     def on_publisher_lost(self, now_s: float) -> list[Action]:
         """The process that opened the round is gone. Nobody will ask for its commit; one that was asked for is carried out."""
-        current = self._books.round
+        current = self._record.round
         if current is None or current.asked is None or current.phase == "committing":
             return []
         error = ChannelClosed(f"publisher {current.id.publisher} (process {current.asked.pid}) is gone")
@@ -193,53 +193,56 @@ class Leader:
     # Membership.
 
     def _join(self, now_s: float, peer: bytes, call: int, body: m.Join) -> list[Action]:
-        books = self._books
+        record = self._record
         candidate = self.membership.candidate(peer, body)  # refused here, nothing has changed
         actions = self.on_lost(now_s, body.rank) if body.rank in self.membership.members else []
-        if books.round is not None:
-            actions += self._deciding.replaced(now_s, books.round)
+        if record.round is not None:
+            actions += self._deciding.replaced(now_s, record.round)
         self.membership.adopt(candidate)
-        books.ledger.published(body.serving)
+        record.ledger.published(body.serving)
         if self.membership.tally is not None:
-            books.ledger.forget_manifests()
-            if books.torn is None:
-                books.state, books.since_s = states.ServingState(self.membership.common_version()), now_s
-        books.audits.joined(body, books.serving)
+            record.ledger.forget_manifests()
+            if record.torn is None:
+                record.state, record.since_s = states.ServingState(self.membership.common_version()), now_s
+        record.audits.joined(body, record.serving)
         seat = self.membership.members[body.rank].seat
-        return [*actions, SendReply(peer, call, m.Joined(replica=books.replica, boot=books.boot, seat=seat))]
+        return [
+            *actions,
+            SendReply(peer, call, m.Joined(replica=record.replica, boot=record.boot, seat=seat)),
+        ]
 
     # Before a round.
 
     def _standing(self, tally: DigestSums, now_s: float) -> m.ReplicaState:
-        books = self._books
+        record = self._record
         return m.ReplicaState(
-            replica=books.replica,
-            boot=books.boot,
-            state=states.describe(books.state),
+            replica=record.replica,
+            boot=record.boot,
+            state=states.describe(record.state),
             expected=tally.expected,
-            serving=books.serving,
-            undo=books.undo,
-            round=books.round.id if books.round is not None else None,
+            serving=record.serving,
+            undo=record.undo,
+            round=record.round.id if record.round is not None else None,
             optional=self.membership.optional,
-            kept=books.ledger.kept(books.serving),
-            torn=None if books.torn is None else books.torn.cause,
-            serving_s=max(0.0, now_s - books.since_s),
+            kept=record.ledger.kept(record.serving),
+            torn=None if record.torn is None else record.torn.cause,
+            serving_s=max(0.0, now_s - record.since_s),
             met=tuple(self.membership.met),
         )
 
     def _open(self, now_s: float, peer: bytes, call: int, body: m.Open) -> list[Action]:
-        books, before = self._books, self._aside.give_up(now_s, body)
-        books.check_free()
-        books.ledger.check(body)
-        serving = books.serving
+        record, before = self._record, self._aside.give_up(now_s, body)
+        record.check_free()
+        record.ledger.check(body)
+        serving = record.serving
         if serving is not None and serving.digest is not None and serving == body.version:
-            there = m.Opened(round=None, serving=serving, kept=books.ledger.kept(serving))
-            confirmed = events.VersionConfirmed(replica=books.replica, version=str(serving))
+            there = m.Opened(round=None, serving=serving, kept=record.ledger.kept(serving))
+            confirmed = events.VersionConfirmed(replica=record.replica, version=str(serving))
             return [*before, EmitEvent(confirmed), SendReply(peer, call, there)]
-        kept = books.ledger.fit(body).kept
+        kept = record.ledger.fit(body).kept
         self._check_heals(kept)
         opened, version = self._begun(now_s, body)
-        books.ledger.keeps(version, kept)
+        record.ledger.keeps(version, kept)
         order = m.Stage(
             round=opened.id,
             version=version,
@@ -249,7 +252,7 @@ class Leader:
             keep=kept,
         )
         said = events.RoundOpened(
-            **books.who(opened), serving=None if serving is None else str(serving), kept=kept
+            **record.who(opened), serving=None if serving is None else str(serving), kept=kept
         )
         answer = m.Opened(round=opened.id, serving=serving, kept=kept, in_place=opened.in_place)
         orders = [NotifyRank(rank, order) for rank in sorted(opened.ranks)]
@@ -257,21 +260,21 @@ class Leader:
 
     def _check_heals(self, kept: tuple[str, ...]) -> None:
         """Refuse an offer that would keep what may be a mixture."""
-        torn = self._books.torn
-        if torn is not None and not set(kept) <= set(self._books.ledger.kept(torn.target)):
+        torn = self._record.torn
+        if torn is not None and not set(kept) <= set(self._record.ledger.kept(torn.target)):
             missing = ", ".join(kept)
             raise Torn(f"{states.describe(torn)}: only an offer that has its {missing}, too, heals it")
 
     def _begun(self, now_s: float, body: m.Open) -> tuple[LeaderRound, Version]:
         """The record of the round that holds the replica from now on, and the version it is for."""
-        books, version = self._books, body.version
-        round_id = RoundId(boot=books.boot, epoch=books.epoch + 1, publisher=body.publisher)
+        record, version = self._record, body.version
+        round_id = RoundId(boot=record.boot, epoch=record.epoch + 1, publisher=body.publisher)
         if version.digest is None:  # content unknown: the round's id stands in for it
-            version = msgspec.structs.replace(version, digest=f"{books.boot}/{round_id.epoch}")
-        books.state = states.open_round(books.state, version, round_id)
-        books.epoch = round_id.epoch
-        ranks = frozenset(range(books.world))
-        books.round = LeaderRound(
+            version = msgspec.structs.replace(version, digest=f"{record.boot}/{round_id.epoch}")
+        record.state = states.open_round(record.state, version, round_id)
+        record.epoch = round_id.epoch
+        ranks = frozenset(range(record.world))
+        record.round = LeaderRound(
             id=round_id,
             label=str(body.version),
             asked=body,
@@ -279,24 +282,24 @@ class Leader:
             ends_s=now_s + body.timeout_s,
             ranks=ranks,
             readers=set(ranks),
-            fit=books.ledger.fit(body),
+            fit=record.ledger.fit(body),
             in_place=self.membership.in_place,
         )
-        return books.round, version
+        return record.round, version
 
     # Who waits.
 
     def _answered(self, now_s: float) -> list[Action]:
-        books = self._books
+        record = self._record
         actions: list[Action] = []
-        for known in (books.round, *books.ended.values()):
+        for known in (record.round, *record.ended.values()):
             if known is not None:
                 actions += [SendReply(w.peer, w.call, known.progress()) for w in known.heard(now_s)]
                 readers = tuple(sorted(known.readers))
                 actions += [
                     SendReply(w.peer, w.call, m.Aborted(readers=readers)) for w in known.released(now_s)
                 ]
-        actions += books.audits.go_on(now_s)
+        actions += record.audits.go_on(now_s)
         waiting, self._inquirers = self._inquirers, []
         for waiter in waiting:
             if self.membership.tally is not None:

@@ -1,4 +1,4 @@
-"""The books of a replica: its members, its state, the round that holds it, and rounds that have ended.
+"""The record of a replica: its members, its state, the round that holds it, and rounds that have ended.
 
 The scheduler's parts share one: they decide, it remembers and finds.
 """

@@ -23,36 +23,36 @@ from liveweight.wire.messages.values import Fault, fault_of
 class RoundEnd:
     """Ends the rounds of one replica, and tells everybody who waits for that."""
 
-    def __init__(self, books: ReplicaRecord) -> None:
-        self._books = books
+    def __init__(self, record: ReplicaRecord) -> None:
+        self._record = record
 
     def done(self, now_s: float, current: LeaderRound) -> list[Action]:
         """All ranks keep what they have now."""
-        books = self._books
-        books.state = (
-            states.overwritten(books.state) if current.in_place else states.settled(books.state, keep=True)
+        record = self._record
+        record.state = (
+            states.overwritten(record.state) if current.in_place else states.settled(record.state, keep=True)
         )
-        serving = books.serving
-        books.membership.serve(serving)
-        books.since_s = now_s
-        books.ledger.published(serving)
+        serving = record.serving
+        record.membership.serve(serving)
+        record.since_s = now_s
+        record.ledger.published(serving)
         self._note_installed(current, serving)
         stall_s = max(ack.seconds for ack in current.acks.values())
         actions: list[Action] = self._settle(current, keep=True)
         if current.committer is not None:
-            answer = m.Committed(serving=serving, undo=books.undo, stall_s=stall_s, ranks=current.times())
+            answer = m.Committed(serving=serving, undo=record.undo, stall_s=stall_s, ranks=current.times())
             actions.append(SendReply(*current.committer, answer))
         said = (
-            events.RoundCommitted(**books.who(current), stall_s=stall_s)
+            events.RoundCommitted(**record.who(current), stall_s=stall_s)
             if current.asked is not None
-            else events.RoundUndone(**books.who(current), serving=str(serving), stall_s=stall_s)
+            else events.RoundUndone(**record.who(current), serving=str(serving), stall_s=stall_s)
         )
         outcome = events.RoundOutcome.COMMITTED if current.asked is not None else events.RoundOutcome.UNDONE
         return [*actions, EmitEvent(said), self._end(now_s, current, "done", outcome)]
 
     def fail(self, now_s: float, current: LeaderRound, fault: Fault) -> list[Action]:
-        """End it from any phase, at the old version or torn; ranks that exchanged are told to exchange back."""
-        books = self._books
+        """End it from any phase, at the old version or torn; ranks that swapped are told to swap back."""
+        record = self._record
         committing = current.phase == "committing"
         fault, torn = self._fallen_to(current, fault)
         current.fault = fault
@@ -60,25 +60,25 @@ class RoundEnd:
         if committing:
             actions.append(WithdrawDecision(current.id))
         if current.committer is not None:
-            actions.append(SendReply(*current.committer, m.Refusal(fault=fault, serving=books.serving)))
+            actions.append(SendReply(*current.committer, m.Refusal(fault=fault, serving=record.serving)))
         actions += [
             NotifyRank(rank, m.DropShadow(round=current.id))
-            for rank in sorted(current.ranks & set(books.membership.members))
+            for rank in sorted(current.ranks & set(record.membership.members))
         ]
         aborted = events.RoundGivenUp(
-            **books.who(current), rank=fault.rank, step=fault.step, code=fault.code, reason=fault.message
+            **record.who(current), rank=fault.rank, step=fault.step, code=fault.code, reason=fault.message
         )
         outcome = (
             events.RoundOutcome.TORN
-            if isinstance(books.state, states.TornState)
+            if isinstance(record.state, states.TornState)
             else events.RoundOutcome.ABORTED
         )
         return [*actions, EmitEvent(aborted), self._end(now_s, current, "failed", outcome)]
 
     def outcome(self, current: LeaderRound, *, keep: bool) -> m.Settled:
-        """What a rank is told that exchanged, or overwrote, its weights."""
-        torn = self._books.torn if current.in_place else None
-        return m.Settled(keep=keep, serving=self._books.serving, torn=None if torn is None else torn.cause)
+        """What a rank is told that swapped, or overwrote, its weights."""
+        torn = self._record.torn if current.in_place else None
+        return m.Settled(keep=keep, serving=self._record.serving, torn=None if torn is None else torn.cause)
 
     def _settle(self, current: LeaderRound, *, keep: bool) -> list[Action]:
         outcome = self.outcome(current, keep=keep)
@@ -86,26 +86,26 @@ class RoundEnd:
 
     def _fallen_to(self, current: LeaderRound, fault: Fault) -> tuple[Fault, list[Action]]:
         """Which state a failure leaves, what it is called then, and who is told of it."""
-        books = self._books
+        record = self._record
         if current.in_place and current.phase == "committing":
             if not current.touched:
-                books.state = states.untouched(books.state)
+                record.state = states.untouched(record.state)
             else:
-                cause = f"{books.replica} holds a mixture since {current.label} failed: {fault.message}"
+                cause = f"{record.replica} holds a mixture since {current.label} failed: {fault.message}"
                 fault = fault_of(Torn(cause), step=fault.step, rank=fault.rank, waited_s=fault.waited_s)
-                books.state = states.after_failure(books.state, fault.message)
+                record.state = states.after_failure(record.state, fault.message)
         else:
-            books.state = states.after_failure(books.state, fault.message)
+            record.state = states.after_failure(record.state, fault.message)
             if fault.code == Torn.code and current.asked is not None:
-                books.state = states.TornState(current.asked.version, fault.message)
-        if isinstance(books.state, states.TornState):
-            return fault, books.audits.torn(fault.to_error())
-        books.audits.stayed()
+                record.state = states.TornState(current.asked.version, fault.message)
+        if isinstance(record.state, states.TornState):
+            return fault, record.audits.torn(fault.to_error())
+        record.audits.stayed()
         return fault, []
 
     def _note_installed(self, current: LeaderRound, serving: Version | None) -> None:
         """What the ranks hold from now on, so that it can be verified later."""
-        audits, world = self._books.audits, self._books.world
+        audits, world = self._record.audits, self._record.world
         if current.asked is None:
             audits.undone()
             return
@@ -118,14 +118,14 @@ class RoundEnd:
     def _end(
         self, now_s: float, current: LeaderRound, phase: m.Phase, outcome: events.RoundOutcome
     ) -> Action:
-        books = self._books
-        books.close(current, phase)
+        record = self._record
+        record.close(current, phase)
         return EmitEvent(
             events.RoundEnded(
-                **books.who(current),
+                **record.who(current),
                 outcome=outcome,
                 took_s=now_s - current.began_s,
                 verified=current.asked is not None and current.asked.verify,
-                serving=None if books.serving is None else str(books.serving),
+                serving=None if record.serving is None else str(record.serving),
             )
         )

@@ -33,7 +33,7 @@ class NotifyRank:
 
 @dataclass(frozen=True, slots=True)
 class PutDecision:
-    """Hand this decision to the boundary: exchange shadow and live weights, for a commit or an undo."""
+    """Hand this decision to the boundary: swap shadow and live weights, for a commit or an undo."""
 
     round: RoundId
     undo: bool
@@ -72,7 +72,7 @@ class WaitingCall:
 
 @dataclass(frozen=True, slots=True)
 class SwapAck:
-    """A rank that has exchanged its weights and waits for the outcome."""
+    """A rank that has swapped its weights and waits for the outcome."""
 
     peer: bytes
     call: int

@@ -18,22 +18,22 @@ from liveweight.wire.messages.values import fault_of
 class StagingReports:
     """Takes reports for the rounds of one replica."""
 
-    def __init__(self, books: ReplicaRecord, endings: RoundEnd) -> None:
-        self._books, self._endings = books, endings
+    def __init__(self, record: ReplicaRecord, endings: RoundEnd) -> None:
+        self._record, self._endings = record, endings
 
     def reported(
         self, now_s: float, peer: bytes, body: m.Staged | m.Verified | m.StagingFailed | m.ShadowDropped
     ) -> list[Action]:
         """How far a rank came. Of another round, or too late in this one, it has no effect."""
-        books = self._books
-        current = books.round if books.round is not None and books.round.id == body.round else None
+        record = self._record
+        current = record.round if record.round is not None and record.round.id == body.round else None
         rank = body.fault.rank if isinstance(body, m.StagingFailed) else body.rank
-        member = None if rank is None else books.membership.members.get(rank)
+        member = None if rank is None else record.membership.members.get(rank)
         if member is None or member.peer != peer:
             return []  # a process that was replaced has no say any more
         match body:
             case m.ShadowDropped(rank=rank):
-                ended = books.ended.get(body.round)
+                ended = record.ended.get(body.round)
                 if ended is not None:
                     ended.readers.discard(rank)
             case m.Staged(rank=rank) if current is not None and current.phase == "open":
@@ -57,16 +57,16 @@ class StagingReports:
 
     def compare(self, now_s: float, peer: bytes, call: int, body: m.Compare) -> list[Action]:
         """The digests of a round that was opened without them, told once. Ranks may have verified already, or not yet."""
-        books = self._books
-        current = books.named(body.round)
+        record = self._record
+        current = record.named(body.round)
         asked = current.asked
         if current.over:
             return [SendReply(peer, call, m.Compared())]  # why it ended, `WaitFor` tells
         awaited = "verified" if current.in_place else "staged"
         if asked is None or asked.digests is not None or not asked.verify or current.phase != awaited:
-            raise WrongState(f"{current.phase} ({states.describe(books.state)})", "compare")
+            raise WrongState(f"{current.phase} ({states.describe(record.state)})", "compare")
         told = msgspec.structs.replace(asked, digests=body.digests)
-        books.ledger.digests(told)  # refused here if they are not of its tensors
+        record.ledger.digests(told)  # refused here if they are not of its tensors
         current.asked = told
         actions: list[Action] = [SendReply(peer, call, m.Compared())]
         if current.in_place or current.missing():
@@ -83,21 +83,21 @@ class StagingReports:
     def _all_verified(self, now_s: float, current: LeaderRound) -> list[Action]:
         if current.asked is not None and current.asked.digests is None:
             return []  # a ring's are told when all have staged
-        error = differing(self._books, current, "shadow")
+        error = differing(self._record, current, "shadow")
         if error is not None:
             return self._endings.fail(now_s, current, fault_of(error, step="verify"))
         current.phase = "verified"
         return [
-            EmitEvent(events.RankVerified(**self._books.who(current), took_s=max(current.verify_s.values())))
+            EmitEvent(events.RankVerified(**self._record.who(current), took_s=max(current.verify_s.values())))
         ]
 
 
-def differing(books: ReplicaRecord, current: LeaderRound, where: str) -> DigestMismatch | None:
+def differing(record: ReplicaRecord, current: LeaderRound, where: str) -> DigestMismatch | None:
     """How what all ranks say that they hold differs from what was offered; both are known."""
-    tally, asked = books.membership.whole(), current.asked
-    offered = None if asked is None else books.ledger.digests(asked)
+    tally, asked = record.membership.whole(), current.asked
+    offered = None if asked is None else record.ledger.digests(asked)
     if asked is None or offered is None:
-        raise WrongState(states.describe(books.state), "verify")
-    totals, disagreeing = tally.combine([current.lanes[rank] for rank in range(books.world)])
-    found = disagreeing or tally.differing(totals, offered, books.ledger.fit(asked).sources)
-    return DigestMismatch(found, f"{books.replica}, {where}") if found else None
+        raise WrongState(states.describe(record.state), "verify")
+    totals, disagreeing = tally.combine([current.lanes[rank] for rank in range(record.world)])
+    found = disagreeing or tally.differing(totals, offered, record.ledger.fit(asked).sources)
+    return DigestMismatch(found, f"{record.replica}, {where}") if found else None

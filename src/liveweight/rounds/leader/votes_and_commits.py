@@ -1,4 +1,4 @@
-"""Deciding: votes, commits, undos and aborts, and what ranks report of an exchange. Pure.
+"""Deciding: votes, commits, undos and aborts, and what ranks report of a swap. Pure.
 
 A commit in place is decided when all ranks were heard or nobody can be any more: whether the old weights are whole is known from all
 of them alone.
@@ -31,8 +31,8 @@ from liveweight.wire.messages.values import Fault, RoundId, fault_of
 class VotesAndCommits:
     """Decides the rounds of one replica, once ranks have staged and verified."""
 
-    def __init__(self, books: ReplicaRecord, endings: RoundEnd) -> None:
-        self._books, self._endings = books, endings
+    def __init__(self, record: ReplicaRecord, endings: RoundEnd) -> None:
+        self._record, self._endings = record, endings
 
     # What publishers ask for.
 
@@ -40,80 +40,80 @@ class VotesAndCommits:
         self, now_s: float, peer: bytes, call: int, body: m.RequestVote | m.Commit | m.Undo | m.Abort
     ) -> list[Action]:
         """What a publisher wants to become of a round, or of the version that serves."""
-        books = self._books
+        record = self._record
         match body:
-            case m.RequestVote(round=round_id) | m.Commit(round=round_id) if round_id in books.fallen():
+            case m.RequestVote(round=round_id) | m.Commit(round=round_id) if round_id in record.fallen():
                 return [
-                    SendReply(peer, call, m.Refusal(fault=books.fallen()[round_id], serving=books.serving))
+                    SendReply(peer, call, m.Refusal(fault=record.fallen()[round_id], serving=record.serving))
                 ]
             case m.RequestVote():
                 return self._vote(now_s, peer, call, body)
             case m.Commit(round=round_id, timeout_s=timeout_s):
-                current = books.current(round_id, "commit")
+                current = record.current(round_id, "commit")
                 begin = states.overwrite if current.in_place else states.begin_swap
-                books.state = begin(books.state)
-                return self._exchange(now_s, current, (peer, call), timeout_s)
+                record.state = begin(record.state)
+                return self._swap(now_s, current, (peer, call), timeout_s)
             case m.Undo():
                 return self._undo(now_s, peer, call, body)
             case m.Abort(round=round_id, reason=reason, wait_s=wait_s):
-                named = books.named(round_id)
+                named = record.named(round_id)
                 if named.phase in ("committing", "done"):
-                    raise WrongState(states.describe(books.state), "abort")
+                    raise WrongState(states.describe(record.state), "abort")
                 named.aborters.append(WaitingCall(peer, call, "failed", now_s + wait_s))
                 fault = fault_of(RoundAborted(reason), step=named.phase)
                 return [] if named.over else self._endings.fail(now_s, named, fault)
 
     def _vote(self, now_s: float, peer: bytes, call: int, body: m.RequestVote) -> list[Action]:
-        books, lease_s = self._books, body.lease_s
-        current = books.current(body.round, "vote")
+        record, lease_s = self._record, body.lease_s
+        current = record.current(body.round, "vote")
         asked = current.asked
         unknown = asked is not None and asked.verify and asked.digests is None
         if current.phase != "verified" or unknown:
-            raise WrongState(states.describe(books.state), "vote")
-        books.state = states.verified(books.state)
+            raise WrongState(states.describe(record.state), "vote")
+        record.state = states.verified(record.state)
         current.phase, current.lease_s, current.ends_s = "ready", lease_s, now_s + lease_s
         return [
             SendReply(peer, call, m.Vote()),
-            EmitEvent(events.VoteCast(**books.who(current), lease_s=lease_s)),
+            EmitEvent(events.VoteCast(**record.who(current), lease_s=lease_s)),
         ]
 
     def _undo(self, now_s: float, peer: bytes, call: int, body: m.Undo) -> list[Action]:
-        books = self._books
-        books.check_free()
-        if books.membership.in_place and isinstance(books.state, states.ServingState):
-            raise WrongState(f"{states.describe(books.state)}, in place of the version before", "undo")
-        round_id = RoundId(boot=books.boot, epoch=books.epoch + 1, publisher=body.publisher)
-        label = str(books.serving)
-        books.state = states.begin_undo(books.state, round_id)
-        books.epoch += 1
-        ranks = frozenset(range(books.world))
-        books.round = LeaderRound(
+        record = self._record
+        record.check_free()
+        if record.membership.in_place and isinstance(record.state, states.ServingState):
+            raise WrongState(f"{states.describe(record.state)}, in place of the version before", "undo")
+        round_id = RoundId(boot=record.boot, epoch=record.epoch + 1, publisher=body.publisher)
+        label = str(record.serving)
+        record.state = states.begin_undo(record.state, round_id)
+        record.epoch += 1
+        ranks = frozenset(range(record.world))
+        record.round = LeaderRound(
             id=round_id, label=label, asked=None, began_s=now_s, ends_s=now_s, ranks=ranks
         )
-        return self._exchange(now_s, books.round, (peer, call), body.timeout_s)
+        return self._swap(now_s, record.round, (peer, call), body.timeout_s)
 
-    def _exchange(
+    def _swap(
         self, now_s: float, current: LeaderRound, committer: tuple[bytes, int], timeout_s: float
     ) -> list[Action]:
         current.phase, current.committer, current.ends_s = "committing", committer, now_s + timeout_s
         policy = None if current.asked is None else current.asked.kv_policy
-        self._books.audits.exchanging()
+        self._record.audits.swapping()
         return [PutDecision(current.id, current.asked is None, timeout_s, policy)]
 
     # What ranks have done.
 
     def swapped(self, now_s: float, peer: bytes, call: int, body: m.Swapped) -> list[Action]:
         """A rank has carried out a decision, or has failed to, and asks for the outcome."""
-        books, current = self._books, self._books.round
-        ours = body.boot == books.boot
+        record, current = self._record, self._record.round
+        ours = body.boot == record.boot
         if current is None or not ours or current.id.epoch != body.epoch or current.phase != "committing":
-            ended = next((r for r in books.ended.values() if ours and r.id.epoch == body.epoch), None)
+            ended = next((r for r in record.ended.values() if ours and r.id.epoch == body.epoch), None)
             if ended is None:
                 raise WrongState("without a record of that round", "an outcome")
             return [SendReply(peer, call, self._endings.outcome(ended, keep=ended.phase == "done"))]
-        member = books.membership.members.get(body.rank)
+        member = record.membership.members.get(body.rank)
         if member is None or member.seat != body.seat:
-            raise WrongState(f"rank {body.rank} is another process by now", "an exchange of weights")
+            raise WrongState(f"rank {body.rank} is another process by now", "a swap of weights")
         current.acks[body.rank] = SwapAck(peer, call, body.seconds, body.unread)
         if current.in_place:
             current.overwrote(body.rank, body.overwritten, member.layout)
@@ -148,7 +148,7 @@ class VotesAndCommits:
     def _stop_overwriting(self, current: LeaderRound, fault: Fault) -> list[Action]:
         """It fails: who has not begun must not, who has may stop; how far each came is still to be heard."""
         current.fault = current.fault or fault
-        waited_for = set(current.missing()) & set(self._books.membership.members)
+        waited_for = set(current.missing()) & set(self._record.membership.members)
         return [
             WithdrawDecision(current.id),
             *(NotifyRank(rank, m.DropShadow(round=current.id)) for rank in sorted(waited_for)),
@@ -156,7 +156,7 @@ class VotesAndCommits:
 
     def withdrawn(self, now_s: float, round_id: RoundId, *, waited: bool) -> list[Action]:
         """A decision was taken back that still waited, or too late: then the ranks have it, or had it."""
-        current = self._books.round
+        current = self._record.round
         if current is None or current.id != round_id:
             return []
         current.taken = not waited
@@ -168,8 +168,8 @@ class VotesAndCommits:
             return []
         if current.fault is None and current.asked is not None and current.asked.verify:
             error: LiveWeightError | None = MessageInvalid("a rank did not say what it holds now")
-            if len(current.lanes) == self._books.world:
-                error = differing(self._books, current, "overwritten in place")
+            if len(current.lanes) == self._record.world:
+                error = differing(self._record, current, "overwritten in place")
             current.fault = None if error is None else fault_of(error, step="verify")
         if current.fault is not None:
             return self._endings.fail(now_s, current, current.fault)

@@ -28,7 +28,7 @@ from liveweight.trainer.sources.source import Source, whole_pass
 from liveweight.trainer.sources.stacked_experts import split_manifest, splits_for
 from liveweight.trainer.sources.tensor_views import extent_bytes, view
 from liveweight.trainer.sources.tensors import AnyTensor
-from liveweight.trainer.sources.tied_tensors import UniqueTensors, take_census
+from liveweight.trainer.sources.tied_tensors import UniqueTensors, find_unique_tensors
 from liveweight.transports.port import Arena
 
 if TYPE_CHECKING:
@@ -108,10 +108,10 @@ def share_module(
     """
     registry = ModuleWalker.of(module)
     tensors = registry.tensors()
-    census = take_census(registry.names, tensors)
-    residents = _residents(census, tensors)
-    _check_movable(census.manifest, residents, device)
-    layout = packed(census.manifest.tensors)
+    unique_tensors = find_unique_tensors(registry.names, tensors)
+    residents = _residents(unique_tensors, tensors)
+    _check_movable(unique_tensors.manifest, residents, device)
+    layout = packed(unique_tensors.manifest.tensors)
     arena = allocate(layout.memories_bytes[0])
     try:
         _move(layout, arena, residents)
@@ -166,10 +166,10 @@ def live_digest(shared: SharedModule, kernels: Kernels, threads: int, layout: La
     return shared.digest(kernels, threads, shared.layout if layout is None else layout)
 
 
-def _residents(census: UniqueTensors, tensors: Sequence[torch.Tensor]) -> list[list[torch.Tensor]]:
+def _residents(unique_tensors: UniqueTensors, tensors: Sequence[torch.Tensor]) -> list[list[torch.Tensor]]:
     """For each tensor of the manifest the distinct objects that are it. None for an empty one, which lies nowhere."""
-    owned = {owner: [tensors[owner]] for owner in census.owners}
-    for tie in census.ties:
+    owned = {owner: [tensors[owner]] for owner in unique_tensors.owners}
+    for tie in unique_tensors.ties:
         if all(tensors[tie.alias] is not other for other in owned[tie.owner]):
             owned[tie.owner].append(tensors[tie.alias])
     return [group if group[0].numel() else [] for group in owned.values()]

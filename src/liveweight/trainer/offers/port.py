@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class OfferMaker(Protocol):
-    """Makes one offer at a time, for one manifest. Called from the thread that offers; `strayed` and `look` from those that drive."""
+    """Makes one offer at a time, for one manifest. Called from the thread that offers; `invalidated` and `look` from those that drive."""
 
     manifest: Manifest
     content: ContentDigest
@@ -31,7 +31,7 @@ class OfferMaker(Protocol):
     ) -> MadeOffer:
         """Hold them ready frozen, where an offer of that kind was asked for and that is why it cannot be."""
 
-    def strayed(self, offer: Offer) -> str | None:
+    def invalidated(self, offer: Offer) -> str | None:
         """Why a live offer must not be committed; None: it stands."""
 
     def look(self) -> None:

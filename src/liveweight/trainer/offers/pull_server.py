@@ -1,6 +1,6 @@
-"""The shelf: the version that a source holds ready for engines that ask for it, and who reads it at the moment.
+"""The pull server: the version that a source holds ready for engines that ask for it, and who reads it at the moment.
 
-Owns a listener and its thread. What is offered, and when its memory may change, is the publisher's: it clears the shelf before that,
+Owns a listener and its thread. What is offered, and when its memory may change, is the publisher's: it clears the pull server before that,
 waits a while for those who read, and puts the next version there. Who is gone, or whose lease is over, holds nothing.
 """
 
@@ -78,7 +78,7 @@ class _Asked:
 
 
 class PullServer:
-    """One source's shelf. All methods are for the thread that offers; requesters are answered on a thread of its own."""
+    """One source's pull server. All methods are for the thread that offers; requesters are answered on a thread of its own."""
 
     def __init__(self, address: str, secret: Secret, *, structure: str, manifest: Manifest, bus: Bus) -> None:
         """Listen there. `manifest` is that of every version, and `structure` its name."""
@@ -101,7 +101,7 @@ class PullServer:
 
     @contextmanager
     def changing(self) -> Iterator[None]:
-        """The next version is being made: nobody is let in meanwhile. If it is not put here, the shelf is empty."""
+        """The next version is being made: nobody is let in meanwhile. If it is not put here, the pull server is empty."""
         self._become(NothingOffered.CHANGING)
         try:
             yield

@@ -1,7 +1,7 @@
 """Ring offers: a source's tensors packed where they lie, bucket by bucket, for the ranks that ask; no copy of the whole is made.
 
-Owns the page that revokes an offer, and the stock: where the tensors lie now. The tensors are held while an offer stands, and training
-waits: they must not change before `end` has returned. Packing and handing over is the outlet's.
+Owns the page that revokes an offer, and the packing source: where the tensors lie now. The tensors are held while an offer stands, and
+training waits: they must not change before `end` has returned. Packing and handing over is the transport source's.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ from liveweight.wire.messages.values import Offer
 
 
 class PackedRing(Protocol):
-    """What an outlet's ring tells of the offers that are packed into it."""
+    """What a transport source's ring tells of the offers that are packed into it."""
 
     def end(self, layout: str) -> None:
-        """Pack no more; when it returns, nothing of the stock is read."""
+        """Pack no more; when it returns, nothing of the packing source is read."""
 
     def digests(self, layout: str) -> Lanes:
         """The digests of the offered tensors."""
@@ -43,15 +43,15 @@ class PackedRing(Protocol):
 
 
 class RingTransportSource(TransportSource, Protocol):
-    """The outlet of a mode that has ring offers."""
+    """The transport source of a mode that has ring offers."""
 
     def ring(self, settings: RingSettings | None = None) -> PackedRing:
         """The ring itself."""
 
-    def offer_stock(
-        self, stock: PackingSource, arenas: Sequence[Arena], settings: RingSettings | None = None
+    def offer_packing_source(
+        self, packing_source: PackingSource, arenas: Sequence[Arena], settings: RingSettings | None = None
     ) -> Offer:
-        """Let ranks have this stock packed for them; the arenas carry the generation."""
+        """Let ranks have this packing source packed for them; the arenas carry the generation."""
 
 
 class RingOffers:
@@ -74,28 +74,28 @@ class RingOffers:
             return None
         return "the source makes its tensors one by one, and a ring is packed in the order of each rank"
 
-    def make(self, outlet: RingTransportSource, *, digest: bool) -> Offer:
+    def make(self, transport_source: RingTransportSource, *, digest: bool) -> Offer:
         """Hold the source's current values ready."""
         tensors = whole_pass(self._source, self._names)
-        stock, self._digest = self._stock(tensors), digest
+        packing_source, self._digest = self._packing_source(tensors), digest
         if self._arena is None:
-            self._arena = outlet.allocate(0, "ring")
-        self._standing = outlet, stock
-        return outlet.offer_stock(stock, [self._arena], self._settings)
+            self._arena = transport_source.allocate(0, "ring")
+        self._standing = transport_source, packing_source
+        return transport_source.offer_packing_source(packing_source, [self._arena], self._settings)
 
     def digests(self) -> Lanes | None:
         """The digests of what was packed, if they were asked for. Once ranks have staged, before `end`."""
         if self._standing is None or not self._digest:
             return None
-        outlet, _ = self._standing
-        return outlet.ring(self._settings).digests(self._offered.fingerprint)
+        transport_source, _ = self._standing
+        return transport_source.ring(self._settings).digests(self._offered.fingerprint)
 
     def end(self) -> RingCounts | None:
         """The parameters may change from now on: whoever still reads is revoked. What the ring did, if there was an offer."""
         if self._standing is None or self._arena is None:
             return None
-        outlet, _ = self._standing
-        ring = outlet.ring(self._settings)
+        transport_source, _ = self._standing
+        ring = transport_source.ring(self._settings)
         self._arena.raise_generation()
         ring.end(self._offered.fingerprint)
         return ring.tally(self._offered.fingerprint)
@@ -109,7 +109,7 @@ class RingOffers:
             self._arena.close()
             self._arena = None
 
-    def _stock(self, tensors: Sequence[AnyTensor]) -> PackingSource:
+    def _packing_source(self, tensors: Sequence[AnyTensor]) -> PackingSource:
         """The one of before, if every tensor is where it was: what ranks had bound to it stays."""
         before = None if self._standing is None else self._standing[1]
         if before is not None and seated(tensors, self._seats):
@@ -149,7 +149,7 @@ def _where(specs: Sequence[TensorSpec], tensors: Sequence[AnyTensor]) -> Layout:
 
 
 def _memory(tensor: AnyTensor) -> Memory:
-    """What a tensor covers; it is held as long as the stock is."""
+    """What a tensor covers; it is held as long as the packing source is."""
     return Memory(
         address=tensor.data_ptr(), size_bytes=extent_bytes(tensor), writable=False, owner=_bare(tensor)
     )

@@ -104,7 +104,7 @@ class ShardedOffers:
         """See OfferMaker: every digest came with the freeze."""
         return made
 
-    def strayed(self, offer: Offer) -> str | None:
+    def invalidated(self, offer: Offer) -> str | None:
         """See OfferMaker."""
         del offer
         return None

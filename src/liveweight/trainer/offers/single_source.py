@@ -1,7 +1,7 @@
 """Offers: a version held ready to be read: frozen into an arena, live where the parameters lie, or packed from there into a ring.
 
 Owns the frozen arena and the moment at which memory may change: a generation is raised before, never after. How ranks reach the
-memory is the outlet's, what is done with an offer is the drive's.
+memory is the transport source's, what is done with an offer is the drive's.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ class SingleSourceOffers:
         self._live_layout = None if shared is None else split_layout(shared.layout, splits)
         self._kernels, self._shared, self._threads, self._bus = kernels, shared, threads, bus
         self._never_live = why_not_live(whole, expected, shared)
-        self._strayed = False
+        self._invalidated = False
         self._freezer = Freezer(own, self.manifest, kernels)
         self.structure = self._freezer.layout.fingerprint
         """The name that rounds use for the manifest: the same only for the same tensors in the same order."""
@@ -90,7 +90,7 @@ class SingleSourceOffers:
         """Hold the source's current values ready. `release` waits for readers of the offer before, a while.
 
         A frozen offer always knows its digests, which ride on the copy; a live one only where they are to be verified. A live one
-        is of the arena: whether the parameters still lie there, `strayed` says, and it must be asked before anyone commits.
+        is of the arena: whether the parameters still lie there, `invalidated` says, and it must be asked before anyone commits.
         """
         self._take(self._ways.now)
         try:
@@ -110,12 +110,12 @@ class SingleSourceOffers:
             return
         self._give_back()
         if self._live_layout is not None:
-            self._outlet.withdraw(self._live_layout)
+            self._transport_source.withdraw(self._live_layout)
         self._way = way
 
     @property
-    def _outlet(self) -> TransportSource:
-        return self._way.outlet
+    def _transport_source(self) -> TransportSource:
+        return self._way.transport_source
 
     def _made(self, label: str, kind: OfferKind, *, verify: bool, release: Callable[[], None]) -> MadeOffer:
         if kind not in self._way.mode.offers:
@@ -135,20 +135,20 @@ class SingleSourceOffers:
         return self._frozen(label, release=release)
 
     def _why_not_live(self) -> str | None:
-        """What is known without looking at every tensor. They are looked at here only if they had strayed the last time."""
+        """What is known without looking at every tensor. They are looked at here only if they had invalidated the last time."""
         if self._never_live is not None or self._shared is None:
             return self._never_live
-        if self._strayed or self._shared.closed:
+        if self._invalidated or self._shared.closed:
             return moved_since(self._whole, self._shared)
         return None
 
-    def strayed(self, offer: Offer) -> str | None:
+    def invalidated(self, offer: Offer) -> str | None:
         """Why a live offer must not be committed: parameters that lie elsewhere by now. Asked while ranks read it, which many
         thousand tensors are worth; the parameters must not be moved meanwhile. None: it stands."""
         if offer.kind != "live" or self._shared is None:
             return None
         reason = moved_since(self._whole, self._shared)
-        self._strayed = reason is not None
+        self._invalidated = reason is not None
         return reason
 
     def look(self) -> None:
@@ -192,21 +192,23 @@ class SingleSourceOffers:
     def _give_back(self) -> None:
         self._freezer.forget()
         if self._arena is not None:
-            self._outlet.withdraw(self._freezer.layout)
+            self._transport_source.withdraw(self._freezer.layout)
             self._arena.close()
             self._arena = None
 
     def _live(self, label: str, shared: SharedModule, *, digest: bool) -> MadeOffer:
         layout = shared.layout if self._live_layout is None else self._live_layout
-        offer = self._outlet.offer(layout, [shared.arena], "live")
+        offer = self._transport_source.offer(layout, [shared.arena], "live")
         began_s = time.monotonic()
         lanes = live_digest(shared, self._kernels, self._threads, layout) if digest else None
         self._said(label, "live", layout)
         return MadeOffer(offer=offer, lanes=lanes, freeze_s=0.0, digest_s=time.monotonic() - began_s)
 
     def _packed(self, label: str, *, digest: bool) -> MadeOffer:
-        outlet = cast("RingTransportSource", self._outlet)  # the registry says which modes have rings
-        self.current = offer = self._ring.make(outlet, digest=digest)
+        transport_source = cast(
+            "RingTransportSource", self._transport_source
+        )  # the registry says which modes have rings
+        self.current = offer = self._ring.make(transport_source, digest=digest)
         self._said(label, "ring", self._freezer.layout)
         return MadeOffer(offer=offer, lanes=None, freeze_s=0.0, digest_s=0.0)
 
@@ -214,14 +216,14 @@ class SingleSourceOffers:
         began_s = time.monotonic()
         layout = self._freezer.layout
         if self._arena is None:
-            self._arena = self._outlet.allocate(layout.memories_bytes[0])
+            self._arena = self._transport_source.allocate(layout.memories_bytes[0])
         else:
             release()
             self._arena.raise_generation()
         frozen = self._freezer.freeze(self._source, self._arena.memory, threads=self._threads, digest=True)
         took_s = time.monotonic() - began_s
         self._bus.emit(events.SourceFrozen(version=label, rank=0, size_bytes=self.size_bytes, took_s=took_s))
-        self.current = offer = self._outlet.offer(layout, [self._arena], "frozen")
+        self.current = offer = self._transport_source.offer(layout, [self._arena], "frozen")
         self._said(label, "frozen", layout)
         return MadeOffer(offer=offer, lanes=frozen.lanes, freeze_s=took_s, digest_s=0.0)
 

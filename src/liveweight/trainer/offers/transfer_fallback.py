@@ -1,7 +1,7 @@
 """The ways of a publisher: its transfer modes in the order in which they are tried, and which of them is in use.
 
-Owns the outlets, and the rule by which one gives way to the next: a mode that failed is left at the next attempt, after the last comes the
-first again, and one that works is kept. What is offered over a way is offers'.
+Owns the transport sources, and the rule by which one gives way to the next: a mode that failed is left at the next attempt, after the
+last comes the first again, and one that works is kept. What is offered over a way is offers'.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class OpenMode:
     """A transfer mode, and its half in this process."""
 
     mode: Mode
-    outlet: TransportSource
+    transport_source: TransportSource
 
 
 def in_order(transfer_mode: str | None, modes: Sequence[str], offer: OfferKind) -> tuple[Mode, ...]:
@@ -81,8 +81,12 @@ class TransferFallback:
         with ExitStack() as stack:
             ways = []
             for each, host in zip(chosen, hosts, strict=True):
-                ways.append(OpenMode(mode=each, outlet=each.outlet(directory, secret, device, host)))
-                stack.callback(ways[-1].outlet.close)
+                ways.append(
+                    OpenMode(
+                        mode=each, transport_source=each.transport_source(directory, secret, device, host)
+                    )
+                )
+                stack.callback(ways[-1].transport_source.close)
             stack.pop_all()
         return cls(ways, bus)
 
@@ -114,9 +118,9 @@ class TransferFallback:
             self._leave(error)
 
     def close(self) -> None:
-        """Close every outlet."""
+        """Close every transport source."""
         for way in self._ways:
-            way.outlet.close()
+            way.transport_source.close()
 
     def _leave(self, cause: LiveWeightError) -> str | None:
         """The next mode is in use from now on; its name, if there is another."""

@@ -1,7 +1,7 @@
 """What one rank of a trainer holds of a model: parts of full tensors, as its DTensors say, frozen where it is.
 
 Owns the bookkeeping from names and placements to parts; no tensor is gathered, and none is kept. Plain tensors are copies that every rank
-has. Who holds the other parts is roster's.
+has. Who holds the other parts is rank server's.
 """
 
 from __future__ import annotations

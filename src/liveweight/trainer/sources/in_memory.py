@@ -20,7 +20,7 @@ from liveweight.spec.manifest import Manifest, TensorSpec
 from liveweight.trainer.sources.module_walker import ModuleWalker
 from liveweight.trainer.sources.source import Source
 from liveweight.trainer.sources.tensors import AnyTensor, spec_dtype
-from liveweight.trainer.sources.tied_tensors import UniqueTensors, take_census
+from liveweight.trainer.sources.tied_tensors import UniqueTensors, find_unique_tensors
 
 if TYPE_CHECKING:
     import torch
@@ -44,12 +44,12 @@ class ModuleSource:
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         """The parameters as they are now; a module that was rebuilt since its manifest is refused."""
-        registry, census = self._taken or self._take()
-        return census.walk(registry.tensors())
+        registry, unique_tensors = self._taken or self._take()
+        return unique_tensors.walk(registry.tensors())
 
     def _take(self) -> tuple[ModuleWalker, UniqueTensors]:
         registry = ModuleWalker.of(self.module)
-        self._taken = registry, take_census(registry.names, registry.tensors())
+        self._taken = registry, find_unique_tensors(registry.names, registry.tensors())
         return self._taken
 
 
@@ -68,15 +68,15 @@ class StateDictSource:
 
     def tensors(self) -> Iterator[tuple[str, AnyTensor]]:
         """The tensors that the mapping holds now, under the names that its manifest listed."""
-        names, census = self._taken or self._take()
+        names, unique_tensors = self._taken or self._take()
         differing = sorted(set(names) ^ set(self._tensors))
         if differing:
             raise ManifestInvalid(f"the mapping's names changed after its manifest was made: {differing[0]}")
-        return census.walk([self._tensors[name] for name in names])
+        return unique_tensors.walk([self._tensors[name] for name in names])
 
     def _take(self) -> tuple[list[str], UniqueTensors]:
         names = list(self._tensors)
-        self._taken = names, take_census(names, list(self._tensors.values()))
+        self._taken = names, find_unique_tensors(names, list(self._tensors.values()))
         return self._taken
 
 

@@ -1,4 +1,4 @@
-"""A census: the tensors of one process under clean names, with tied ones once.
+"""A list of unique tensors: the tensors of one process under clean names, with tied ones once.
 
 What modules and state dicts have in common. Pure bookkeeping: it looks at names and places, never at bytes.
 """
@@ -50,7 +50,7 @@ class UniqueTensors:
         return zip(self.names, owned, strict=True)
 
 
-def take_census(names: Sequence[str], tensors: Sequence[AnyTensor]) -> UniqueTensors:
+def find_unique_tensors(names: Sequence[str], tensors: Sequence[AnyTensor]) -> UniqueTensors:
     """Wrappers stripped from the names. Of tensors that lie in the same place in the same way, the first one's name counts."""
     specs: list[TensorSpec] = []
     owners: list[int] = []

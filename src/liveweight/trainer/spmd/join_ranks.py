@@ -101,42 +101,42 @@ def join_ranks(model: object, group: ProcessGroup, terms: SpmdSettings) -> RankZ
 
 
 def _lead(model: object, ranks: TrainerGroup, terms: SpmdSettings, deadline: Deadline) -> RankZero:
-    roster: RankServer | None = None
+    rank_server: RankServer | None = None
     try:
-        roster = RankServer(_address(ranks, terms), terms.secret, world=ranks.world)
+        rank_server = RankServer(_address(ranks, terms), terms.secret, world=ranks.world)
     finally:
-        ranks.told("" if roster is None else roster.address)
+        ranks.told("" if rank_server is None else rank_server.address)
     with ExitStack() as stack:
-        stack.callback(roster.close)
+        stack.callback(rank_server.close)
         try:
-            lead = _muster(model, roster, terms, deadline, stack)
+            lead = _muster(model, rank_server, terms, deadline, stack)
         except RankRefused as refused:
-            roster.dismiss(Refusal(fault=refused.fault))
+            rank_server.dismiss(Refusal(fault=refused.fault))
             raise refused.fault.to_error() from None
         except LiveWeightError as error:
-            roster.dismiss(Refusal(fault=_fault(error, 0)))
+            rank_server.dismiss(Refusal(fault=_fault(error, 0)))
             raise
         stack.pop_all()
     return lead
 
 
 def _muster(
-    model: object, roster: RankServer, terms: SpmdSettings, deadline: Deadline, stack: ExitStack
+    model: object, rank_server: RankServer, terms: SpmdSettings, deadline: Deadline, stack: ExitStack
 ) -> RankZero:
     """Meet the engines and the other ranks, and compare what they expect with what these hold."""
     holding = _Holding.of(model, 0)
-    roster.enlisted(deadline)
+    rank_server.enlisted(deadline)
     replicas = terms.connect(deadline)
     for replica in replicas:
         stack.callback(replica.close)
     met = meet_replicas(replicas, deadline, terms.settings.quorum)
     towards = far_address(replicas) or ""
-    roster.answer(RankRegistered(expected=met.expected, run=terms.run, towards=towards))
+    rank_server.answer(RankRegistered(expected=met.expected, run=terms.run, towards=towards))
     arena = _arena(holding, met.expected, 0, _host(terms, towards), terms)
     stack.callback(arena.close)
     own = AnnounceShards(rank=0, source=arena.source, layout=arena.layout)
-    stations = [own, *roster.stationed(deadline)]
-    offers = ShardedOffers(stations, mode=terms.mode.name, look=roster.look, bus=terms.bus)
+    stations = [own, *rank_server.stationed(deadline)]
+    offers = ShardedOffers(stations, mode=terms.mode.name, look=rank_server.look, bus=terms.bus)
     describe_to(replicas, offers, met, deadline)
     surveyor = ShardServer(_beside(arena.source, terms), terms.secret, offers.layouts)
     stack.callback(surveyor.close)
@@ -149,11 +149,11 @@ def _muster(
         settings=terms.settings,
         boots=met.boots,
     )
-    roster.answer(ShardsAccepted(size_bytes=offers.size_bytes))
+    rank_server.answer(ShardsAccepted(size_bytes=offers.size_bytes))
     return RankZero(
         holding.model,
         arena=arena,
-        roster=roster,
+        rank_server=rank_server,
         surveyor=surveyor,
         offers=offers,
         publisher=publisher,
@@ -223,8 +223,12 @@ def _arena(
     holding: _Holding, expected: Manifest, rank: int, host: str | None, terms: SpmdSettings
 ) -> ShardArena:
     cut = holding.cut(expected)
-    outlet = None if cut is None else terms.mode.outlet(terms.directory, terms.secret, terms.device, host)
-    return ShardArena(cut, outlet, terms.kernels, rank=rank, threads=terms.threads, bus=terms.bus)
+    transport_source = (
+        None
+        if cut is None
+        else terms.mode.transport_source(terms.directory, terms.secret, terms.device, host)
+    )
+    return ShardArena(cut, transport_source, terms.kernels, rank=rank, threads=terms.threads, bus=terms.bus)
 
 
 def _tried(make: Callable[[], Made], rank: int) -> tuple[Made | None, Fault | None]:

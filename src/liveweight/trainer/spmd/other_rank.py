@@ -1,6 +1,7 @@
 """Any other rank of a trainer of several: freezes its shards, reports that to rank 0, and learns from it how the round ended.
 
-Owns the channel to rank 0, used by the training loop's thread alone; engine ranks are served by the outlet's. It speaks to no engine.
+Owns the channel to rank 0, used by the training loop's thread alone; engine ranks are served by the transport source's. It speaks to
+no engine.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The roster: rank 0's record of the other ranks of its trainer, and the one place where they report and learn how a round ended.
+"""The rank server: rank 0's record of the other ranks of its trainer, and the one place where they report and learn how a round ended.
 
 Owns a listener and its thread. Who has not reported by the deadline is named; who is gone is noticed at once, by a message that cannot be
 delivered any more. No collective: ranks come when they come.

@@ -1,7 +1,7 @@
 """Rank 0 of a trainer of several ranks: freezes its own shards like every other, and drives the rounds for all.
 
 Owns a background thread, in which a round waits for the other ranks' reports and is then driven as any other. Its decision is the outcome,
-and the roster tells it. What the others do is member's.
+and the rank server tells it. What the others do is member's.
 """
 
 from __future__ import annotations
@@ -51,14 +51,14 @@ class RankZero:
         source: object,
         *,
         arena: ShardArena,
-        roster: RankServer,
+        rank_server: RankServer,
         surveyor: ShardServer,
         offers: ShardedOffers,
         publisher: FleetPublisher,
         serving: str | None,
     ) -> None:
         """`publisher` drives the engines, in the background; all of this is ours to close. `serving`: what the engines serve now."""
-        self._source, self._arena, self._roster, self._surveyor = source, arena, roster, surveyor
+        self._source, self._arena, self._rank_server, self._surveyor = source, arena, rank_server, surveyor
         self._offers, self._publisher, self._serving = offers, publisher, serving
         self.settings: PublisherSettings = publisher.settings
         self.name, self.run, self.rank = publisher.name, publisher.run, 0
@@ -78,7 +78,7 @@ class RankZero:
             version = Version(run=self.run, label=label)
             deadline = Deadline.after(self.settings.timeout_s)
             began_s = time.monotonic()
-            self._roster.begin(self._number)
+            self._rank_server.begin(self._number)
             frozen = self._freeze(version, deadline)
             current = _Round(
                 number=self._number, version=version, frozen=frozen, deadline=deadline, began_s=began_s
@@ -123,10 +123,10 @@ class RankZero:
         if self._closing.is_set():
             return
         self._closing.set()
-        self._roster.interrupt()
+        self._rank_server.interrupt()
         self._publisher.close()
         self._thread.shutdown(wait=True)
-        self._roster.close()
+        self._rank_server.close()
         self._surveyor.close()
         self._arena.close()
 
@@ -141,7 +141,7 @@ class RankZero:
         except BaseException as error:
             fault = fault_of(error, step="freeze", rank=0) if isinstance(error, LiveWeightError) else None
             failed = error if fault is None else self._failed(fault, deadline)
-            self._roster.conclude(told(self._number, version, failed))
+            self._rank_server.conclude(told(self._number, version, failed))
             raise failed from error
         return ShardsFrozen(
             rank=0,
@@ -165,15 +165,15 @@ class RankZero:
             self._serving = str(end.version)
         elif isinstance(end, RoundFailed):
             self._serving = end.serving
-        self._roster.conclude(told(current.number, current.version, end))
+        self._rank_server.conclude(told(current.number, current.version, end))
         if isinstance(end, Report):
             return end
         raise end
 
     def _drive(self, current: _Round) -> Report:
         label, deadline = current.version.label, current.deadline
-        with self._roster.watching():
-            reports = self._roster.frozen(label, deadline)
+        with self._rank_server.watching():
+            reports = self._rank_server.frozen(label, deadline)
             self._offers.stand({0: current.frozen, **reports})
             self._publisher.settings = dataclasses.replace(self.settings, timeout_s=deadline.remaining_s())
             try:
@@ -187,7 +187,7 @@ class RankZero:
 
     def _explained(self, failed: RoundFailed) -> RoundFailed:
         """Engine ranks that did not stage in time may have waited for ranks of this trainer that stand still: then these are named."""
-        silent = self._roster.silent()
+        silent = self._rank_server.silent()
         if not (silent and failed.step == "stage" and isinstance(failed.cause, DeadlineExceeded)):
             return failed
         who = ", ".join(

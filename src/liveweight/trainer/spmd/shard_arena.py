@@ -34,14 +34,20 @@ class ShardArena:
     def __init__(
         self,
         cut: ShardPlan | None,
-        outlet: TransportSource | None,
+        transport_source: TransportSource | None,
         kernels: Kernels,
         *,
         rank: int,
         threads: int,
         bus: Bus,
     ) -> None:
-        self._cut, self._outlet, self._rank, self._threads, self._bus = cut, outlet, rank, threads, bus
+        self._cut, self._transport_source, self._rank, self._threads, self._bus = (
+            cut,
+            transport_source,
+            rank,
+            threads,
+            bus,
+        )
         self._freezer = None if cut is None else Freezer(cut.own, cut.offered, kernels, cut.parts)
         self._arena: Arena | None = None
 
@@ -53,33 +59,33 @@ class ShardArena:
     @property
     def source(self) -> str:
         """Where engine ranks attach; empty where there is nothing."""
-        return "" if self._outlet is None else self._outlet.address
+        return "" if self._transport_source is None else self._transport_source.address
 
     def freeze(self, label: str) -> FrozenShard:
         """Copy, cast and digest what this rank holds now. Whoever still reads the version before is revoked; if it raises, nothing of the
         arena may be offered."""
-        if self._freezer is None or self._cut is None or self._outlet is None:
+        if self._freezer is None or self._cut is None or self._transport_source is None:
             return FrozenShard(generation=0, lanes=b"", seconds=0.0)
         layout = self._freezer.layout
         if self._arena is None:
-            self._arena = self._outlet.allocate(layout.memories_bytes[0])
+            self._arena = self._transport_source.allocate(layout.memories_bytes[0])
         else:
             self._arena.raise_generation()
         memory = self._arena.memory
         frozen = self._freezer.freeze(self._cut.source, memory, threads=self._threads, digest=True)
-        offer = self._outlet.offer(layout, [self._arena], "frozen")
+        offer = self._transport_source.offer(layout, [self._arena], "frozen")
         facts = {"version": label, "rank": self._rank, "size_bytes": frozen.size_bytes}
         self._bus.emit(events.SourceFrozen(**facts, took_s=frozen.took_s))  # type: ignore[arg-type]
         lanes = b"" if frozen.lanes is None else lanes_to_bytes(frozen.lanes)
         return FrozenShard(generation=offer.generation, lanes=lanes, seconds=frozen.took_s)
 
     def close(self) -> None:
-        """Give the arena back, and end the outlet. Twice is fine."""
+        """Give the arena back, and end the transport source. Twice is fine."""
         if self._freezer is not None:
             self._freezer.forget()
-        if self._arena is not None and self._outlet is not None:
-            self._outlet.withdraw(self.layout)
+        if self._arena is not None and self._transport_source is not None:
+            self._transport_source.withdraw(self.layout)
             self._arena.close()
             self._arena = None
-        if self._outlet is not None:
-            self._outlet.close()
+        if self._transport_source is not None:
+            self._transport_source.close()

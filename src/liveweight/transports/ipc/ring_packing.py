@@ -1,4 +1,4 @@
-"""Packing: the buckets of one stream out of a source's stock, digested on the way; a bucket's checksum is that of its digests.
+"""Packing: the buckets of one stream out of a source's packing source, digested on the way; a bucket's checksum is that of its digests.
 
 Owns the tables of a stream, bound to the segments of a ring. Which bucket goes where, and when, is the ring's.
 """
@@ -27,11 +27,11 @@ _TARGET_MEMORY, _SLOT = COLUMNS.index("target_memory"), COLUMNS.index("slot")
 
 
 class BucketPacking:
-    """One stream of one stock. Used by one thread at a time; `lanes` are the digests of the parcels that are `packed`."""
+    """One stream of one packing source. Used by one thread at a time; `lanes` are the digests of the parcels that are `packed`."""
 
-    def __init__(self, stock: PackingSource, stream: Layout, segments: Sequence[Memory]) -> None:
-        """LayoutInvalid for parcels that the stock does not have."""
-        self.stream, self._stock, self.segments = stream, stock, tuple(segments)
+    def __init__(self, packing_source: PackingSource, stream: Layout, segments: Sequence[Memory]) -> None:
+        """LayoutInvalid for parcels that the packing source does not have."""
+        self.stream, self._packing_source, self.segments = stream, packing_source, tuple(segments)
         self.lanes: Lanes = np.zeros((len(stream.placements), SEEDS), dtype=np.uint32)
         self.packed: Mask = np.zeros(len(stream.placements), dtype=np.bool_)
         self._ends = np.searchsorted(
@@ -55,7 +55,7 @@ class BucketPacking:
         start, end = _range(self._ends, bucket)
         bound = self._bound[segment] or self._bind(segment)
         self.lanes[start:end] = bound.run(*self._table.range_of(bucket))[: end - start]
-        for number in range(start, end) if self._stock.foreign else ():
+        for number in range(start, end) if self._packing_source.foreign else ():
             self._put(number, segment)
         self.packed[start:end] = True
         return self.stream.memories_bytes[bucket], sum_of(self.lanes[start:end])
@@ -67,22 +67,22 @@ class BucketPacking:
     def _kernel_rows(self) -> InBuckets:
         """The freeze table of all parcels that kernels pack. Slots count within a bucket."""
         numbers = np.array(
-            [n for n, p in enumerate(self.stream.placements) if p.name not in self._stock.foreign],
+            [n for n, p in enumerate(self.stream.placements) if p.name not in self._packing_source.foreign],
             dtype=np.int64,
         )
         parcels = tuple(self.stream.placements[number] for number in numbers)
         offered = Layout(
             tensors=self.stream.tensors, memories_bytes=self.stream.memories_bytes, placements=parcels
         )
-        rows = plan_freeze(cut_out(self._stock.held, offered), offered).rows.copy()
+        rows = plan_freeze(cut_out(self._packing_source.held, offered), offered).rows.copy()
         starts = np.array([0, *self._ends], dtype=np.int64)
         rows[:, _SLOT] = numbers[rows[:, _SLOT]] - starts[rows[:, _TARGET_MEMORY]]
         return InBuckets.of(rows, _TARGET_MEMORY, self.buckets)
 
     def _bind(self, segment: int) -> BoundFreeze:
-        stock = self._stock
-        bound = stock.kernels.bind_freeze(
-            self._table.rows, stock.memories, [self.segments[segment]], self._slots
+        packing_source = self._packing_source
+        bound = packing_source.kernels.bind_freeze(
+            self._table.rows, packing_source.memories, [self.segments[segment]], self._slots
         )
         self._bound[segment] = bound
         return bound
@@ -90,19 +90,22 @@ class BucketPacking:
     def _put(self, number: int, segment: int) -> None:
         """A parcel that no kernel can read: its owner writes it, and it is digested where it lies then."""
         parcel, memory = self.stream.placements[number], self.segments[segment]
-        put = self._stock.foreign.get(parcel.name)
+        put = self._packing_source.foreign.get(parcel.name)
         if put is None:
             return
         put(parcel, memory)
-        reading = _reading(self._stock, self.stream, parcel, memory)
+        reading = _reading(self._packing_source, self.stream, parcel, memory)
         self.lanes[number] = reading.run(0, len(reading.rows))[0]
 
 
 def digests_of(
-    stock: PackingSource, packings: Sequence[BucketPacking], masks: Sequence[Mask], scratch_bytes: int
+    packing_source: PackingSource,
+    packings: Sequence[BucketPacking],
+    masks: Sequence[Mask],
+    scratch_bytes: int,
 ) -> Lanes:
     """The digests of the offered tensors: from the parcels that were packed, where they make up a tensor; else it is read once more."""
-    numbers = {spec.name: number for number, spec in enumerate(stock.offered.tensors)}
+    numbers = {spec.name: number for number, spec in enumerate(packing_source.offered.tensors)}
     totals = np.zeros((len(numbers), SEEDS), dtype=np.uint32)
     counted = np.zeros(len(numbers), dtype=np.int64)
     for packing, mask in zip(packings, masks, strict=True):
@@ -112,21 +115,23 @@ def digests_of(
         np.add.at(totals, tensors, packing.lanes[chosen])
         np.add.at(counted, tensors, [count(parcel.region) for parcel in parcels])
     missing = [
-        spec for spec, found in zip(stock.offered.tensors, counted, strict=True) if found != spec.elements
+        spec
+        for spec, found in zip(packing_source.offered.tensors, counted, strict=True)
+        if found != spec.elements
     ]
     if missing:
         totals[[numbers[spec.name] for spec in missing]] = 0
         target = packed(missing)
-        stream = plan_parcels(stock.offered, target, scratch_bytes).stream
+        stream = plan_parcels(packing_source.offered, target, scratch_bytes).stream
         scratch = Memory.from_array(np.empty(scratch_bytes, dtype=np.uint8))
-        reading = BucketPacking(stock, stream, [scratch])
+        reading = BucketPacking(packing_source, stream, [scratch])
         for bucket in range(reading.buckets):
             reading.pack(bucket, 0)
         np.add.at(totals, [numbers[parcel.name] for parcel in stream.placements], reading.lanes)
     return totals
 
 
-def _reading(stock: PackingSource, stream: Layout, parcel: Placement, memory: Memory) -> BoundDigest:
+def _reading(packing_source: PackingSource, stream: Layout, parcel: Placement, memory: Memory) -> BoundDigest:
     alone = Layout(
         tensors=(stream.specs()[parcel.name],),
         memories_bytes=stream.memories_bytes,
@@ -134,7 +139,7 @@ def _reading(stock: PackingSource, stream: Layout, parcel: Placement, memory: Me
     )
     rows = plan_digests(alone).rows.copy()
     rows[:, 0] = 0
-    return stock.kernels.bind_digest(rows, [memory], 1)
+    return packing_source.kernels.bind_digest(rows, [memory], 1)
 
 
 def _range(ends: Table, number: int) -> tuple[int, int]:

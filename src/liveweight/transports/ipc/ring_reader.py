@@ -1,6 +1,6 @@
 """The rank half of a ring: subscribes to what the rank owns, copies every bucket out, checks it and gives its segment back.
 
-Owns the link to a source's ring: its channel, used under a lock by whichever thread of the crew waits, and the ring's mapping. A
+Owns the link to a source's ring: its channel, used under a lock by whichever thread of the copy threads waits, and the ring's mapping. A
 bucket whose checksum differs is asked for again, and named if it differs still.
 """
 

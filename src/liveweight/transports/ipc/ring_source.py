@@ -1,7 +1,7 @@
 """The source half of a ring: one memory in segments, packed for one rank after the other, handed over and given back.
 
-Owns the ring's memory, its socket, and the one thread that packs and speaks to ranks. What is packed is the stock's, which its owner
-must not change before `end` has returned; what the generation says is the arena's, and its owner raises it.
+Owns the ring's memory, its socket, and the one thread that packs and speaks to ranks. What is packed is the packing source's, which
+its owner must not change before `end` has returned; what the generation says is the arena's, and its owner raises it.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ _STREAMS_KEPT = 64
 class _Standing:
     """An offer that stands: what it is packed from, and what was packed of it."""
 
-    stock: PackingSource
+    packing_source: PackingSource
     generation: int
     packings: dict[str, BucketPacking] = field(default_factory=dict)
     order: list[str] = field(default_factory=list)
@@ -87,21 +87,24 @@ class Ring:
         )
         self._thread.start()
 
-    def offer(self, stock: PackingSource, generation: int) -> None:
-        """Let ranks subscribe to that stock, under that generation. Those of an offer of the same layout before it are over."""
-        layout = stock.offered.fingerprint
+    def offer(self, packing_source: PackingSource, generation: int) -> None:
+        """Let ranks subscribe to that packing source, under that generation. Those of an offer of the same layout before it are over."""
+        layout = packing_source.offered.fingerprint
         self.end(layout)
         with self._changed:
             before = self._standing.get(layout)
-            kept = before.packings if before is not None and before.stock is stock else {}
+            kept = before.packings if before is not None and before.packing_source is packing_source else {}
             for packing in kept.values():
                 packing.begin()
-            self._standing[layout] = _Standing(stock=stock, generation=generation, packings=kept)
+            self._standing[layout] = _Standing(
+                packing_source=packing_source, generation=generation, packings=kept
+            )
 
     def end(self, layout: str) -> None:
-        """Pack no more of that offer: when this returns, nothing of its stock is read, and all its segments are free.
+        """Pack no more of that offer: when this returns, nothing of its packing source is read, and all its segments are free.
 
-        It waits without a limit of its own for the one bucket that is being packed: the stock's owner is about to change what is read.
+        It waits without a limit of its own for the one bucket that is being packed: the packing source's owner is about to change what
+        is read.
         """
         with self._changed:
             self._book.drop(layout)
@@ -111,7 +114,7 @@ class Ring:
             self._changed.wait_for(lambda: self._packing != layout)
 
     def withdraw(self, layout: str) -> None:
-        """Forget that offer, and let go of its stock."""
+        """Forget that offer, and let go of its packing source."""
         self.end(layout)
         with self._changed:
             self._standing.pop(layout, None)
@@ -122,7 +125,7 @@ class Ring:
             standing = self._standing[layout]
             packings = [standing.packings[stream] for stream in standing.order]
             masks = self._covers(standing)
-        return digests_of(standing.stock, packings, masks, self.settings.segment_bytes)
+        return digests_of(standing.packing_source, packings, masks, self.settings.segment_bytes)
 
     def tally(self, layout: str) -> RingCounts:
         """What was done for that offer so far."""
@@ -203,7 +206,7 @@ class Ring:
                 return Subscribed(known=stream is not None, stands=stands)
             packing = standing.packings.get(body.stream)
         if packing is None:
-            packing = BucketPacking(standing.stock, stream, self._segments)
+            packing = BucketPacking(standing.packing_source, stream, self._segments)
         with self._changed:
             if standing.generation != body.generation:
                 return Subscribed(known=True, stands=False)

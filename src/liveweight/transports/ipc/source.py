@@ -138,20 +138,21 @@ class IpcSource:
             mode=MODE, kind=kind, source=self.address, layout=layout.fingerprint, generation=generation
         )
 
-    def offer_stock(
-        self, stock: PackingSource, arenas: Sequence[Arena], settings: RingSettings | None = None
+    def offer_packing_source(
+        self, packing_source: PackingSource, arenas: Sequence[Arena], settings: RingSettings | None = None
     ) -> Offer:
-        """Let ranks have this stock packed for them, as it is now; the arenas carry the generation, and are `allocate`d as a ring's."""
+        """Let ranks have this packing source packed for them, as it is now; the arenas carry the generation, and are `allocate`d as a
+        ring's."""
         pages = tuple(arena for arena in arenas if isinstance(arena, RingArena))
         if not pages or len(pages) != len(arenas):
             raise LayoutInvalid("ring offers are revoked by arenas that were allocated for a ring")
-        ring, layout = self.ring(settings), stock.offered
+        ring, layout = self.ring(settings), packing_source.offered
         with self._lock:
             known = self._registrations.get(("ring", layout.fingerprint))
         if known is None or known.arenas != pages or known.attached.ring != ring.terms:
             self._register(layout, pages, "ring", CPU, ring)
         offer = self._said(layout, pages, "ring")
-        ring.offer(stock, offer.generation)
+        ring.offer(packing_source, offer.generation)
         return offer
 
     def _offer_arenas(self, layout: Layout, arenas: Sequence[Arena]) -> Offer:
@@ -159,13 +160,13 @@ class IpcSource:
         sizes = tuple(arena.size_bytes for arena in arenas if isinstance(arena, RingArena))
         if sizes != layout.memories_bytes or len(sizes) != len(arenas):
             raise LayoutInvalid(f"a ring's arenas of {sizes} bytes for a layout of {layout.memories_bytes}")
-        stock = PackingSource(
+        packing_source = PackingSource(
             offered=layout,
             held=layout,
             memories=[arena.memory for arena in arenas],
             kernels=self._device.choose().kernels,
         )
-        return self.offer_stock(stock, arenas)
+        return self.offer_packing_source(packing_source, arenas)
 
     def withdraw(self, layout: Layout) -> None:
         """Hand that layout out no more. Until then, this half holds the memory of its arenas, closed or not."""

@@ -13,7 +13,8 @@ _ADDRESSES = 1 << 63
 
 
 class ArenaLocation(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The address of an arena's header page in the keeper, the size of its data, and NIXL's description of how to get there."""
+    """The address of an arena's header page in the registration process, the size of its data, and NIXL's description of how to get
+    there."""
 
     address: int
     size_bytes: int

@@ -1,6 +1,6 @@
-"""The publisher's end of the keeper: starts it, has it keep arenas, and starts it again if it was lost.
+"""The publisher's end of the registration process: starts it, has it keep arenas, and starts it again if it was lost.
 
-Owns the process: it has ended when `close` returns. What the keeper does is keeper's.
+Owns the process: it has ended when `close` returns. What the registration process does is registration process's.
 """
 
 from __future__ import annotations
@@ -26,13 +26,14 @@ from liveweight.transports.nixl.registration_process import (
 )
 
 ANSWER_S = 60.0
-"""How long the keeper may take: to start NIXL, and to register an arena of any size."""
+"""How long the registration process may take: to start NIXL, and to register an arena of any size."""
 END_S = 5.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RegisteredArena:
-    """An arena as readers reach it: the address of its header page in the keeper, and NIXL's description. `life` is the keeper's."""
+    """An arena as readers reach it: the address of its header page in the registration process, and NIXL's description. `life` is the
+    registration process's."""
 
     address: int
     description: bytes
@@ -59,7 +60,7 @@ class RegistrationClient:
         return lent.life == self.life and process is not None and process.poll() is None
 
     def keep(self, arena: SharedArena) -> RegisteredArena:
-        """Let readers reach an arena, header and all. A keeper that was lost is replaced."""
+        """Let readers reach an arena, header and all. A registration process that was lost is replaced."""
         if self._process is None or self._process.poll() is not None:
             self._start()
         size = os.fstat(arena.descriptor).st_size
@@ -98,15 +99,15 @@ class RegistrationClient:
 
     def _ask(self, order: RegisterArena | UnregisterArena, descriptors: list[int]) -> ArenaRegistered:
         if self._end is None:
-            raise ChannelClosed("the keeper of this source was closed")
+            raise ChannelClosed("the registration process of this source was closed")
         try:
             socket.send_fds(self._end, [msgspec.msgpack.encode(order)], descriptors)
             answer = answer_of(self._end.recv(MESSAGE_BYTES))
         except TimeoutError as error:
             self.close()
-            raise DeadlineExceeded("the keeper to register memory", ANSWER_S) from error
+            raise DeadlineExceeded("the registration process to register memory", ANSWER_S) from error
         except OSError as error:
-            raise ChannelClosed(f"the keeper of this source is gone: {error}") from error
+            raise ChannelClosed(f"the registration process of this source is gone: {error}") from error
         match answer:
             case ArenaRegistered():
                 return answer

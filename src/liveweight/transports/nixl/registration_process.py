@@ -1,8 +1,8 @@
-"""The keeper: a process of the source's host that lets readers of other processes reach its arenas.
+"""The registration process: a process of the source's host that lets readers of other processes reach its arenas.
 
 Owns a NIXL agent and read-only mappings of the arenas. It is a process of its own because UCX ends the process that answers a reader over
-TCP when that reader dies at the wrong moment: the trainer goes on then, and a new keeper takes its place. It lives as long as the pipe
-to the publisher's process does.
+TCP when that reader dies at the wrong moment: the trainer goes on then, and a new registration process takes its place. It lives as
+long as the pipe to the publisher's process does.
 
 What is withdrawn stays reserved in the address space, as a page of zeros over and over: a late reader finds the generation of a closed
 arena there, and no other arena ever comes to lie where a reader still believes the old one to be.
@@ -47,7 +47,7 @@ class UnregisterArena(msgspec.Struct, frozen=True, forbid_unknown_fields=True, t
 
 
 class ArenaRegistered(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag=True):
-    """Where the memory lies in the keeper, and what NIXL says of it to readers."""
+    """Where the memory lies in the registration process, and what NIXL says of it to readers."""
 
     address: int = 0
     description: bytes = b""
@@ -125,7 +125,7 @@ def _mapped(address: int | None, size: int, flags: int, descriptor: int) -> int:
 
 
 def answer_of(frame: bytes) -> Answer:
-    """What the keeper said; ChannelClosed for nothing at all."""
+    """What the registration process said; ChannelClosed for nothing at all."""
     if not frame:
         raise ChannelClosed("the process that keeps memory for readers is gone")
     return _ANSWERS.decode(frame)

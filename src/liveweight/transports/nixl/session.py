@@ -65,7 +65,7 @@ class NixlBinding:
 
 
 class NixlSession:
-    """Used by one rank's staging thread and its crew; `lock` is held around what they share."""
+    """Used by one rank's staging thread and its copy threads; `lock` is held around what they share."""
 
     def __init__(self, kernels: Kernels) -> None:
         self._kernels = kernels
@@ -108,7 +108,7 @@ class NixlSession:
                 self._wait(request, deadline)
         raw = attachment.header.bytes().tobytes()
         headers = [raw[at : at + HEADER_BYTES] for at in range(0, len(raw), HEADER_BYTES)]
-        # Zeros stand where the keeper had an arena that is withdrawn.
+        # Zeros stand where the registration process had an arena that is withdrawn.
         return combined(
             generation_in(header, place.size_bytes) if any(header) else CLOSED
             for header, place in zip(headers, attachment.places, strict=False)
@@ -139,7 +139,7 @@ class NixlSession:
         here, there = self._places(attachment, plan, shadow)
         ends = plan.piece_reads.tolist()
         for first, last in zip([0, *ends[:-1]], ends, strict=bool(ends)):
-            # One peer for all memories: a source has one keeper.
+            # One peer for all memories: a source has one registration process.
             ours = self.agent.prepare(here[first:last])
             theirs = self.agent.prepare(there[first:last], attachment.peers[0])
             lists += [ours, theirs]

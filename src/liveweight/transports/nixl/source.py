@@ -1,7 +1,7 @@
-"""The source half of `gdr` and `rdma`: has a keeper lend its arenas, and tells ranks where they lie.
+"""The source half of `gdr` and `rdma`: has a registration process lend its arenas, and tells ranks where they lie.
 
-Owns the socket that ranks ask at, the keeper and the registrations, which last across rounds: only the generation moves. The arenas are
-their allocator's. Both modes read the same memory in the same way; what differs is where a rank lets it land.
+Owns the socket that ranks ask at, the registration process and the registrations, which last across rounds: only the generation moves.
+The arenas are their allocator's. Both modes read the same memory in the same way; what differs is where a rank lets it land.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class NixlSource:
         self._mode, self._limits = name, limits or WireLimits()
         self._lock = threading.Lock()
         self._registrations: dict[tuple[OfferKind, str], _Registration] = {}
-        self._keeper = RegistrationClient()
+        self._registration = RegistrationClient()
         address = f"ipc://{directory / secrets.token_hex(8)}" if host is None else f"tcp://{host}:0"
         self._server = AttachServer(
             address, secret, self._limits, self._reply, name="liveweight-nixl-outlet", asked=Attach
@@ -80,9 +80,9 @@ class NixlSource:
         return self._server.address
 
     @property
-    def keeper_pid(self) -> int | None:
+    def registration_pid(self) -> int | None:
         """The process that lends the arenas; None while there is none."""
-        return self._keeper.pid
+        return self._registration.pid
 
     def allocate(self, size_bytes: int, kind: OfferKind = "frozen") -> SharedArena:  # noqa: ARG002 - all alike
         """An arena of that size, the caller's to close; OutOfMemory where it cannot be had."""
@@ -96,7 +96,7 @@ class NixlSource:
         shared = _fitting(self._mode, layout, arenas)
         with self._lock:
             known = self._registrations.get((kind, layout.fingerprint))
-            if known is None or known.arenas != shared or not all(map(self._keeper.lends, known.lent)):
+            if known is None or known.arenas != shared or not all(map(self._registration.lends, known.lent)):
                 self._register(layout, shared, kind)
         return Offer(
             mode=self._mode,
@@ -113,25 +113,25 @@ class NixlSource:
                 self._drop(self._registrations.pop(key))
 
     def close(self) -> None:
-        """End the thread, the socket and the keeper. Arenas are their owner's. Twice is fine."""
+        """End the thread, the socket and the registration process. Arenas are their owner's. Twice is fine."""
         self._server.close()
         with self._lock:
             self._registrations.clear()
-            self._keeper.close()
+            self._registration.close()
 
     def _register(self, layout: Layout, arenas: tuple[SharedArena, ...], kind: OfferKind) -> None:
         known = self._registrations.pop((kind, layout.fingerprint), None)
         if known is not None:
             self._drop(known)
-        lent = tuple(self._keeper.keep(arena) for arena in arenas)
+        lent = tuple(self._registration.keep(arena) for arena in arenas)
         self._registrations[kind, layout.fingerprint] = _Registration(layout=layout, arenas=arenas, lent=lent)
 
     def _drop(self, registration: _Registration) -> None:
         for lent in registration.lent:
-            self._keeper.drop(lent)
+            self._registration.drop(lent)
 
     def _reply(self, body: Attach) -> Message:
-        """To a rank that attaches: where the memory lies. A keeper that was lost since the offer is replaced here."""
+        """To a rank that attaches: where the memory lies. A registration process that was lost since the offer is replaced here."""
         with self._lock:
             known = self._registrations.get((body.kind, body.layout))
             if known is None:
@@ -139,10 +139,13 @@ class NixlSource:
                 refused = VersionNotOffered(f"{body.kind} layout {body.layout}", offered)
                 return Refusal(fault=fault_of(refused, step="attach"))
             try:
-                if not all(map(self._keeper.lends, known.lent)):
+                if not all(map(self._registration.lends, known.lent)):
                     self._register(known.layout, known.arenas, body.kind)
                 return self._registrations[body.kind, body.layout].attached()
-            except (LiveWeightError, OSError) as error:  # an arena closed meanwhile, or no keeper to be had
+            except (
+                LiveWeightError,
+                OSError,
+            ) as error:  # an arena closed meanwhile, or no registration process to be had
                 cause = error if isinstance(error, LiveWeightError) else LayoutInvalid(str(error))
                 return Refusal(fault=fault_of(cause, step="attach"))
 

@@ -1,7 +1,7 @@
 """What both halves of `ipc_snapshot` agree on: where an offer's files lie, and how a rank learns that it was revoked.
 
-    {directory}/snapshots-{token}/              the outlet's own, named by offers as file://...
-        .lock                                   held while the outlet lives
+    {directory}/snapshots-{token}/              the transport source's own, named by offers as file://...
+        .lock                                   held while the transport source lives
         arena-{token}                           an arena's generation, 8 bytes, little-endian; gone with the arena
         offer-{kind}-{layout}.json              which snapshot is offered, with a proof that its writer holds the secret
         {snapshot}/                             a snapshot, committed and not synced
@@ -59,7 +59,8 @@ def encode_record(record: OfferRecord, secret: Secret) -> bytes:
 
 
 def read_record(directory: Path, kind: OfferKind, layout: str, secret: Secret) -> OfferRecord:
-    """What the outlet in that directory offers. VersionNotOffered where it does not; WrongSecret where its writer holds another."""
+    """What the transport source in that directory offers. VersionNotOffered where it does not; WrongSecret where its writer holds
+    another."""
     path = directory / record_name(kind, layout)
     try:
         data = path.read_bytes()
@@ -122,5 +123,5 @@ def generation_of_snapshot(snapshot: OpenSnapshot) -> int:
 
 
 def is_snapshot(directory: Path) -> bool:
-    """Whether a directory is one complete snapshot, and not an outlet's."""
+    """Whether a directory is one complete snapshot, and not a transport source's."""
     return (directory / COMMIT).exists()

@@ -1,7 +1,7 @@
 """The source half of `ipc_snapshot`: writes what an arena holds into files, and says where they are.
 
 Owns a directory of its own, and in it one snapshot per layout that is offered. Arenas are ordinary memory: nobody else reads them. A
-directory that a killed source left behind is removed by the next outlet beside it.
+directory that a killed source left behind is removed by the next transport source beside it.
 """
 
 from __future__ import annotations

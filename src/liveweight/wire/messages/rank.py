@@ -90,7 +90,7 @@ class ShadowDropped(Body, frozen=True):
 
 
 class Swapped(Body, frozen=True):
-    """A rank has exchanged shadow and live weights, or failed to. It serves nothing until it is told the outcome. -> Settled.
+    """A rank has swapped shadow and live weights, or failed to. It serves nothing until it is told the outcome. -> Settled.
 
     Ranks learn a decision by its epoch alone, so that is how they name the round here. `seat` is the one that Joined gave.
     In place it has read its regions into live memory, or failed to, and `overwritten` says how far it came. `unread` counts the tensors of
@@ -108,7 +108,7 @@ class Swapped(Body, frozen=True):
 
 
 class Settled(Body, frozen=True):
-    """The outcome of a commit or undo: keep what you exchanged, or exchange it back. `torn`: an overwriting failed somewhere, this is why,
+    """The outcome of a commit or undo: keep what you swapped, or swap it back. `torn`: an overwriting failed somewhere, this is why,
     and no rank of the replica may serve."""
 
     keep: bool
@@ -127,7 +127,7 @@ class DigestLive(Body, frozen=True):
 class LiveDigests(Body, frozen=True):
     """Notification from a rank: the digests of its live weights, 16 bytes per placement (zero for those not asked for).
 
-    Without `lanes` it has none: its weights were exchanged while it read them, or it failed. Where it digests a copy of what serves, it
+    Without `lanes` it has none: its weights were swapped while it read them, or it failed. Where it digests a copy of what serves, it
     names the tensors that differ there, and those of which what serves cannot be read.
     """
 

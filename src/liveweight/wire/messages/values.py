@@ -57,7 +57,7 @@ class RingTerms(_Value, frozen=True):
 
 
 class RankTimes(_Value, frozen=True):
-    """What one rank did in a round, in seconds that it measured itself: reading, digesting, exchanging with the hooks. `unread`: of so many
+    """What one rank did in a round, in seconds that it measured itself: reading, digesting, swapping with the hooks. `unread`: of so many
     tensors only the copy that they were installed from was looked at."""
 
     rank: int

@@ -1,6 +1,6 @@
-"""Two exchanges of live weights and shadow: of what tensors point at, and of contents. Both are all or nothing.
+"""Two swaps of live weights and shadow: of what tensors point at, and of contents. Both are all or nothing.
 
-Owns the way there and the way back. Which memories there are, and when they are exchanged, is the target's and the round's.
+Owns the way there and the way back. Which memories there are, and when they are swapped, is the target's and the round's.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     import torch
 
 CHUNK_BYTES = 128 << 10
-"""What is exchanged at a time. A batch of rows has less than two chunks: with its bounce buffer it stays in a core's cache."""
+"""What is swapped at a time. A batch of rows has less than two chunks: with its bounce buffer it stays in a core's cache."""
 
 LINK_CHUNK_BYTES = 2 << 20
 """The same between a device and the host: each copy has to be asked for, and small ones would wait for that more than for the link."""
@@ -54,7 +54,7 @@ def _point_back(
             if holder.data_ptr() != view.data_ptr():
                 holder.data = view
     except BaseException as error:
-        raise Torn(f"exchange failed ({cause}), and so did the way back: {error}") from error
+        raise Torn(f"swap failed ({cause}), and so did the way back: {error}") from error
 
 
 class _Step(enum.Enum):
@@ -66,7 +66,7 @@ class _Step(enum.Enum):
 
 
 class ContentSwap:
-    """Exchanges the bytes of two sets of memories in place, in `threads` threads: addresses that others hold stay valid.
+    """Swaps the bytes of two sets of memories in place, in `threads` threads: addresses that others hold stay valid.
 
     Everything is bound when it is made. It keeps both sets alive. The live set and the bounce buffers, of less than two chunks in each
     thread, are on `device`, and `kernels` write there; the shadow is there too, or where `to_shadow` writes.
@@ -101,7 +101,7 @@ class ContentSwap:
         self._at = [(lane, _Step.SAVE) for lane in range(self._lanes)]
 
     def run(self) -> None:
-        """Exchange; its own inverse. On an error in any thread everything done is exchanged back, then it is raised."""
+        """Swap; its own inverse. On an error in any thread everything done is swapped back, then it is raised."""
         halt = threading.Event()
         self._at = [(lane, _Step.SAVE) for lane in range(self._lanes)]
 
@@ -110,19 +110,19 @@ class ContentSwap:
                 for batch in range(lane, len(self._ends), self._lanes):
                     if halt.is_set():
                         return
-                    self._exchange(lane, batch)
+                    self._swap(lane, batch)
             except BaseException:
                 halt.set()
                 raise
 
         try:
-            with CopyThreads(self._lanes, name="liveweight-exchange") as crew:
-                crew.run(work)
+            with CopyThreads(self._lanes, name="liveweight-exchange") as copy_threads:
+                copy_threads.run(work)
         except BaseException as error:
-            self._exchange_back(error)
+            self._swap_back(error)
             raise
 
-    def _exchange(self, lane: int, batch: int) -> None:
+    def _swap(self, lane: int, batch: int) -> None:
         """One batch. The step is noted before it is begun, so that the way back is known wherever an error strikes."""
         first, last = self._bounds(batch)
         self._at[lane] = (batch, _Step.SAVE)
@@ -133,14 +133,14 @@ class ContentSwap:
         self._bring.run(first, last)
         self._at[lane] = (batch + self._lanes, _Step.SAVE)
 
-    def _exchange_back(self, cause: BaseException) -> None:
+    def _swap_back(self, cause: BaseException) -> None:
         try:
             for lane, (batch, step) in enumerate(tuple(self._at)):
                 self._give_up(batch, step)
                 for done in range(lane, batch, self._lanes):
-                    self._exchange(lane, done)
+                    self._swap(lane, done)
         except BaseException as error:
-            raise Torn(f"exchange failed ({cause}), and so did the way back: {error}") from error
+            raise Torn(f"swap failed ({cause}), and so did the way back: {error}") from error
 
     def _give_up(self, batch: int, step: _Step) -> None:
         """Undo a batch that was begun. A step that had come to its end is undone as well."""

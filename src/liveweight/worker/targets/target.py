@@ -1,4 +1,4 @@
-"""The port of a target: the memory of a rank's weights, and the exchange that makes a staged version visible."""
+"""The port of a target: the memory of a rank's weights, and the swap that makes a staged version visible."""
 
 from __future__ import annotations
 
@@ -32,17 +32,18 @@ class Target(Protocol):
         """The memory that a round stages into: allocated and faulted in at first use, then kept. Called from the staging thread."""
 
     def keep(self, tensors: Collection[str]) -> None:
-        """Let the shadow hold what is live of these tensors, so that an exchange changes nothing of them. From the staging thread."""
+        """Let the shadow hold what is live of these tensors, so that a swap changes nothing of them. From the staging thread."""
 
     def swap(self) -> None:
-        """Exchange live and shadow, all or nothing; its own inverse. Called from the rank's main thread, at a boundary."""
+        """Swap live and shadow, all or nothing; its own inverse. Called from the rank's main thread, at a boundary."""
 
     @property
     def unread(self) -> int:
         """How many tensors of what is live were verified only in a copy of them: 0 where what is verified is what serves."""
 
     def read_back(self) -> ReadBack | None:
-        """Compare what serves with `live`, where that is only a copy of it; None where it is what serves. From the auditor's thread."""
+        """Compare what serves with `live`, where that is only a copy of it; None where it is what serves. From the live verifier's
+        thread."""
 
     def release_shadow(self) -> None:
         """Give the shadow's memory back."""

@@ -1,6 +1,6 @@
 """What torch tensors declare about themselves: which of them are one, how their storage lies, which regions they hold.
 
-Owns the checks that a set of tensors can be a target, and the layout that follows from them. Their memory, and what is exchanged,
+Owns the checks that a set of tensors can be a target, and the layout that follows from them. Their memory, and what is swapped,
 is torch_target's. Nothing here touches a byte of a weight.
 """
 
@@ -166,7 +166,7 @@ def _tied(group: Sequence[tuple[str, torch.Tensor, tuple[Piece, ...] | None]]) -
 
 
 def _check_apart(parameters: Iterable[Parameter]) -> None:
-    """Refuse memory that two parameters share in part or in another shape: an exchange would tear them apart."""
+    """Refuse memory that two parameters share in part or in another shape: a swap would tear them apart."""
     spans = sorted((p.tensor.data_ptr(), p.size_bytes, p.names[0]) for p in parameters if p.size_bytes)
     for (start, size, name), (other, _, other_name) in itertools.pairwise(spans):
         if other < start + size:

@@ -1,7 +1,7 @@
-"""A target of torch tensors on one device: live weights, their shadow, and the exchange between them.
+"""A target of torch tensors on one device: live weights, their shadow, and the swap between them.
 
-Owns the shadow's memory and where the tensors point. What the tensors declare is torch_layout's, how they are exchanged is
-exchange's, when is the round's.
+Owns the shadow's memory and where the tensors point. What the tensors declare is torch_layout's, how they are swapped is
+swap's, when is the round's.
 """
 
 from __future__ import annotations
@@ -24,19 +24,19 @@ if TYPE_CHECKING:
     import torch
 
 ExchangeMode: TypeAlias = Literal["swap", "copy"]
-"""How staged weights become live: `swap` lets the tensors point at the other memory; `copy` exchanges contents, for targets whose
+"""How staged weights become live: `swap` lets the tensors point at the other memory; `copy` swaps contents, for targets whose
 addresses somebody holds (graphs, views, registered memory)."""
 
 ShadowPlace: TypeAlias = Literal["device", "host", "none"]
 """Where the shadow lies: beside the live weights, or in the host's memory, for a device that has no room for a second copy. A shadow on
-the host is exchanged by `copy`, chunk by chunk, and holds the undo afterwards. `none`: there is no shadow, and rounds are in place."""
+the host is swapped by `copy`, chunk by chunk, and holds the undo afterwards. `none`: there is no shadow, and rounds are in place."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Side:
     """One of the two memories of every parameter: as the kernels see it, and as tensors that keep it alive.
 
-    `held` has the view of every tensor object, in order, `addresses` where it lies: an exchange has nothing left to look up.
+    `held` has the view of every tensor object, in order, `addresses` where it lies: a swap has nothing left to look up.
     """
 
     memories: tuple[Memory, ...]
@@ -46,7 +46,7 @@ class _Side:
 
 
 class TensorTarget:
-    """Tensors as a rank's weights; implements worker/targets/target's port. The tensor objects stay the same, also across exchanges.
+    """Tensors as a rank's weights; implements worker/targets/target's port. The tensor objects stay the same, also across swaps.
 
     Tensors may be strided in any order, but have no gaps; tied ones (same memory, shape and strides) are one, and stay tied.
     All lie on one device: theirs, unless it is given, and then they must agree. `threads` and `kernels` are used by `copy` only.
@@ -93,7 +93,7 @@ class TensorTarget:
     def shadow(self) -> Sequence[Memory]:
         """The other memory: allocated at first use, in one piece, with the padding of the live tensors; then kept.
 
-        After an exchange by `swap` it is the memory that the tensors had before, the caller's own the first time.
+        After a swap by `swap` it is the memory that the tensors had before, the caller's own the first time.
         Raises OutOfMemory, or LayoutInvalid if a tensor was moved behind the target's back since.
         """
         live, shadow = self._sides
@@ -149,13 +149,13 @@ class TensorTarget:
         self.device.synchronise()
 
     def swap(self) -> None:
-        """Exchange live and shadow, all or nothing; its own inverse. Torn only if the way back from a failure fails too.
+        """Swap live and shadow, all or nothing; its own inverse. Torn only if the way back from a failure fails too.
 
         What the device still computes with the live weights is waited for: the next round writes where they lie.
         """
         live, shadow = before = self._sides
         if shadow is None:
-            raise WrongState("without a shadow", "an exchange")
+            raise WrongState("without a shadow", "a swap")
         self.device.synchronise()
         if self._contents is not None:
             self._contents.run()
@@ -178,7 +178,7 @@ class TensorTarget:
         return () if self._sides[1] is None else self._sides[1].memories
 
     def release_shadow(self) -> None:
-        """Let go of the memory that is not live, and of what it holds: there is nothing to exchange back to.
+        """Let go of the memory that is not live, and of what it holds: there is nothing to swap back to.
 
         After an odd number of swaps that is the memory the tensors had at first; the target's allocation is live then, and
         lives as long as the tensors. Memory that somebody else holds (a Reading, a bound digest, a view) is freed when they let go.

@@ -46,7 +46,7 @@ class VllmHandshake:
         self.interrupted = threading.Event()
         """Set when the publisher is being closed, by any thread."""
         self.in_doubt = False
-        """Whether an exchange was left without a known end."""
+        """Whether a swap was left without a known end."""
         self.drafts = True
         """Whether vLLM could be told to hand its draft model to its workers, if it has one."""
 
@@ -61,7 +61,7 @@ class VllmHandshake:
             self.meet(deadline)
 
     def meet(self, deadline: Deadline) -> bool:
-        """Let vLLM's workers join, unless they have: at first, after a restart, and where an exchange was left in doubt. Whether that was
+        """Let vLLM's workers join, unless they have: at first, after a restart, and where a swap was left in doubt. Whether that was
         done; else, whether the leader is vLLM's own, `own` says."""
         self.settle(deadline)
         if self._wire.connected and not self.in_doubt:

@@ -115,7 +115,7 @@ class VllmReplica:
             phase = self._looker.status(round_id, "committing", deadline).phase
             return round_id if phase == "committing" else None
 
-        return self._exchange(lambda: self._wire.commit(round_id, deadline), decided, deadline, undo=False)
+        return self._swap(lambda: self._wire.commit(round_id, deadline), decided, deadline, undo=False)
 
     def undo(self, publisher: str, deadline: Deadline) -> m.Committed:
         """See Replica."""
@@ -127,9 +127,9 @@ class VllmReplica:
             return None
 
         self._meeting.make_sure(deadline)
-        return self._exchange(lambda: self._wire.undo(publisher, deadline), decided, deadline, undo=True)
+        return self._swap(lambda: self._wire.undo(publisher, deadline), decided, deadline, undo=True)
 
-    def _exchange(
+    def _swap(
         self,
         tell: Callable[[], m.Committed],
         decided: Callable[[Future[m.Committed]], RoundId | None],
@@ -248,7 +248,7 @@ class VllmReplica:
             self._updates.give_up(_later(deadline))
             self._meeting.rest(_later(deadline))
 
-    def stand_back(self, version: Version, reason: str, deadline: Deadline) -> None:
+    def mark_behind(self, version: Version, reason: str, deadline: Deadline) -> None:
         """See Replica. It is paused until this publisher's next round has committed; whoever resumes it lets it serve what it has."""
         del version, reason
         self._meeting.settle(deadline)

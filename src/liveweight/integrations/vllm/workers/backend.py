@@ -55,7 +55,7 @@ class InitInfo(WeightTransferInitInfo):
 
 @dataclass
 class UpdateInfo(WeightTransferUpdateInfo):
-    """The decision of the leader with that boot id, as the trainer that asked for it passes it on: all workers exchange at the same step.
+    """The decision of the leader with that boot id, as the trainer that asked for it passes it on: all workers swap at the same step.
     `verify`: what they make sure of then."""
 
     boot: str
@@ -187,7 +187,7 @@ class LiveweightBackend(WeightTransferEngine[InitInfo, UpdateInfo]):
         if self._rank is None:
             raise WrongState("not met by a trainer", "an update")
         decision = Decision(update_info.epoch, update_info.undo, update_info.timeout_s)
-        self._rank.exchange(decision, boot=update_info.boot, verify=update_info.verify)
+        self._rank.swap(decision, boot=update_info.boot, verify=update_info.verify)
 
     def finish_weight_update(self) -> None:
         """Nothing left to do."""

@@ -1,6 +1,6 @@
 """A vLLM worker as a rank of a replica: the leader in worker 0, a member in every worker, and the memory that they stage into.
 
-Composes worker/'s parts. Staging, verifying and voting run in background threads while vLLM generates; the exchange is the main thread's,
+Composes worker/'s parts. Staging, verifying and voting run in background threads while vLLM generates; the swap is the main thread's,
 in vLLM's `update_weights`, which reaches all workers between the same two steps.
 """
 
@@ -114,7 +114,7 @@ class VllmRank:
 
     def meet(self, terms: HandshakeTerms) -> None:
         """Be reached at the trainer's address, by a leader that says by which meeting. Asked again, with the same address, it only ends
-        what an exchange left in doubt, and goes by the new trainer's wishes."""
+        what a swap left in doubt, and goes by the new trainer's wishes."""
         if self._leader is not None:
             self._leader.met(terms.session)
         if self._member is not None:
@@ -187,7 +187,7 @@ class VllmRank:
         """What staging may take of this worker."""
         return None if self._member is None else self._member.pace_bytes_per_s
 
-    def exchange(self, decision: Decision, *, boot: str, verify: Verify) -> None:
+    def swap(self, decision: Decision, *, boot: str, verify: Verify) -> None:
         """Install what is staged, on all workers or on none, as the leader with that boot id decided. If it raises, this worker must not
         serve; `meet` takes it up again."""
         if self._member is None:

@@ -1,4 +1,4 @@
-"""vLLM's model as a rank's weights: a version is staged in the host's arenas, and an exchange installs it through vLLM's own loading.
+"""vLLM's model as a rank's weights: a version is staged in the host's arenas, and a swap installs it through vLLM's own loading.
 
 Owns which version lies where. vLLM keeps weights in layouts of its own (fused, sliced, packed away), so full tensors are kept beside
 them: those that are installed, and those that were before, which are the way back. At first that is the checkpoint of the start.
@@ -125,7 +125,7 @@ class VllmTarget:
         self._learn, self._reading = learn, reading
         self._sides: tuple[Content, Content] = (StartCheckpoint(), InArena(0))
         self.reads_back = False
-        """Whether an exchange ends with a look at what the model holds then."""
+        """Whether a swap ends with a look at what the model holds then."""
         self._unread = len(manifest.tensors)
 
     @property

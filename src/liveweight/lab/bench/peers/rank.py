@@ -52,9 +52,11 @@ def way_of(name: str) -> PeerMethod:
 def lanes_of(share: PeerShare) -> bytes:
     """What a rank's weights are, bit for bit."""
     target = TensorTarget(share.held)
-    with CopyThreads(1) as crew:
+    with CopyThreads(1) as copy_threads:
         reading = ShadowDigest(target.layout, choose_kernels())
-        return lanes_to_bytes(reading.all_of(target.live(), crew=crew, deadline=Deadline.after(WAIT_S)))
+        return lanes_to_bytes(
+            reading.all_of(target.live(), copy_threads=copy_threads, deadline=Deadline.after(WAIT_S))
+        )
 
 
 class PeerRanks:

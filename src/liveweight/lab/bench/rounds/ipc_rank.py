@@ -93,7 +93,7 @@ def _together(line: JsonSocket, rank: int, world: int) -> dict[str, Any] | None:
     import torch
     import torch.distributed as dist
 
-    command = line.hear_now() if rank == 0 else None
+    command = line.receive_now() if rank == 0 else None
     if world == 1:
         return command
     word = torch.tensor([command is not None])
@@ -137,9 +137,11 @@ def _pieces(
 
 def digest(target: TensorTarget) -> bytes:
     """What the live weights are, bit for bit."""
-    with CopyThreads(1) as crew:
+    with CopyThreads(1) as copy_threads:
         reading = ShadowDigest(target.layout, choose_kernels())
-        lanes = reading.of(target.live(), crew=crew, stop=lambda: False, deadline=Deadline.after(WAIT_S))
+        lanes = reading.of(
+            target.live(), copy_threads=copy_threads, stop=lambda: False, deadline=Deadline.after(WAIT_S)
+        )
     if not isinstance(lanes, np.ndarray):
         raise TypeError("a digest that nobody stopped was stopped")
     return lanes_to_bytes(lanes)

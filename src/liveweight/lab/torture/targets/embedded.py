@@ -39,13 +39,13 @@ class EmbeddedTarget:
 
     attributed, menu, look_every = True, MENU, LOOK_EVERY
 
-    def __init__(self, nursery: ForkServer, directory: Path, versions: PublishedContents) -> None:
-        self.tally = StrikeCounts()
-        self._nursery, self._directory, self._versions = nursery, directory, versions
+    def __init__(self, fork_server: ForkServer, directory: Path, versions: PublishedContents) -> None:
+        self.counts = StrikeCounts()
+        self._fork_server, self._directory, self._versions = fork_server, directory, versions
         self._label = 0
-        self._stack, self._events = ExitStack(), RoundMoments(self.tally)
+        self._stack, self._events = ExitStack(), RoundMoments(self.counts)
         self._rounds = FaultedRounds(
-            self, self.tally, self._events, lasts_s={"RoundOpened": PACE_S}, round_s=ROUND_S, lease_s=LEASE_S
+            self, self.counts, self._events, lasts_s={"RoundOpened": PACE_S}, round_s=ROUND_S, lease_s=LEASE_S
         )
         self._pause = threading.Event()
         self._forked: list[Forked] = []
@@ -76,7 +76,7 @@ class EmbeddedTarget:
 
     def processes(self) -> dict[int, str]:
         """See Target."""
-        names = {os.getpid(): "the engine", self._nursery.pid: "the nursery"}
+        names = {os.getpid(): "the engine", self._fork_server.pid: "the fork server"}
         names |= {pid: f"rank {rank}" for rank, pid in enumerate(self._engine.pids)}
         return names if self._trainer is None else names | {self._trainer.process.pid: "the trainer"}
 
@@ -145,7 +145,7 @@ class EmbeddedTarget:
 
     def _launch(self, rank: int, end: socket.socket) -> RankProcess:
         del rank
-        forked = self._nursery.fork("rank", end)
+        forked = self._fork_server.fork("rank", end)
         self._forked.append(forked)
         return forked
 
@@ -154,8 +154,8 @@ class EmbeddedTarget:
         deadline = Deadline.after(RECOVER_S)
         while not self._serves(gone):
             if self._engine.status().state == "failed" or deadline.remaining_s() == 0.0:
-                self.tally.lost += 1
-                self.tally.notes.append(f"lost after strike {self._label}: {self._last}; {self.said()}")
+                self.counts.lost += 1
+                self.counts.notes.append(f"lost after strike {self._label}: {self._last}; {self.said()}")
                 self._engine.stop()
                 self._start()
                 return
@@ -181,7 +181,7 @@ class EmbeddedTarget:
             secret_file=str(self._directory / "secret"),
             directory=str(self._directory / "trainer"),
         )
-        self._trainer = TrainerProcess(self._nursery, "publisher", config, Deadline.after(RECOVER_S))
+        self._trainer = TrainerProcess(self._fork_server, "publisher", config, Deadline.after(RECOVER_S))
         self._forked.append(self._trainer.process)
         return self._trainer
 

@@ -37,10 +37,10 @@ class InPlaceTarget:
 
     attributed, menu, look_every = False, MENU, LOOK_EVERY
 
-    def __init__(self, nursery: ForkServer, directory: Path, versions: PublishedContents) -> None:
+    def __init__(self, fork_server: ForkServer, directory: Path, versions: PublishedContents) -> None:
         del directory
-        self.tally = StrikeCounts()
-        self._nursery, self._versions = nursery, versions
+        self.counts = StrikeCounts()
+        self._fork_server, self._versions = fork_server, versions
         self._label = 0
         self._forked: list[Forked] = []
         self._trainer: TrainerProcess | None = None
@@ -88,8 +88,8 @@ class InPlaceTarget:
         self._engine.pause("abort", RECOVER_S)
         trainer.begin(Publish(label=self._label, content=content, pids=self._engine.pids))
         trainer.ended(strike.part * BUCKETS * BUCKET_S)
-        self.tally.note(strike, "writing", hit=True)
-        self.tally.rounds += 1
+        self.counts.note(strike, "writing", hit=True)
+        self.counts.rounds += 1
         if strike.kind == "kill" or strike.stop_s is None:
             trainer.kill()
         else:
@@ -98,12 +98,12 @@ class InPlaceTarget:
                 self._pause.wait(strike.stop_s)
                 os.kill(trainer.process.pid, signal.SIGCONT)
             if trainer.ended(RECOVER_S + SLACK_S) is not None:
-                self.tally.committed += 1
+                self.counts.committed += 1
         self._engine.resume()
 
     def _launch(self, rank: int, end: socket.socket) -> RankProcess:
         del rank
-        forked = self._nursery.fork("rank", end)
+        forked = self._fork_server.fork("rank", end)
         self._forked.append(forked)
         return forked
 
@@ -116,6 +116,6 @@ class InPlaceTarget:
             buckets=BUCKETS,
             bucket_s=BUCKET_S,
         )
-        self._trainer = TrainerProcess(self._nursery, "writer", config, Deadline.after(RECOVER_S))
+        self._trainer = TrainerProcess(self._fork_server, "writer", config, Deadline.after(RECOVER_S))
         self._forked.append(self._trainer.process)
         return self._trainer

@@ -45,7 +45,7 @@ class StrikeCounts:
 class TortureTarget(Protocol):
     """One of them, while the `with` lasts. For the torture's thread; `engine` for the clients' too."""
 
-    tally: StrikeCounts
+    counts: StrikeCounts
     attributed: bool
     """Whether its tokens say which version they came from, or its answers which they may have come from."""
     menu: StrikeMenu

@@ -52,16 +52,16 @@ class VllmTortureTarget:
     attributed, menu, look_every = True, MENU, 3
 
     def __init__(
-        self, nursery: ForkServer, directory: Path, versions: PublishedContents, launching: VllmLaunching
+        self, fork_server: ForkServer, directory: Path, versions: PublishedContents, launching: VllmLaunching
     ) -> None:
-        self.tally = StrikeCounts()
-        self._nursery, self._directory, self._versions = nursery, directory, versions
+        self.counts = StrikeCounts()
+        self._fork_server, self._directory, self._versions = fork_server, directory, versions
         self._label = 0
-        self._stack, self._events = ExitStack(), RoundMoments(self.tally)
+        self._stack, self._events = ExitStack(), RoundMoments(self.counts)
         self._server = TorturedVllmServer(launching, directory, versions, lambda: self._label)
         self._rounds = FaultedRounds(
             self,
-            self.tally,
+            self.counts,
             self._events,
             lasts_s={"RoundOpened": PACE_S, "VoteCast": COMMIT_S},
             round_s=ROUND_S,
@@ -110,7 +110,7 @@ class VllmTortureTarget:
 
     def processes(self) -> dict[int, str]:
         """See Target. Trainer and server are looked at once there were offers of every kind: they keep what they have for one."""
-        names = {os.getpid(): "the torture", self._nursery.pid: "the nursery"}
+        names = {os.getpid(): "the torture", self._fork_server.pid: "the fork server"}
         if self._taken == set(OFFERS):
             names |= self._server.processes()
         if self._trainer is not None and self._used == set(OFFERS):
@@ -131,7 +131,7 @@ class VllmTortureTarget:
         order = self._order(strike, self._rounds.timeout_s, self._rounds.lease_s)
         self._rounds.strike(strike, order, trainer)
         if strike.whom == "server" and strike.kind == "kill":
-            self.tally.restarts += 1
+            self.counts.restarts += 1
             self._start()
         self._heal()
         self._server.bury()
@@ -185,7 +185,7 @@ class VllmTortureTarget:
         """A round that nobody strikes: whoever was struck stands again, and it goes through in time, or the server is lost."""
         deadline = Deadline.after(RECOVER_S)
         while (code := self._undisturbed()) is not None:
-            self.tally.outcomes[f"not struck: {code}"] += 1
+            self.counts.outcomes[f"not struck: {code}"] += 1
             if deadline.over or not self._server.alive:
                 self._lose(f"a round that was not struck failed: {code}")
                 return
@@ -207,8 +207,8 @@ class VllmTortureTarget:
 
     def _lose(self, why: str) -> None:
         """It counts as lost, and another takes its place."""
-        self.tally.lost += 1
-        self.tally.notes.append(f"lost after round {self._label}: {why}; {self.said()}")
+        self.counts.lost += 1
+        self.counts.notes.append(f"lost after round {self._label}: {why}; {self.said()}")
         self._server.end(signal.SIGKILL)
         self._start()
 
@@ -230,7 +230,7 @@ class VllmTortureTarget:
         self._used.clear()
         self._taken.clear()
         self._trainer = TrainerProcess(
-            self._nursery, "publisher", config, Deadline.after(RECOVER_S), self._events.reached
+            self._fork_server, "publisher", config, Deadline.after(RECOVER_S), self._events.reached
         )
         self._trainers.append(self._trainer.process)
         return self._trainer

@@ -1,4 +1,4 @@
-"""The tally of the torn demo: answers go in as clients finish them, and are replayed one after the other, in a thread."""
+"""The counts of the torn demo: answers go in as clients finish them, and are replayed one after the other, in a thread."""
 
 from __future__ import annotations
 
