@@ -17,7 +17,7 @@ from liveweight.devices.copy_ranges import threads_for
 from liveweight.devices.cuda import CudaDevice
 from liveweight.devices.device import CPU, CpuDevice, Device, open_device
 from liveweight.devices.kernels import choose_kernels
-from liveweight.integrations.connect import Engine, reached
+from liveweight.integrations.connect import Engine, connect
 from liveweight.integrations.offer_stream import Streaming
 from liveweight.observe.bus import Bus
 from liveweight.observe.events import OfferKind
@@ -25,7 +25,7 @@ from liveweight.observe.log import logging_bus
 from liveweight.spec.deadline import Deadline
 from liveweight.spec.layout import Piece
 from liveweight.spec.manifest import Version
-from liveweight.trainer.handshake import check_terms, describe_to, meet_replicas, own_host, own_terms
+from liveweight.trainer.handshake import check_terms, describe_to, handshake, own_host, own_terms
 from liveweight.trainer.offers.live import SharedModule, source_device, source_of
 from liveweight.trainer.offers.live import share_module as _share_module
 from liveweight.trainer.offers.pull_server import PullServer
@@ -118,7 +118,7 @@ class Publisher(SpmdPublisher):
     ) -> None:
         bus = logging_bus() if bus is None else bus
         held, secret_file = _secret(secret), secret if isinstance(secret, Path) else None
-        reach = partial(reached, secret=held, secret_file=secret_file, key=control_key)
+        reach = partial(connect, secret=held, secret_file=secret_file, key=control_key)
         place = socket_directory(directory or default_directory())
         chosen = in_order(transfer_mode, modes, offer)
         check_terms(engines, address, dtype, offer, ranked=group is not None, modes=len(chosen))
@@ -162,16 +162,16 @@ class Publisher(SpmdPublisher):
             for replica in replicas:
                 stack.callback(replica.close)
             if engines or address is None:
-                met = meet_replicas(replicas, deadline, quorum)
+                met = handshake(replicas, deadline, quorum)
             else:
                 met = own_terms(source, None if dtype is None else str(dtype))
             hosts = [own_host(host, each, replicas, address) for each in chosen]
-            ways = TransferFallback.opened(chosen, hosts, place, held, there, bus)
-            stack.callback(ways.close)
+            fallback = TransferFallback.opened(chosen, hosts, place, held, there, bus)
+            stack.callback(fallback.close)
             offers = SingleSourceOffers(
                 source=source,
                 expected=met.expected,
-                ways=ways,
+                fallback=fallback,
                 kernels=choose_kernels(bus, there.choose()),
                 shared=shared,
                 threads=threads_for(threads, there),
@@ -195,7 +195,7 @@ class Publisher(SpmdPublisher):
                 boots=met.boots,
             )
             stack.pop_all()
-        self._ways, self._source = ways, source
+        self._fallback, self._source = fallback, source
         self.address = None if pull_server is None else pull_server.address
         """Where engines ask for what it offers; None if they may not."""
 

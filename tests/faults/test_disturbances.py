@@ -112,7 +112,7 @@ def leader(cluster: Cluster) -> Iterator[WireReplica]:
 def ask_until_free(leader: WireReplica) -> None:
     """Ask without a pause until no round is open."""
     deadline = Deadline.after(WITHIN_S)
-    while leader.standing(deadline).round is not None:
+    while leader.replica_state(deadline).round is not None:
         deadline.check("the round to be given up")
 
 
@@ -123,7 +123,7 @@ def test_a_trainer_that_ends_is_noticed_also_where_somebody_asks_all_the_time(
     trainer.ask("hold", event="Committing")
     trainer.begin("publish", label=2)
     trainer.held("Committing")
-    assert leader.standing(Deadline.after(WITHIN_S)).round is not None
+    assert leader.replica_state(Deadline.after(WITHIN_S)).round is not None
     trainer.kill()
     ask_until_free(leader)
     assert_holds(ranks, 1)
@@ -141,7 +141,7 @@ def test_a_trainer_that_is_cut_off_gives_its_round_up_over_another_connection(
     trainer.ask("go")
     error = trainer.end(call)["error"]
     assert (error["code"], error["serving"], error["retryable"]) == ("LW-205", "1", True)
-    assert leader.standing(Deadline.after(WITHIN_S)).round is None
+    assert leader.replica_state(Deadline.after(WITHIN_S)).round is None
     assert_holds(ranks, 1)
     assert "error" not in cluster.trainer(run="other").ask("publish", label=3)
     assert "error" not in trainer.ask("publish", label=4)

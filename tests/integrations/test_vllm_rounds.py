@@ -11,7 +11,7 @@ import torch
 
 import liveweight as lw
 from liveweight.errors import DigestMismatch, ManifestMismatch, Refused, RoundFailed, Torn, Unavailable
-from liveweight.integrations.vllm.client.connect import controls_of
+from liveweight.integrations.vllm.client.connect import connect
 from tests.support.vllm_workers import BASE, MET, NEW, WHOLE, Started, publisher, weights
 
 
@@ -299,6 +299,6 @@ def test_kv_of_two_versions_is_never_mixed(started: Started) -> None:
 
 def test_what_is_no_vllm_is_refused() -> None:
     with pytest.raises(Refused, match="start_weight_update"):
-        controls_of(object(), key=None, loop=None)
+        connect(object(), key=None, loop=None)
     with pytest.raises(Refused, match="is no URL of a vLLM"):
-        controls_of("127.0.0.1:8000", key=None, loop=None)
+        connect("127.0.0.1:8000", key=None, loop=None)

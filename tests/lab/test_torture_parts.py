@@ -107,11 +107,11 @@ def test_growth_is_a_leak_and_what_is_steady_is_none(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(leaking, "DESCRIPTORS", 2)
     monkeypatch.setattr(leaking, "SETTLE_S", 0.1)
     leaks, names = Leaks(), {os.getpid(): "me"}
-    leaks.look(names)
-    leaks.look(names)
+    leaks.check(names)
+    leaks.check(names)
     assert leaks.found == []
     opened = [os.open("/dev/null", os.O_RDONLY) for _ in range(40)]
-    leaks.look(names)
+    leaks.check(names)
     for descriptor in opened:
         os.close(descriptor)
     assert len(leaks.found) == 1
@@ -122,7 +122,7 @@ def test_growth_is_a_leak_and_what_is_steady_is_none(monkeypatch: pytest.MonkeyP
 def test_what_is_given_back_within_a_while_was_in_use(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(leaking, "DESCRIPTORS", 2)
     leaks, names = Leaks(), {os.getpid(): "me"}
-    leaks.look(names)
+    leaks.check(names)
     opened = [os.open("/dev/null", os.O_RDONLY) for _ in range(40)]
     weigh = leaking.weight_of
 
@@ -133,7 +133,7 @@ def test_what_is_given_back_within_a_while_was_in_use(monkeypatch: pytest.Monkey
         return found
 
     monkeypatch.setattr(leaking, "weight_of", given_back)
-    leaks.look(names)
+    leaks.check(names)
     assert leaks.found == []
 
 
@@ -141,7 +141,7 @@ def test_a_process_and_a_file_that_stay_are_leaks(tmp_path: Path) -> None:
     (tmp_path / "engine.sock").touch()
     with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as started:
         forked, leaks = Forked(started.pid), Leaks()
-        leaks.look_after([forked], [tmp_path / "engine.sock", tmp_path / "gone.sock"])
+        leaks.check_after([forked], [tmp_path / "engine.sock", tmp_path / "gone.sock"])
         assert len(leaks.found) == 2
         forked.send(signal.SIGKILL)
         forked.wait(WITHIN_S)

@@ -50,7 +50,7 @@ class Engine:
         if step in self.fails:
             raise self.fails[step]
 
-    def standing(self, deadline: Deadline) -> m.ReplicaState:
+    def replica_state(self, deadline: Deadline) -> m.ReplicaState:
         del deadline
         self._do("standing")
         return m.ReplicaState(
@@ -131,12 +131,12 @@ class Engine:
         self._do("close")
 
 
-def drive(
+def coordinator(
     *engines: Engine,
     quorum: int | None = None,
     lease_s: float = 5.0,
     meanwhile: Callable[[], None] = lambda: None,
-    look: Callable[[], None] = lambda: None,
+    poll: Callable[[], None] = lambda: None,
     before_vote: Callable[[], None] = lambda: None,
     patience: Deadline | None = None,
     mark_behind: bool = False,
@@ -164,7 +164,7 @@ def drive(
             on_staged=lambda: None,
             closing=lambda: False,
             meanwhile=meanwhile,
-            look=look,
+            poll=poll,
             before_vote=before_vote,
             patience=patience,
             mark_behind=mark_behind,
@@ -177,27 +177,27 @@ def refusal(rank: int) -> ReplicaRefused:
 
 
 def test_a_lost_answer_to_a_commit_that_took_place_is_a_commit() -> None:
-    (part,) = drive(Engine(fails={"commit": GONE}))
-    assert part.done
-    assert part.report().serving == NEW
+    (progress,) = coordinator(Engine(fails={"commit": GONE}))
+    assert progress.done
+    assert progress.report().serving == NEW
 
 
 def test_a_lost_answer_to_a_commit_that_did_not_take_place_is_a_failure() -> None:
     with pytest.raises(RoundFailed) as failed:
-        drive(Engine(fails={"commit": GONE}, commits=False))
+        coordinator(Engine(fails={"commit": GONE}, commits=False))
     assert (failed.value.step, failed.value.serving, failed.value.code) == ("commit", "1", "LW-205")
 
 
 @pytest.mark.parametrize("error", [GONE, DeadlineExceeded("an answer", 5.0)])
 def test_an_outcome_that_cannot_be_learned_is_unknown_not_failed(error: LiveWeightError) -> None:
     with pytest.raises(OutcomeUnknown, match="a was told to commit"):
-        drive(Engine(fails={"commit": error, "standing": GONE}))
+        coordinator(Engine(fails={"commit": error, "standing": GONE}))
 
 
 def test_votes_that_outlast_the_lease_fail_the_round_and_nobody_commits() -> None:
     slow, other = Engine(vote_takes=Deadline.after(60.0)), Engine(name="b")
     with pytest.raises(RoundFailed) as failed:
-        drive(slow, other, lease_s=0.2)
+        coordinator(slow, other, lease_s=0.2)
     assert failed.value.step == "vote"
     assert all("commit" not in engine.done and "abort" in engine.done for engine in (slow, other))
 
@@ -205,7 +205,7 @@ def test_votes_that_outlast_the_lease_fail_the_round_and_nobody_commits() -> Non
 def test_one_replica_that_refuses_keeps_all_from_committing() -> None:
     good, bad = Engine(), Engine(name="b", fails={"staged": refusal(3)})
     with pytest.raises(RoundFailed) as failed:
-        drive(good, bad)
+        coordinator(good, bad)
     assert (failed.value.replica, failed.value.rank, failed.value.serving) == ("b", 3, "1")
     assert "commit" not in good.done
     assert "abort" in good.done
@@ -213,8 +213,8 @@ def test_one_replica_that_refuses_keeps_all_from_committing() -> None:
 
 def test_a_quorum_commits_without_the_one_that_refuses() -> None:
     good, bad = Engine(), Engine(name="b", fails={"staged": refusal(3)})
-    parts = drive(good, bad, quorum=1)
-    assert [part.done for part in parts] == [True, False]
+    parts = coordinator(good, bad, quorum=1)
+    assert [progress.done for progress in parts] == [True, False]
     assert parts[1].report().reason == "no memory"
 
 
@@ -222,7 +222,7 @@ def test_what_fell_out_of_a_round_that_reached_its_quorum_is_aborted_after_the_c
     good, slow = Engine(), Engine(name="b", fails={"staged": DeadlineExceeded("rank 0", 1.0)})
     never = Engine(name="c", fails={"open": refusal(0)})
     lost = Engine(name="d", fails={"commit": GONE, "standing": GONE})
-    drive(good, slow, never, lost, quorum=1)
+    coordinator(good, slow, never, lost, quorum=1)
     assert good.done[-1] == "commit"
     assert slow.done[-1] == "abort"
     assert "abort" not in never.done  # no round was opened there
@@ -231,7 +231,7 @@ def test_what_fell_out_of_a_round_that_reached_its_quorum_is_aborted_after_the_c
 
 def test_a_part_that_fell_out_and_cannot_be_aborted_is_noted_as_one_that_may_still_read() -> None:
     slow = Engine(name="b", fails={"staged": DeadlineExceeded("rank 0", 1.0), "abort": GONE})
-    parts = drive(Engine(), slow, quorum=1)
+    parts = coordinator(Engine(), slow, quorum=1)
     assert parts[1].readers
 
 
@@ -243,7 +243,7 @@ def test_what_is_found_while_ranks_stage_ends_the_round_before_any_vote() -> Non
         raise RoundAborted("moved")
 
     with pytest.raises(RoundFailed, match="moved"):
-        drive(engine, meanwhile=invalidated)
+        coordinator(engine, meanwhile=invalidated)
     assert engine.done == ["open", "abort"]
 
 
@@ -256,11 +256,11 @@ def test_who_looks_while_ranks_stage_can_end_the_round_and_is_not_asked_afterwar
 
     engine = Engine(slow=3)
     with pytest.raises(RoundFailed) as failed:
-        drive(engine, look=gone)
+        coordinator(engine, poll=gone)
     assert (failed.value.code, failed.value.step, failed.value.serving) == ("LW-205", "stage", "1")
     assert failed.value.retryable
     assert (looks, engine.done) == (["look"], ["open", "staged", "abort"])
-    drive(fast := Engine(), look=gone)
+    coordinator(fast := Engine(), poll=gone)
     assert (looks, fast.serving) == (["look"], NEW)
 
 
@@ -272,7 +272,7 @@ def test_what_is_to_be_done_before_the_vote_is_done_once_all_have_verified() -> 
         raise DeadlineExceeded("running requests to finish", 5.0)
 
     with pytest.raises(RoundFailed, match="running requests to finish") as failed:
-        drive(engine, before_vote=late)
+        coordinator(engine, before_vote=late)
     assert (failed.value.code, failed.value.step) == ("LW-301", "vote")
     assert engine.done == ["open", "staged", "verified", "abort"]
 
@@ -280,33 +280,33 @@ def test_what_is_to_be_done_before_the_vote_is_done_once_all_have_verified() -> 
 def test_an_interrupted_commit_is_not_told_as_one_that_did_not_take_place() -> None:
     closed = RoundAborted("the publisher was closed")
     with pytest.raises(OutcomeUnknown):
-        drive(Engine(fails={"commit": closed, "standing": closed}))
+        coordinator(Engine(fails={"commit": closed, "standing": closed}))
 
 
 def test_the_first_failure_in_time_is_the_one_that_is_told() -> None:
     late, early = Engine(fails={"vote": refusal(1)}), Engine(name="b", fails={"open": refusal(2)})
     with pytest.raises(RoundFailed) as failed:
-        drive(late, early, Engine(name="c"), quorum=2)
+        coordinator(late, early, Engine(name="c"), quorum=2)
     assert (failed.value.replica, failed.value.rank) == ("b", 2)
 
 
 def test_a_replica_that_is_silent_for_a_while_is_waited_for() -> None:
-    (part,) = drive(Engine(quiet=3))
-    assert part.done
+    (progress,) = coordinator(Engine(quiet=3))
+    assert progress.done
 
 
 def test_a_replica_whose_ranks_were_replaced_is_told_the_manifest_again() -> None:
     forgot = ReplicaRefused(Fault(code="LW-102", message="not described", step="open"), OLD)
     engine = Engine(fails={"open": forgot})
     with pytest.raises(RoundFailed):
-        drive(engine)
+        coordinator(engine)
     assert engine.done[:3] == ["open", "describe", "open"]
 
 
 def test_a_replica_that_the_quorum_can_do_without_is_waited_for_only_so_long() -> None:
     good, slow = Engine(), Engine(name="slow", slow=1 << 30)
-    parts = drive(good, slow, quorum=1, patience=Deadline.after(0.2))
-    assert [part.done for part in parts] == [True, False]
+    parts = coordinator(good, slow, quorum=1, patience=Deadline.after(0.2))
+    assert [progress.done for progress in parts] == [True, False]
     fault = parts[1].fault
     assert fault is not None
     assert (fault.code, fault.step) == ("LW-301", "stage")
@@ -315,8 +315,8 @@ def test_a_replica_that_the_quorum_can_do_without_is_waited_for_only_so_long() -
 
 
 def test_a_replica_that_is_needed_has_all_of_the_rounds_time() -> None:
-    parts = drive(Engine(), Engine(name="slow", slow=3), patience=Deadline.after(0.0))
-    assert [part.done for part in parts] == [True, True]
+    parts = coordinator(Engine(), Engine(name="slow", slow=3), patience=Deadline.after(0.0))
+    assert [progress.done for progress in parts] == [True, True]
 
 
 def test_those_that_were_left_behind_mark_behind_if_that_is_wanted_and_no_others() -> None:
@@ -325,21 +325,21 @@ def test_those_that_were_left_behind_mark_behind_if_that_is_wanted_and_no_others
         Engine(name="bad", fails={"vote": GONE}),
         Engine(name="lost", fails={"open": GONE}),
     )
-    drive(good, bad, lost, quorum=1, mark_behind=True)
+    coordinator(good, bad, lost, quorum=1, mark_behind=True)
     assert (good.told, [version for version, _ in bad.told], len(lost.told)) == ([], [NEW], 1)
     unasked = Engine(name="bad", fails={"vote": GONE})
-    drive(Engine(), unasked, quorum=1)
+    coordinator(Engine(), unasked, quorum=1)
     assert unasked.told == []
 
 
 def test_nobody_stands_back_after_a_round_that_failed() -> None:
     good, bad = Engine(), Engine(name="bad", fails={"vote": GONE})
     with pytest.raises(RoundFailed):
-        drive(good, bad, mark_behind=True)
+        coordinator(good, bad, mark_behind=True)
     assert (good.told, bad.told) == ([], [])
 
 
 @pytest.mark.parametrize(("known", "restarted"), [(None, False), ("b", False), ("another", True)])
 def test_a_replica_that_was_started_anew_is_told_by_its_boot_id(known: str | None, restarted: bool) -> None:
-    (part,) = drive(Engine(), boot=known)
-    assert (part.report().restarted, part.boot) == (restarted, "b")
+    (progress,) = coordinator(Engine(), boot=known)
+    assert (progress.report().restarted, progress.boot) == (restarted, "b")

@@ -677,9 +677,9 @@ def test_a_lost_rank_fails_the_round_at_once_and_its_successor_completes_the_rep
     asked = world.call(m.GetReplicaState(wait_s=10))
     assert world.answer(asked) is None
     world.join(1)
-    standing = world.answer(asked)
-    assert isinstance(standing, m.ReplicaState)
-    assert standing.serving is None  # rank 0 holds version 1, its new companion something unknown
+    replica_state = world.answer(asked)
+    assert isinstance(replica_state, m.ReplicaState)
+    assert replica_state.serving is None  # rank 0 holds version 1, its new companion something unknown
     assert world.refused(world.open(3)).code == "LW-102"  # described anew first
     world.ask(m.Describe(structure="s", manifest=MANIFEST), m.Described)
     world.committed(3)

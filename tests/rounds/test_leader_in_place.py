@@ -124,8 +124,8 @@ def test_a_failure_after_a_rank_has_written_tears_all(how: str) -> None:
     assert isinstance(world.scheduler.state, states.TornState)
     assert world.refused(m.Verify()).code == "LW-601"
     assert world.refused(m.Undo(publisher="p", timeout_s=5)).code == "LW-107"
-    standing = world.ask(m.GetReplicaState(wait_s=0), m.ReplicaState)
-    assert (standing.serving, standing.state.startswith("torn by 2")) == (None, True)
+    replica_state = world.ask(m.GetReplicaState(wait_s=0), m.ReplicaState)
+    assert (replica_state.serving, replica_state.state.startswith("torn by 2")) == (None, True)
     ended = world.said(events.RoundEnded)[-1]
     assert isinstance(ended, events.RoundEnded)
     assert ended.outcome is events.RoundOutcome.TORN

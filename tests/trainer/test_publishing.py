@@ -137,22 +137,22 @@ def when(moment: threading.Event, act: Callable[[], None]) -> Iterator[None]:
 def test_an_interrupted_live_offer_is_ended_and_what_is_read_after_it_is_nothing(
     short_path: Path, verify: bool
 ) -> None:
-    live, net, bus, hold = engine(), Net(), Bus(), Hold(StagingBegan)
+    live, net, bus, lease = engine(), Net(), Bus(), Hold(StagingBegan)
     main = threading.main_thread().ident
     assert main is not None
     with (
-        bus.subscribe(hold),
+        bus.subscribe(lease),
         serving(live, short_path, bus) as address,
         lw.share_module(net) as shared,
         publisher(shared, address, short_path, offer="live", verify=verify) as sender,
     ):
         with (
-            when(hold.reached, lambda: signal.pthread_kill(main, signal.SIGINT)),
+            when(lease.reached, lambda: signal.pthread_kill(main, signal.SIGINT)),
             pytest.raises(KeyboardInterrupt),
         ):
             sender.publish(1)
         net.w.fill_(9.0)  # the parameters may change now; the rank has read nothing yet
-        hold.go.set()
+        lease.go.set()
         with pytest.raises(RoundFailed) as failed:
             sender.publish(2)
         assert failed.value.code == "LW-403"
@@ -162,16 +162,21 @@ def test_an_interrupted_live_offer_is_ended_and_what_is_read_after_it_is_nothing
 
 
 def test_the_label_of_a_failed_round_may_be_used_again_for_other_content(short_path: Path) -> None:
-    live, source, bus, hold = engine(), {"w": torch.ones(4, 3), "b": torch.ones(3)}, Bus(), Hold(StagingBegan)
+    live, source, bus, lease = (
+        engine(),
+        {"w": torch.ones(4, 3), "b": torch.ones(3)},
+        Bus(),
+        Hold(StagingBegan),
+    )
     with (
-        bus.subscribe(hold),
+        bus.subscribe(lease),
         serving(live, short_path, bus) as address,
         publisher(source, address, short_path, timeout_s=1.0) as sender,
     ):
         with pytest.raises(RoundFailed) as failed:
             sender.publish(1)
         assert failed.value.retryable
-        hold.go.set()
+        lease.go.set()
         source["w"].fill_(2.0)
         assert not sender.publish(1).unchanged
         assert torch.equal(live["w"], source["w"])

@@ -58,11 +58,11 @@ def pull_server(short_path: Path) -> Iterator[PullServer]:
 def held(pull_server: PullServer, version: str | None = None, **changes: Any) -> Iterator[ReadLease]:
     """A hold that its requester does not give back: its end is the connection's."""
     given: dict[str, Any] = {"requester": "a", "lease_s": WITHIN_S, "deadline": Deadline.after(WITHIN_S)}
-    hold = ReadLease(pull_server.address, SECRET, version=version, cancel=Waker(), **given | changes)
+    lease = ReadLease(pull_server.address, SECRET, version=version, cancel=Waker(), **given | changes)
     try:
-        yield hold
+        yield lease
     finally:
-        hold._channel.close()
+        lease._channel.close()
 
 
 class Waiting(threading.Thread):
@@ -93,8 +93,8 @@ def test_a_version_is_held_by_its_label_or_as_the_newest(
     pull_server: PullServer, label: str | int, asked: str | None
 ) -> None:
     pull_server.put(on_offer(label))
-    with held(pull_server, asked) as hold:
-        said = hold.held
+    with held(pull_server, asked) as lease:
+        said = lease.held
     assert (said.version.label, said.structure, said.manifest) == (label, "structure", MANIFEST)
     assert (said.digests, said.offer) == (bytes(16), on_offer(label).offer)
 
@@ -114,8 +114,8 @@ def test_who_asks_while_the_offer_changes_waits_for_the_next(pull_server: PullSe
     labels: list[str | int] = []
 
     def ask() -> None:
-        with held(pull_server) as hold:
-            labels.append(hold.held.version.label)
+        with held(pull_server) as lease:
+            labels.append(lease.held.version.label)
 
     asking = threading.Thread(target=ask)
     with pull_server.changing():
@@ -169,10 +169,10 @@ def test_a_lease_that_is_over_holds_nothing(pull_server: PullServer) -> None:
 
 def test_who_still_reads_at_the_deadline_is_named_and_forgotten(pull_server: PullServer) -> None:
     pull_server.put(on_offer("step_1"))
-    with held(pull_server, requester="engine, asked by operator/1") as hold:
+    with held(pull_server, requester="engine, asked by operator/1") as lease:
         assert Waiting(pull_server, within_s=0.3).result() == ["engine, asked by operator/1"]
         assert Waiting(pull_server).result() == []
-        hold.release()  # too late, and told so; that is no error
+        lease.release()  # too late, and told so; that is no error
 
 
 def channel_to(pull_server: PullServer) -> Channel[m.Message]:
@@ -184,14 +184,14 @@ def test_only_the_one_who_holds_can_release_and_hears_whether_it_was_in_time(pul
     soon = Deadline.after(WITHIN_S)
     with channel_to(pull_server) as one, channel_to(pull_server) as other:
         ask = m.AcquireReadLease(requester="a", version=None, lease_s=WITHIN_S, wait_s=0.0)
-        hold = one.request(ask, soon, "a hold")
-        assert isinstance(hold, m.ReadLeaseGranted)
-        release = m.ReleaseReadLease(hold=hold.hold)
+        lease = one.request(ask, soon, "a hold")
+        assert isinstance(lease, m.ReadLeaseGranted)
+        release = m.ReleaseReadLease(lease=lease.lease)
         assert other.request(release, soon, "a release") == m.ReadLeaseReleased(revoked=True)
         waiting = Waiting(pull_server)
         wanted = one.receive(soon, "the source to want its memory")
         assert isinstance(wanted, m.MemoryWanted)
-        assert wanted.hold == hold.hold
+        assert wanted.lease == lease.lease
         assert one.request(release, soon, "a release") == m.ReadLeaseReleased(revoked=False)
         assert waiting.result() == []
         assert one.request(release, soon, "a release") == m.ReadLeaseReleased(revoked=True)
@@ -203,19 +203,19 @@ def test_a_source_that_is_asked_for_something_else_says_so_and_goes_on(pull_serv
         refused = channel.request(m.GetReplicaState(wait_s=1.0), Deadline.after(WITHIN_S), "an answer")
     assert isinstance(refused, m.Refusal)
     assert refused.fault.code == MessageInvalid.code
-    with held(pull_server) as hold:
-        hold.check()
+    with held(pull_server) as lease:
+        lease.check()
 
 
 def test_a_source_that_closes_is_noticed_by_who_reads(pull_server: PullServer, short_path: Path) -> None:
     pull_server.put(on_offer("step_1"))
-    with held(pull_server) as hold:
+    with held(pull_server) as lease:
         pull_server.close()
         pull_server.close()
         with pytest.raises(ChannelClosed, match="gone while ranks read step_1"):
             while True:
-                hold.check()
-        hold.release()
+                lease.check()
+        lease.release()
     assert list(short_path.iterdir()) == []
 
 

@@ -111,7 +111,7 @@ def failed(step: str, cause: LiveWeightError) -> RoundFailed:
     return RoundFailed(cause, replica="engine", rank=1, step=step, waited_s=1.0, serving="step_1")
 
 
-def two_ways(transport_source: TransportSource) -> TransferFallback:
+def two_fallback(transport_source: TransportSource) -> TransferFallback:
     return TransferFallback(
         [OpenMode(mode=mode(name), transport_source=transport_source) for name in MODES], Bus()
     )
@@ -135,11 +135,11 @@ def transport_source(short_path: Path) -> TransportSource:
 def test_what_fails_while_bytes_are_on_their_way_is_the_modes_failure(
     transport_source: TransportSource, step: str, cause: LiveWeightError
 ) -> None:
-    ways = two_ways(transport_source)
-    raised = ways.after(failed(step, cause))
+    fallback = two_fallback(transport_source)
+    raised = fallback.after(failed(step, cause))
     assert (raised.next_mode, raised.retryable, raised.code) == ("ipc_snapshot", True, cause.code)
-    assert ways.now.mode.name == "ipc_snapshot"
-    assert [one.mode for one in ways.failed_modes] == ["gdr"]
+    assert fallback.now.mode.name == "ipc_snapshot"
+    assert [one.mode for one in fallback.failed_modes] == ["gdr"]
 
 
 @pytest.mark.parametrize(
@@ -156,16 +156,16 @@ def test_what_fails_while_bytes_are_on_their_way_is_the_modes_failure(
 def test_what_fails_otherwise_leaves_the_mode_in_use(
     transport_source: TransportSource, step: str, cause: LiveWeightError
 ) -> None:
-    ways, error = two_ways(transport_source), failed(step, cause)
-    assert ways.after(error) is error
-    assert (ways.now.mode.name, ways.failed_modes) == ("gdr", ())
+    fallback, error = two_fallback(transport_source), failed(step, cause)
+    assert fallback.after(error) is error
+    assert (fallback.now.mode.name, fallback.failed_modes) == ("gdr", ())
 
 
 def test_one_mode_alone_is_kept_whatever_fails(transport_source: TransportSource) -> None:
-    ways = TransferFallback([OpenMode(mode=mode("gdr"), transport_source=transport_source)], Bus())
+    fallback = TransferFallback([OpenMode(mode=mode("gdr"), transport_source=transport_source)], Bus())
     error = failed("stage", ChannelClosed("the source is gone"))
-    assert ways.after(error) is error
-    assert ways.now.mode.name == "gdr"
+    assert fallback.after(error) is error
+    assert fallback.now.mode.name == "gdr"
 
 
 @pytest.mark.parametrize(

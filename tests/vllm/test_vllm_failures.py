@@ -46,7 +46,7 @@ def looked_at(server: Server) -> ReplicaState:
     engine: VllmEngine = lw.vllm(server.url, pace_bytes_per_s=SLOW)
     replica = engine.replica(load_or_create_secret(server.secret), server.secret)
     try:
-        return replica.standing(Deadline.after(WITHIN_S))
+        return replica.replica_state(Deadline.after(WITHIN_S))
     finally:
         replica.close()
 

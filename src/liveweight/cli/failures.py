@@ -33,7 +33,7 @@ def line_of(error: BaseException, told: str | None = None) -> str:
     return f"{' '.join(text.split()).removesuffix('.')}. What to do: {remedy}."
 
 
-def telling(command: Callable[..., None]) -> Callable[..., None]:
+def reporting_errors(command: Callable[..., None]) -> Callable[..., None]:
     """The command as typer is to have it: with --debug, and with its errors told.
 
     A command that tells its errors itself ends with `raise typer.Exit(code) from error`, so that --debug knows of them.

@@ -24,7 +24,7 @@ from liveweight.cli.commands import (
 )
 from liveweight.cli.demo import group as demo
 from liveweight.cli.exit_codes import told
-from liveweight.cli.failures import telling
+from liveweight.cli.failures import reporting_errors
 
 app = typer.Typer(
     name="liveweight",
@@ -34,7 +34,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 app.add_typer(bench.app, name="bench")
-bench.app.command("vllm")(telling(vllm.vllm))
+bench.app.command("vllm")(reporting_errors(vllm.vllm))
 app.add_typer(demo.app, name="demo")
 app.add_typer(snapshot.app, name="snapshot")
 COMMANDS: dict[str, Callable[..., None]] = {
@@ -54,7 +54,7 @@ COMMANDS: dict[str, Callable[..., None]] = {
     "wakeup": operate.wakeup,
 }
 for name, command in COMMANDS.items():
-    app.command(name)(telling(command))
+    app.command(name)(reporting_errors(command))
 
 
 def _version(wanted: bool) -> None:

@@ -51,12 +51,12 @@ class ProgressReplica:
         """See Replica."""
         return self._replica.name
 
-    def standing(self, deadline: Deadline) -> m.ReplicaState:
+    def replica_state(self, deadline: Deadline) -> m.ReplicaState:
         """See Replica."""
-        standing = self._replica.standing(deadline)
-        self._tensors = len(standing.expected.tensors)
-        self._optional = {group.name: len(group.tensors) for group in standing.optional}
-        return standing
+        replica_state = self._replica.replica_state(deadline)
+        self._tensors = len(replica_state.expected.tensors)
+        self._optional = {group.name: len(group.tensors) for group in replica_state.optional}
+        return replica_state
 
     def describe(self, structure: str, manifest: Manifest, deadline: Deadline) -> None:
         """See Replica."""

@@ -193,11 +193,11 @@ class Engine:
         self._engine_loop.ranks.wake()
         return len(ended)
 
-    def standing(self) -> UpdateStatus:
+    def update_status(self) -> UpdateStatus:
         """What the engine's leader says of its rounds and versions. WrongState without live updates."""
-        standing = self._with_leader_client("a question about live updates").standing()
+        update_status = self._with_leader_client("a question about live updates").update_status()
         saving = None if self._saving is None else self._saving.status()
-        return replace(standing, snapshots=saving, pending=self._awaiting.reason)
+        return replace(update_status, snapshots=saving, pending=self._awaiting.reason)
 
     def await_weights(self, reason: str) -> None:
         """Take no requests from now on, until a publisher has brought a version, or finds its own installed."""

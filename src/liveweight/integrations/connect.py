@@ -15,7 +15,7 @@ Engine: TypeAlias = str | VllmEngine | Replica
 """A leader's address, the URL of an engine that says its own, `vllm(...)`, or what drives one."""
 
 
-def reached(
+def connect(
     engines: Sequence[Engine], *, secret: Secret, secret_file: Path | None, key: str | None
 ) -> list[Replica]:
     """The engines as they are driven; nobody is spoken to yet."""

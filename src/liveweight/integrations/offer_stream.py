@@ -33,7 +33,7 @@ class HeldOffer:
 
     def open(self, deadline: Deadline) -> ReadableOffer:
         """Ask the source for the version, and make a reader of its mode."""
-        hold = ReadLease(
+        lease = ReadLease(
             self._source,
             self._secret,
             requester=f"a stream of {this_host()}/{os.getpid()}",
@@ -42,8 +42,8 @@ class HeldOffer:
             deadline=deadline,
             cancel=self._cancel,
         )
-        self._stack.enter_context(hold)
-        held, kernels = hold.held, CPU.choose().kernels
+        self._stack.enter_context(lease)
+        held, kernels = lease.held, CPU.choose().kernels
         reader = mode(held.offer.mode).reader(self._secret, kernels, CPU)
         self._stack.callback(reader.close)
         digests, tensors = held.digests, len(held.manifest.tensors)

@@ -42,7 +42,7 @@ STANDING_S = 5.0
 class RoundCoordinator:
     """A round under way. Run once, by the driver thread.
 
-    `meanwhile` is called once the round is open, while ranks stage; `look`, now and then until they have; `on_staged`, once they have (it
+    `meanwhile` is called once the round is open, while ranks stage; `poll`, now and then until they have; `on_staged`, once they have (it
     may give digests that the round opened without); `before_vote`, once they have verified. What these raise ends the round before a vote.
     `patience` is how long one replica may take to stage and verify where the quorum can do without it: the others vote then.
     `mark_behind`: a replica that the others went on without is told to take no requests before it has caught up.
@@ -59,7 +59,7 @@ class RoundCoordinator:
     on_staged: Callable[[], bytes | None]
     closing: Callable[[], bool]
     meanwhile: Callable[[], None] = lambda: None
-    look: Callable[[], None] = lambda: None
+    poll: Callable[[], None] = lambda: None
     before_vote: Callable[[], None] = lambda: None
     on_read: Callable[[], object] = lambda: None
     patience: Deadline | None = None
@@ -88,65 +88,65 @@ class RoundCoordinator:
     def _rounds(self) -> None:
         self._each("open", self._open)
         self.meanwhile()
-        if all(part.unchanged for part in self._in()):
+        if all(progress.unchanged for progress in self._in()):
             return
-        self._each("stage", lambda part: self._until(part, "staged"))
+        self._each("stage", lambda progress: self._until(progress, "staged"))
         if self.patience is not None and self.patience.over:
             self.patience = None  # one that lagged had it all: the others verify in the round's own time
         digests = self.on_staged()
-        in_place = any(part.in_place for part in self._in())
+        in_place = any(progress.in_place for progress in self._in())
         if not in_place:
             self.on_read()
-        self._each("verify", lambda part: self._verified(part, digests))
+        self._each("verify", lambda progress: self._verified(progress, digests))
         self.step = "vote"
         self.before_vote()
         began_s = time.monotonic()
         lease = Deadline.after(self.lease_s)  # started before anyone is asked: we give up first
-        self._each("vote", lambda part: self._vote(part, lease))
+        self._each("vote", lambda progress: self._vote(progress, lease))
         self.vote_s = time.monotonic() - began_s
         lease.check("the votes")
         self._commit()
         if in_place:
             self.on_read()
 
-    def _open(self, part: ReplicaProgress) -> None:
+    def _open(self, progress: ReplicaProgress) -> None:
         try:
-            opened = part.replica.open(self.order, self._patience)
+            opened = progress.replica.open(self.order, self._patience)
         except ReplicaRefused as refused:
             if refused.fault.code != ManifestInvalid.code:
                 raise
             # Its ranks were replaced, or it was not there when the others were told.
-            part.replica.describe(self.order.structure, self.manifest, self._patience)
-            opened = part.replica.open(self.order, self._patience)
-        part.opened(opened)
+            progress.replica.describe(self.order.structure, self.manifest, self._patience)
+            opened = progress.replica.open(self.order, self._patience)
+        progress.opened(opened)
 
-    def _verified(self, part: ReplicaProgress, digests: bytes | None) -> None:
-        if digests is not None and part.round_id is not None:
+    def _verified(self, progress: ReplicaProgress, digests: bytes | None) -> None:
+        if digests is not None and progress.round_id is not None:
             within = Deadline.after(max(LOOK_S, self._patience.remaining_s()))
-            part.replica.compare(part.round_id, digests, within)
-        self._until(part, "verified")
+            progress.replica.compare(progress.round_id, digests, within)
+        self._until(progress, "verified")
 
-    def _until(self, part: ReplicaProgress, phase: m.Phase) -> None:
+    def _until(self, progress: ReplicaProgress, phase: m.Phase) -> None:
         """Wait until a replica has come that far; its failure, or the deadline, puts it out of the round."""
-        while part.round_id is not None:
+        while progress.round_id is not None:
             try:
                 # From now, also where one that lags took all the time: who has come that far says so at once.
-                look = Deadline.after(min(LOOK_S, self._patience.remaining_s()))
-                part.progress = part.replica.status(part.round_id, phase, look)
+                poll = Deadline.after(min(LOOK_S, self._patience.remaining_s()))
+                progress.reached = progress.replica.status(progress.round_id, phase, poll)
             except DeadlineExceeded:
                 if self._patience.over:
-                    raise self._silent(part, phase) from None
+                    raise self._silent(progress, phase) from None
                 continue  # no news: its process stood still for a moment
-            if part.progress.fault is not None:
-                raise ReplicaRefused(part.progress.fault, part.serving)
-            if m.ORDER[part.progress.phase] >= m.ORDER[phase]:
+            if progress.reached.fault is not None:
+                raise ReplicaRefused(progress.reached.fault, progress.serving)
+            if m.ORDER[progress.reached.phase] >= m.ORDER[phase]:
                 return
             if self.closing():
                 raise RoundAborted("the publisher was closed")
             if phase == "staged":
-                self.look()
+                self.poll()
             if self._patience.over:
-                raise self._late(part, part.progress, phase)
+                raise self._late(progress, progress.reached, phase)
 
     @property
     def _patience(self) -> Deadline:
@@ -154,64 +154,66 @@ class RoundCoordinator:
         spare = len(self.parts) > self.quorum
         return self.patience if spare and self.patience is not None else self.deadline
 
-    def _silent(self, part: ReplicaProgress, phase: m.Phase) -> DeadlineExceeded:
+    def _silent(self, progress: ReplicaProgress, phase: m.Phase) -> DeadlineExceeded:
         """The whole time that it was waited for, not that of the last question."""
-        return self._patience.exceeded(f"{part.replica.name} to be {phase}")
+        return self._patience.exceeded(f"{progress.replica.name} to be {phase}")
 
-    def _late(self, part: ReplicaProgress, progress: m.Progress, phase: m.Phase) -> ReplicaRefused:
-        missing = progress.missing
-        who = f"rank {', '.join(map(str, missing))} of {part.replica.name}"
+    def _late(self, progress: ReplicaProgress, reached: m.Progress, phase: m.Phase) -> ReplicaRefused:
+        missing = reached.missing
+        who = f"rank {', '.join(map(str, missing))} of {progress.replica.name}"
         late = self._patience.exceeded(f"{who} to be {phase}")
-        part.readers = bool(progress.readers)
+        progress.readers = bool(reached.readers)
         step = "stage" if phase == "staged" else "verify"
         rank = missing[0] if len(missing) == 1 else None
-        return ReplicaRefused(fault_of(late, step=step, rank=rank, waited_s=late.waited_s), part.serving)
+        return ReplicaRefused(fault_of(late, step=step, rank=rank, waited_s=late.waited_s), progress.serving)
 
-    def _vote(self, part: ReplicaProgress, lease: Deadline) -> None:
-        if part.round_id is not None:
-            part.replica.vote(part.round_id, self.lease_s, lease)
+    def _vote(self, progress: ReplicaProgress, lease: Deadline) -> None:
+        if progress.round_id is not None:
+            progress.replica.vote(progress.round_id, self.lease_s, lease)
 
     def _commit(self) -> None:
         began_s = time.monotonic()
         deadline = Deadline.after(max(self.deadline.remaining_s(), self.lease_s))
-        self._each("commit", lambda part: self._commit_one(part, deadline), keep_going=True)
+        self._each("commit", lambda progress: self._commit_one(progress, deadline), keep_going=True)
         self.commit_s = time.monotonic() - began_s
-        for part in self.parts:
-            if part.unheard:
-                self._ask_again(part)
-        unheard = [part.replica.name for part in self.parts if part.unheard]
-        if sum(part.done for part in self.parts) >= self.quorum:
+        for progress in self.parts:
+            if progress.unheard:
+                self._ask_again(progress)
+        unheard = [progress.replica.name for progress in self.parts if progress.unheard]
+        if sum(progress.done for progress in self.parts) >= self.quorum:
             return
         if unheard:
             raise OutcomeUnknown(f"{', '.join(unheard)} was told to commit and did not answer")
         raise self._failure()
 
-    def _commit_one(self, part: ReplicaProgress, deadline: Deadline) -> None:
-        if part.round_id is None:
+    def _commit_one(self, progress: ReplicaProgress, deadline: Deadline) -> None:
+        if progress.round_id is None:
             return
         try:
-            part.committed = part.replica.commit(part.round_id, deadline)
+            progress.committed = progress.replica.commit(progress.round_id, deadline)
         except (DeadlineExceeded, WireError, RoundAborted):  # the last: interrupted while it waited
-            part.unheard = True
+            progress.unheard = True
             raise
 
-    def _ask_again(self, part: ReplicaProgress) -> None:
+    def _ask_again(self, progress: ReplicaProgress) -> None:
         """The answer to a commit was lost: what the replica serves now tells, if it can be reached."""
         try:
-            standing = part.replica.standing(Deadline.after(STANDING_S))
+            replica_state = progress.replica.replica_state(Deadline.after(STANDING_S))
         except (LiveWeightError, ReplicaRefused):
             return
-        if standing.round == part.round_id:
+        if replica_state.round == progress.round_id:
             return  # still at it
-        part.unheard, part.serving = False, standing.serving
-        if standing.serving is not None and standing.serving.same_name(self.order.version):
-            part.committed = m.Committed(serving=standing.serving, undo=standing.undo, stall_s=0.0)
-            part.fault = None
-        elif standing.torn is not None:
-            part.fault = fault_of(Torn(standing.torn), step="commit")
+        progress.unheard, progress.serving = False, replica_state.serving
+        if replica_state.serving is not None and replica_state.serving.same_name(self.order.version):
+            progress.committed = m.Committed(
+                serving=replica_state.serving, undo=replica_state.undo, stall_s=0.0
+            )
+            progress.fault = None
+        elif replica_state.torn is not None:
+            progress.fault = fault_of(Torn(replica_state.torn), step="commit")
 
     def _in(self) -> list[ReplicaProgress]:
-        return [part for part in self.parts if part.fault is None]
+        return [progress for progress in self.parts if progress.fault is None]
 
     def _each(self, name: str, step: Callable[[ReplicaProgress], None], *, keep_going: bool = False) -> None:
         """One step on every replica that is still in, all at once; below the quorum the round fails."""
@@ -220,39 +222,43 @@ class RoundCoordinator:
         if len(parts) == 1:
             self._try(name, step, parts[0])
         else:
-            list(self.pool.map(lambda part: self._try(name, step, part), parts))
+            list(self.pool.map(lambda progress: self._try(name, step, progress), parts))
         if self.closing() and not keep_going:
             raise RoundAborted("the publisher was closed")
         if len(self._in()) < self.quorum and not keep_going:
             raise self._failure()
 
-    def _try(self, name: str, step: Callable[[ReplicaProgress], None], part: ReplicaProgress) -> None:
+    def _try(self, name: str, step: Callable[[ReplicaProgress], None], progress: ReplicaProgress) -> None:
         try:
-            step(part)
+            step(progress)
         except ReplicaRefused as refused:
             torn = refused.fault.code == Torn.code
-            part.serving = part.serving if refused.serving is None and not torn else refused.serving
-            part.fail(refused.fault)
+            progress.serving = progress.serving if refused.serving is None and not torn else refused.serving
+            progress.fail(refused.fault)
         except LiveWeightError as error:
             waited_s = error.waited_s if isinstance(error, DeadlineExceeded) else 0.0
-            part.readers = isinstance(error, DeadlineExceeded | ChannelClosed)
-            part.fail(fault_of(error, step=name, waited_s=waited_s))
+            progress.readers = isinstance(error, DeadlineExceeded | ChannelClosed)
+            progress.fail(fault_of(error, step=name, waited_s=waited_s))
 
     def _failure(self) -> RoundFailed:
         """What failed first."""
-        out = [(part.failed_s, number) for number, part in enumerate(self.parts) if part.fault is not None]
-        part = self.parts[min(out)[1]] if out else self.parts[0]
+        out = [
+            (progress.failed_s, number)
+            for number, progress in enumerate(self.parts)
+            if progress.fault is not None
+        ]
+        progress = self.parts[min(out)[1]] if out else self.parts[0]
         too_few = fault_of(RoundAborted("too few replicas committed"), step=self.step)
-        return self._failed(part, part.fault or too_few)
+        return self._failed(progress, progress.fault or too_few)
 
-    def _failed(self, part: ReplicaProgress, fault: Fault) -> RoundFailed:
+    def _failed(self, progress: ReplicaProgress, fault: Fault) -> RoundFailed:
         return RoundFailed(
             fault.to_error(),
-            replica=part.replica.name,
+            replica=progress.replica.name,
             rank=fault.rank,
             step=fault.step,
             waited_s=fault.waited_s or time.monotonic() - self._began_s,
-            serving=None if part.serving is None else str(part.serving),
+            serving=None if progress.serving is None else str(progress.serving),
         )
 
     def _abort(self) -> None:
@@ -262,9 +268,9 @@ class RoundCoordinator:
     def _abort_the_left(self) -> None:
         """The quorum has committed: give the round up where it fell out, without waiting for readers. The next freeze does."""
         self._abort_all("the others went on without it", Deadline.after(0.0))
-        for part in self.parts if self.mark_behind else ():
-            if not part.done:
-                _mark_behind(part, self.order.version)
+        for progress in self.parts if self.mark_behind else ():
+            if not progress.done:
+                _mark_behind(progress, self.order.version)
 
     def _abort_all(self, reason: str, deadline: Deadline) -> None:
         """All at once: one that does not answer takes no time from the others. What was told to commit ends by itself."""
@@ -272,24 +278,24 @@ class RoundCoordinator:
         if len(opened) == 1:
             _abort_one(opened[0], reason, deadline)
         else:
-            list(self.pool.map(lambda part: _abort_one(part, reason, deadline), opened))
+            list(self.pool.map(lambda progress: _abort_one(progress, reason, deadline), opened))
 
 
-def _abort_one(part: ReplicaProgress, reason: str, deadline: Deadline) -> None:
-    if part.round_id is None:
+def _abort_one(progress: ReplicaProgress, reason: str, deadline: Deadline) -> None:
+    if progress.round_id is None:
         return
     try:
-        part.readers = bool(part.replica.abort(part.round_id, reason, deadline))
+        progress.readers = bool(progress.replica.abort(progress.round_id, reason, deadline))
     except ReplicaRefused:
         return  # it ended there by itself
     except LiveWeightError:
-        part.readers = True  # out of reach: its lease ends the round, its readers are revoked
+        progress.readers = True  # out of reach: its lease ends the round, its readers are revoked
 
 
-def _mark_behind(part: ReplicaProgress, version: Version) -> None:
+def _mark_behind(progress: ReplicaProgress, version: Version) -> None:
     """It hears of it when it listens again; one that is gone begins anew, as it was told to."""
-    reason = "the others went on without it" if part.fault is None else part.fault.message
+    reason = "the others went on without it" if progress.fault is None else progress.fault.message
     try:
-        part.replica.mark_behind(version, reason, Deadline.after(ABORT_S))
+        progress.replica.mark_behind(version, reason, Deadline.after(ABORT_S))
     except (LiveWeightError, ReplicaRefused):
         return

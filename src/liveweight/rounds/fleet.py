@@ -41,10 +41,10 @@ class Fleet:
         return tuple(replica.name for replica in self.replicas if replica.behind)
 
 
-def ask(replica: Replica, deadline: Deadline) -> ReplicaState | LiveWeightError:
+def get_state(replica: Replica, deadline: Deadline) -> ReplicaState | LiveWeightError:
     """How it is now, or why that cannot be learned."""
     try:
-        return replica.standing(deadline)
+        return replica.replica_state(deadline)
     except ReplicaRefused as refused:
         return refused.to_error()
     except LiveWeightError as error:
@@ -66,13 +66,13 @@ def fleet_of(
     return Fleet(
         version=version,
         replicas=tuple(
-            _standing(replica.name, one, version, boot)
+            _replica_state(replica.name, one, version, boot)
             for replica, one, boot in zip(replicas, answers, boots, strict=True)
         ),
     )
 
 
-def _standing(
+def _replica_state(
     name: str, said: ReplicaState | LiveWeightError, version: Version | None, boot: str | None
 ) -> ReplicaStatus:
     if not isinstance(said, ReplicaState):

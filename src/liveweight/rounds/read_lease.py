@@ -1,4 +1,4 @@
-"""A hold: one version of a source, held for a requester while its ranks read. The other half of the pull server.
+"""A read lease: one version of a source, kept readable for a requester while its ranks read it. The client of the pull server.
 
 Owns the connection to the source: as long as it stands, the source is there, and waits a while for us before it goes on.
 """
@@ -53,7 +53,7 @@ class ReadLease:
         """Ask for that label, or None for the newest. VersionNotOffered says what there is; ChannelClosed, that no source is there."""
         self._address = address
         self._channel = _connected(address, secret, deadline, cancel)
-        self._standing = True
+        self._replica_state = True
         try:
             body = AcquireReadLease(
                 requester=requester, version=version, lease_s=lease_s, wait_s=deadline.remaining_s()
@@ -75,12 +75,12 @@ class ReadLease:
 
     def release(self) -> None:
         """Nobody reads any more: the source may go on. One that is gone needs not be told. Twice is fine."""
-        if not self._standing:
+        if not self._replica_state:
             return
-        self._standing = False
+        self._replica_state = False
         with suppress(LiveWeightError):
             self._channel.request(
-                ReleaseReadLease(hold=self.held.hold),
+                ReleaseReadLease(lease=self.held.lease),
                 Deadline.after(RELEASE_S),
                 f"the source at {self._address} to take {self.held.version} back",
                 cancellable=False,

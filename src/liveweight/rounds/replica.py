@@ -41,7 +41,7 @@ class Replica(Protocol):
     def name(self) -> str:
         """What reports and errors call it."""
 
-    def standing(self, deadline: Deadline) -> m.ReplicaState:
+    def replica_state(self, deadline: Deadline) -> m.ReplicaState:
         """What it expects and serves; waits until all its ranks have joined."""
 
     def describe(self, structure: str, manifest: Manifest, deadline: Deadline) -> None:
@@ -117,7 +117,7 @@ class WireReplica:
         self._leave_the_dead()
         return self._channel is not None
 
-    def standing(self, deadline: Deadline) -> m.ReplicaState:
+    def replica_state(self, deadline: Deadline) -> m.ReplicaState:
         """See Replica."""
         self._leave_the_dead()
         return self._ask(

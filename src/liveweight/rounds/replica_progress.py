@@ -30,7 +30,7 @@ class ReplicaProgress:
     fault: Fault | None = None
     failed_s: float = 0.0
     unheard: bool = False
-    progress: m.Progress | None = None
+    reached: m.Progress | None = None
     committed: m.Committed | None = None
     readers: bool = False
     boot: str | None = None
@@ -60,11 +60,11 @@ class ReplicaProgress:
 
     def _last_progress(self) -> m.Progress | None:
         """How far it came; in place, all of it during the commit."""
-        if not self.in_place or self.progress is None or self.committed is None:
-            return self.progress
+        if not self.in_place or self.reached is None or self.committed is None:
+            return self.reached
         ranks = self.committed.ranks
         return msgspec.structs.replace(
-            self.progress,
+            self.reached,
             stage_s=max((times.stage_s for times in ranks), default=0.0),
             verify_s=max((times.verify_s for times in ranks), default=0.0),
             staged_bytes=sum(times.staged_bytes for times in ranks),

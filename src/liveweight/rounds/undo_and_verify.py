@@ -46,7 +46,7 @@ class Verification:
         return False if False in matches else None if None in matches else True
 
 
-def go_back(replica: Replica, publisher: str, deadline: Deadline) -> Version | None:
+def undo_replica(replica: Replica, publisher: str, deadline: Deadline) -> Version | None:
     """Undo; what it serves then. RoundFailed where it refuses, OutcomeUnknown where it does not answer."""
     try:
         return replica.undo(publisher, deadline).serving
@@ -64,7 +64,7 @@ def go_back(replica: Replica, publisher: str, deadline: Deadline) -> Version | N
     )
 
 
-def still_read(replica: Replica, round_id: RoundId, deadline: Deadline) -> bool:
+def may_still_read(replica: Replica, round_id: RoundId, deadline: Deadline) -> bool:
     """Ask it to stop reading what a round offered; whether some rank of it may still do so."""
     try:
         return bool(replica.abort(round_id, "the source is needed", deadline))
@@ -74,7 +74,7 @@ def still_read(replica: Replica, round_id: RoundId, deadline: Deadline) -> bool:
         return True
 
 
-def look(replica: Replica, manifest: Manifest, deadline: Deadline) -> ReplicaVerdict:
+def verify_replica(replica: Replica, manifest: Manifest, deadline: Deadline) -> ReplicaVerdict:
     """What its ranks hold now, compared with the manifest. Raises nothing of ours: what went wrong is in the answer."""
     body = Verify(manifest=manifest, timeout_s=deadline.remaining_s())
     try:

@@ -29,7 +29,7 @@ class EngineControls(Protocol):
     def paused(self) -> Pausing:
         """Whether requests run, still finish, or stand still. Waits for nothing."""
 
-    def standing(self) -> UpdateStatus:
+    def update_status(self) -> UpdateStatus:
         """What it serves, and how its rounds are and went. WrongState without live updates."""
 
     def undo(self, timeout_s: float) -> Version | None:

@@ -8,10 +8,10 @@ from __future__ import annotations
 import time
 
 from liveweight.errors import WrongState
-from liveweight.rounds.fleet import Fleet, ask, fleet_of
+from liveweight.rounds.fleet import Fleet, fleet_of, get_state
 from liveweight.rounds.replica_progress import ReplicaProgress
 from liveweight.rounds.report import Report
-from liveweight.rounds.undo_and_verify import Verification, go_back, look
+from liveweight.rounds.undo_and_verify import Verification, undo_replica, verify_replica
 from liveweight.spec.deadline import Deadline
 from liveweight.spec.manifest import Version
 from liveweight.trainer.publisher import RoundPublisher
@@ -31,16 +31,16 @@ class FleetPublisher(RoundPublisher):
             self.wait()
         deadline = Deadline.after(self.settings.timeout_s)
         if self._published is None:
-            return tuple(go_back(replica, self.name, deadline) for replica in self._replicas)
+            return tuple(undo_replica(replica, self.name, deadline) for replica in self._replicas)
         parts = self._published.parts
-        return tuple(go_back(p.replica, self.name, deadline) if p.done else p.serves for p in parts)
+        return tuple(undo_replica(p.replica, self.name, deadline) if p.done else p.serves for p in parts)
 
     def fleet(self) -> Fleet:
         """Ask every engine how it is now: what it serves, whether it is behind, whether it was started anew. Raises nothing of theirs."""
         if self._round is not None:
             self.wait()
         deadline = Deadline.after(self.settings.timeout_s)
-        said = list(self._pool.map(lambda replica: ask(replica, deadline), self._replicas))
+        said = list(self._pool.map(lambda replica: get_state(replica, deadline), self._replicas))
         published = None if self._published is None else self._published.version
         return fleet_of(self._replicas, said, published=published, boots=self._boots)
 
@@ -61,12 +61,12 @@ class FleetPublisher(RoundPublisher):
         ]
         deadline = Deadline.after(self.settings.timeout_s)
         current = PublisherRound(published.version, published.made, parts, deadline, time.monotonic())
-        drive = self._drive(current, quorum=1)
+        coordinator = self._drive(current, quorum=1)
         try:
-            drive.run()
+            coordinator.run()
         finally:
             self._note(dict(zip(late, parts, strict=True)))
-        return self._reported(current, drive, 0)
+        return self._reported(current, coordinator, 0)
 
     def verify(self) -> Verification:
         """Compare what every engine's ranks hold now, digested anew, with the version that was published last.
@@ -83,5 +83,5 @@ class FleetPublisher(RoundPublisher):
         if manifest is None:
             raise WrongState(f"{published.version} was published without digests of it", "verify")
         deadline = Deadline.after(self.settings.timeout_s)
-        asked = [self._pool.submit(look, replica, manifest, deadline) for replica in self._replicas]
+        asked = [self._pool.submit(verify_replica, replica, manifest, deadline) for replica in self._replicas]
         return Verification(version=published.version, replicas=tuple(one.result() for one in asked))

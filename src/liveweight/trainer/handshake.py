@@ -15,7 +15,7 @@ from msgspec.structs import replace
 
 from liveweight.errors import LiveWeightError, ManifestMismatch, Refused, WrongState
 from liveweight.observe.events import OfferKind
-from liveweight.rounds.fleet import ask
+from liveweight.rounds.fleet import get_state
 from liveweight.rounds.replica import Replica, ReplicaRefused
 from liveweight.spec.deadline import Deadline
 from liveweight.spec.manifest import Manifest, OptionalGroup, Version, compare
@@ -43,9 +43,7 @@ class HandshakeResult:
     serving: Version | None = None
 
 
-def meet_replicas(
-    replicas: Sequence[Replica], deadline: Deadline, quorum: int | None = None
-) -> HandshakeResult:
+def handshake(replicas: Sequence[Replica], deadline: Deadline, quorum: int | None = None) -> HandshakeResult:
     """What all replicas expect, once their ranks have joined; they must expect the same.
 
     Asked all at once. Where fewer than the quorum (None: all) can be asked in time, the first one's error is raised.
@@ -54,7 +52,7 @@ def meet_replicas(
         raise WrongState("without engines", "publish")
     patience = deadline if quorum is None else deadline.within(PATIENCE * deadline.remaining_s())
     with ThreadPoolExecutor(len(replicas)) as pool:
-        said = list(pool.map(lambda replica: ask(replica, patience), replicas))
+        said = list(pool.map(lambda replica: get_state(replica, patience), replicas))
     standings = [one for one in said if isinstance(one, ReplicaState)]
     needed = len(replicas) if quorum is None else max(1, min(quorum, len(replicas)))
     if len(standings) < needed:

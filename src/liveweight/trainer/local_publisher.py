@@ -13,7 +13,7 @@ from liveweight.devices.kernels import choose
 from liveweight.observe.bus import Bus
 from liveweight.rounds.replica import Replica
 from liveweight.spec.deadline import Deadline
-from liveweight.trainer.handshake import describe_to, meet_replicas
+from liveweight.trainer.handshake import describe_to, handshake
 from liveweight.trainer.offers.live import SharedModule
 from liveweight.trainer.offers.single_source import SingleSourceOffers
 from liveweight.trainer.offers.transfer_fallback import OpenMode, TransferFallback
@@ -53,16 +53,16 @@ def publishing_to(
     transport_source = chosen.transport_source(
         files if files is not None and chosen.reach == "files" else directory, secret
     )
-    ways, deadline = (
+    fallback, deadline = (
         TransferFallback([OpenMode(mode=chosen, transport_source=transport_source)], Bus()),
         Deadline.after(timeout_s),
     )
-    stack.callback(ways.close)
-    met = meet_replicas(replicas, deadline)
+    stack.callback(fallback.close)
+    met = handshake(replicas, deadline)
     offers = SingleSourceOffers(
         source=source,
         expected=met.expected,
-        ways=ways,
+        fallback=fallback,
         kernels=choose().kernels,
         shared=shared,
         threads=os.cpu_count() or 1,

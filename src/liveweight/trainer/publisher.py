@@ -21,7 +21,7 @@ from liveweight.rounds.coordinator import MARGIN_S, RoundCoordinator
 from liveweight.rounds.replica import Replica
 from liveweight.rounds.replica_progress import ReplicaProgress
 from liveweight.rounds.report import Report
-from liveweight.rounds.undo_and_verify import still_read
+from liveweight.rounds.undo_and_verify import may_still_read
 from liveweight.spec.deadline import Deadline
 from liveweight.spec.manifest import Version
 from liveweight.trainer.labels import Labels
@@ -142,8 +142,8 @@ class RoundPublisher:
         ]
         # The round's time; the freeze before it waits for nobody but slow readers, and for them `release_s`.
         current = PublisherRound(version, made, parts, Deadline.after(self.settings.timeout_s), began_s)
-        current.drive = drive = self._drive(current, quorum=self.settings.quorum)
-        current.outcome = self._driver.submit(self._run, current, drive)
+        current.coordinator = coordinator = self._drive(current, quorum=self.settings.quorum)
+        current.outcome = self._driver.submit(self._run, current, coordinator)
         current.outcome.add_done_callback(lambda _: current.staged.set())
         self._round = self._last = current
         return current
@@ -171,17 +171,19 @@ class RoundPublisher:
 
     def _note(self, parts: Mapping[int, ReplicaProgress]) -> None:
         """What became of these replicas, for what is asked of the round that was published last."""
-        for number, part in parts.items():
-            self._boots[number] = part.boot
-            if part.done and self._published is not None:
-                self._published.parts[number] = part
+        for number, progress in parts.items():
+            self._boots[number] = progress.boot
+            if progress.done and self._published is not None:
+                self._published.parts[number] = progress
 
     def close(self) -> None:
         """Abort a round that is not committed yet, and let go of everything. Waits for no engine that does not answer."""
         self._closing.set()
         last = self._last
-        if last is not None and last.drive is not None and last.drive.step == "commit":
-            overwritten = any(part.in_place for part in last.parts)  # and torn, if the source went now
+        if last is not None and last.coordinator is not None and last.coordinator.step == "commit":
+            overwritten = any(
+                progress.in_place for progress in last.parts
+            )  # and torn, if the source went now
             left_s = last.deadline.remaining_s() + self._last_steps_s()
             futures.wait([last.outcome], left_s if overwritten else LAST_COMMIT_S)
         for replica in self._replicas:
@@ -228,7 +230,7 @@ class RoundPublisher:
             on_read=current.staged.set,
             closing=self._closing.is_set,
             meanwhile=lambda: self._check_live_offer(current),
-            look=self._offers.look,
+            poll=self._offers.poll,
         )
 
     def _staged(self, current: PublisherRound) -> bytes | None:
@@ -243,31 +245,31 @@ class RoundPublisher:
         if current.invalidated is not None:
             raise RoundAborted(f"a frozen offer takes the place of the live one: {current.invalidated}")
 
-    def _run(self, current: PublisherRound, drive: RoundCoordinator) -> Report:
+    def _run(self, current: PublisherRound, coordinator: RoundCoordinator) -> Report:
         missed, self._missed = self._missed, self._missed + 1
         try:
-            drive.run()
+            coordinator.run()
         except RoundFailed as error:
             raise self._offers.failed(error) from error.__cause__
         finally:
             if current.invalidated is not None:
                 self._missed = missed  # it was no round of its own: a frozen one follows
-            if any(part.done for part in current.parts):
+            if any(progress.done for progress in current.parts):
                 self._labels.bind(current.version)
                 self._published = current
             self._note(dict(enumerate(current.parts)))
         self._missed = 0
-        return self._reported(current, drive, missed)
+        return self._reported(current, coordinator, missed)
 
-    def _reported(self, current: PublisherRound, drive: RoundCoordinator, missed: int) -> Report:
+    def _reported(self, current: PublisherRound, coordinator: RoundCoordinator, missed: int) -> Report:
         verify, size_bytes = self.settings.verify, self._offers.size_bytes
-        return report_of(current, drive, verify=verify, size_bytes=size_bytes, missed=missed)
+        return report_of(current, coordinator, verify=verify, size_bytes=size_bytes, missed=missed)
 
     def _release(self) -> None:
         """Wait a while for ranks that still read the offer before; after that they are revoked."""
         deadline = Deadline.after(self.settings.release_s)
-        for part in [] if self._last is None else self._last.parts:
-            if part.readers and part.round_id is not None:
-                part.readers = still_read(part.replica, part.round_id, deadline)
+        for progress in [] if self._last is None else self._last.parts:
+            if progress.readers and progress.round_id is not None:
+                progress.readers = may_still_read(progress.replica, progress.round_id, deadline)
         if self._pull_server is not None:
             self._pull_server.wait_for_readers(deadline)

@@ -24,17 +24,17 @@ class PublisherRound:
     parts: list[ReplicaProgress]
     deadline: Deadline
     began_s: float
-    drive: RoundCoordinator | None = None
+    coordinator: RoundCoordinator | None = None
     outcome: Future[Report] = field(default_factory=Future)
     staged: threading.Event = field(default_factory=threading.Event)
     invalidated: str | None = None
 
 
 def report_of(
-    current: PublisherRound, drive: RoundCoordinator, *, verify: bool, size_bytes: int, missed: int
+    current: PublisherRound, coordinator: RoundCoordinator, *, verify: bool, size_bytes: int, missed: int
 ) -> Report:
     """What is said of a round that reached its quorum; `missed` failed before it."""
-    unchanged = all(part.unchanged for part in current.parts)
+    unchanged = all(progress.unchanged for progress in current.parts)
     return Report(
         version=current.version,
         mode=current.made.offer.mode,
@@ -45,9 +45,9 @@ def report_of(
         total_s=time.monotonic() - current.began_s,
         freeze_s=current.made.freeze_s,
         digest_s=current.made.digest_s,
-        vote_s=drive.vote_s,
-        commit_s=drive.commit_s,
-        replicas=tuple(part.report(verified=verify) for part in current.parts),
+        vote_s=coordinator.vote_s,
+        commit_s=coordinator.commit_s,
+        replicas=tuple(progress.report(verified=verify) for progress in current.parts),
         staleness=missed,
         failed_modes=current.made.failed_modes,
     )

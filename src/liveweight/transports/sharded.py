@@ -145,7 +145,7 @@ class ShardedReader:
         self._layouts = {name: layout for name, layout in self._layouts.items() if name in wanted}
         missing = wanted - set(self._layouts)
         if missing:
-            self._layouts |= survey(offer.source, sorted(missing), self._secret, deadline)
+            self._layouts |= get_shard_layout(offer.source, sorted(missing), self._secret, deadline)
         return self._layouts
 
 
@@ -178,7 +178,9 @@ class ShardedReading:
             reading.end()
 
 
-def survey(source: str, layouts: Sequence[str], secret: Secret, deadline: Deadline) -> dict[str, Layout]:
+def get_shard_layout(
+    source: str, layouts: Sequence[str], secret: Secret, deadline: Deadline
+) -> dict[str, Layout]:
     """What shards hold, as the trainer's rank 0 says."""
     if nobody_listens(source, deadline):
         raise ChannelClosed(f"trainer rank 0 is gone: nobody listens at {source}")

@@ -173,7 +173,7 @@ class Channel(Generic[Message]):
 
     def _frame_now(self) -> bytes | None:
         """The next frame if one is there. The end is heard first, and counts once nothing is left to read."""
-        state = self._hear()
+        state = self._poll_link()
         parts = take(self._link.socket, parts=1)
         if parts is None:
             if state is LinkState.GONE:
@@ -185,7 +185,7 @@ class Channel(Generic[Message]):
 
     def _send_frame(self, frame: bytes, deadline: Deadline, cancel: Waker | None = None) -> None:
         while True:
-            if self._hear() is LinkState.GONE:
+            if self._poll_link() is LinkState.GONE:
                 raise ChannelClosed(f"{self.address} is gone")
             if put(self._link.socket, frame):
                 return
@@ -197,9 +197,9 @@ class Channel(Generic[Message]):
         if self._closed:
             raise ChannelClosed(f"this channel to {self.address} was closed")
 
-    def _hear(self) -> LinkState:
+    def _poll_link(self) -> LinkState:
         self._must_be_open()
-        return self._link.hear()
+        return self._link.poll()
 
     def _poll(self, event: int, deadline: Deadline, waker: Waker | None = None) -> None:
         """Wait for that event, news of the link or, if one is given, a waker; at most until the deadline."""

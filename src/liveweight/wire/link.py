@@ -67,7 +67,7 @@ def after(state: LinkState, event: int) -> LinkState:
 
 
 class Link:
-    """A DEALER socket and its monitor. `state` is what `hear` last learned."""
+    """A DEALER socket and its monitor. `state` is what `poll` last learned."""
 
     def __init__(self, context: Context, address: str, secret: Secret, limits: WireLimits) -> None:
         self.state = LinkState.CONNECTING
@@ -98,7 +98,7 @@ class Link:
         self.monitor.connect(events)
         self.socket.connect(address)
 
-    def hear(self) -> LinkState:
+    def poll(self) -> LinkState:
         """Take in the news of the monitor."""
         while True:
             try:
@@ -109,7 +109,7 @@ class Link:
 
     def settle(self, deadline: Deadline, cancel: Waker | None = None) -> LinkState:
         """Wait until the hand-shake has ended, or the deadline; or until it is cancelled."""
-        while self.hear() is LinkState.CONNECTING and not deadline.over:
+        while self.poll() is LinkState.CONNECTING and not deadline.over:
             if cancel is None:
                 wait(deadline, {self.monitor: zmq.POLLIN})
             elif cancel.woken:

@@ -326,10 +326,10 @@ def test_the_ranks_pieces_cover_every_tensor_of_the_checkpoint(
         model = loaded(directory, group, draft=True)
         return module_target(model, model.pieces()).layout
 
-    tally = DigestSums(on_ranks(ranks, layout))  # refuses what overlaps in part or is left to nobody
+    digest_sums = DigestSums(on_ranks(ranks, layout))  # refuses what overlaps in part or is left to nobody
     expected = {name: tuple(tensor.shape) for name, tensor in tensors_of(directory).items()}
-    assert {spec.name: spec.shape for spec in tally.expected} == expected
-    aliases = {spec.name: spec.aliases for spec in tally.expected if spec.aliases}
+    assert {spec.name: spec.shape for spec in digest_sums.expected} == expected
+    aliases = {spec.name: spec.aliases for spec in digest_sums.expected if spec.aliases}
     assert aliases == ({"model.embed_tokens.weight": ("lm_head.weight",)} if tied else {})
 
 

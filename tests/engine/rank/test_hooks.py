@@ -182,13 +182,13 @@ class TestDraftWeights:
         first = drafts(notes.new())
         report = publisher(engine, new).publish("without")
         assert (report.verified, report.replicas[0].kept) == (True, ("draft",))
-        standing = engine.standing()
-        assert (standing.kept, standing.rounds[-1].kept) == (("draft",), ("draft",))
+        update_status = engine.update_status()
+        assert (update_status.kept, update_status.rounds[-1].kept) == (("draft",), ("draft",))
         assert drafts(notes.new()) == first
         assert answered(engine) == answered(start(new, tp=2)) != before
         engine.undo(WITHIN_S)
         assert drafts(notes.new()) == first
-        assert (answered(engine), engine.standing().kept) == (before, ())
+        assert (answered(engine), engine.update_status().kept) == (before, ())
         whole = publisher(engine, other)
         assert whole.publish("whole").replicas[0].kept == ()
         second = drafts(notes.new())

@@ -49,7 +49,7 @@ def held() -> Counter[str]:
 
 
 def recovery_of(engine: RestartingEngine) -> RecoveryStatus:
-    found = engine.standing().recovery
+    found = engine.update_status().recovery
     assert found is not None
     return found
 
@@ -72,7 +72,7 @@ def test_ranks_killed_under_load_ten_times_in_a_row_come_back_at_the_same_versio
             asking.in_flight()
             kill(engine, number % 2)
             recovered(engine, number)
-            assert engine.standing().serving == version
+            assert engine.update_status().serving == version
             verdict = engine.verify(VerificationRequest()).verdict
             assert (verdict.match, verdict.digest) == (True, version.digest)
             assert tokens_of(engine) == expected
@@ -132,7 +132,7 @@ def test_a_rank_that_was_cut_off_from_its_leader_is_replaced_also_when_nobody_as
         cut(pid, number)
     recovered(engine, 1)
     assert pid not in engine.pids
-    assert engine.standing().serving == version
+    assert engine.update_status().serving == version
     assert str(trainer.publish(2).version.label) == "2"
 
 
@@ -145,7 +145,7 @@ def test_a_replica_of_one_rank_and_a_tied_model_with_a_draft_come_back(
     expected = tokens_of(engine)
     kill(engine, 0)
     recovered(engine, 1)
-    assert engine.standing().serving == version
+    assert engine.update_status().serving == version
     assert engine.verify(VerificationRequest()).verdict.digest == version.digest
     assert tokens_of(engine) == expected
 
@@ -170,8 +170,8 @@ def test_a_publisher_needs_no_restart_and_its_round_fails_by_name_if_a_rank_dies
         with_it.publish(2)
     assert failed.value.code == "LW-205"
     recovered(engine, 1)
-    assert engine.standing().serving == version
-    assert with_it.publish(3).version == engine.standing().serving
+    assert engine.update_status().serving == version
+    assert with_it.publish(3).version == engine.update_status().serving
     assert recovery_of(engine).behind is None
     del short_path
 
@@ -190,7 +190,7 @@ def test_start_weights_come_back_from_the_checkpoint_and_a_version_without_a_sna
     kill(engine, 0)
     recovered(engine, 2)
     assert (recovery_of(engine).origin, recovery_of(engine).behind) == ("checkpoint", version)
-    assert engine.standing().serving == engine.start
+    assert engine.update_status().serving == engine.start
     assert tokens_of(engine) == expected
     with_it.publish(2)
     assert recovery_of(engine).behind is None
@@ -215,13 +215,13 @@ def test_a_damaged_snapshot_is_named_and_the_older_one_serves(
     kill(engine, 0)
     recovered(engine, 1)
     found = recovery_of(engine)
-    assert (engine.standing().serving, found.origin, found.behind) == (first, "snapshot", second)
+    assert (engine.update_status().serving, found.origin, found.behind) == (first, "snapshot", second)
     assert "corrupted" in found.notes[0]
     assert any(part.name in found.notes[0] for part in parts)
     assert tokens_of(engine) == expected
     kill(engine, 1)
     recovered(engine, 2)
-    assert (engine.standing().serving, recovery_of(engine).behind) == (first, second)
+    assert (engine.update_status().serving, recovery_of(engine).behind) == (first, second)
 
 
 def test_a_snapshot_without_its_files_is_passed_over(
@@ -250,7 +250,7 @@ def test_a_rank_killed_while_it_writes_leaves_nothing_that_counts(
     gate.reached()
     kill(engine, 1)
     recovered(engine, 1)
-    assert (engine.standing().serving, recovery_of(engine).behind) == (first, second)
+    assert (engine.update_status().serving, recovery_of(engine).behind) == (first, second)
     saved(engine, with_it.publish(3).version)
     assert len(Store(short_path / "snapshots").complete()) == 2
 
@@ -282,7 +282,7 @@ def test_ranks_killed_during_the_recovery_are_replaced_in_their_turn(
     doomed.set()
     kill(engine, 0)
     recovered(engine, 2)
-    assert (engine.standing().serving, recovery_of(engine).behind) == (version, None)
+    assert (engine.update_status().serving, recovery_of(engine).behind) == (version, None)
     assert not doomed.is_set()
 
 
@@ -303,7 +303,7 @@ def test_a_newer_offer_of_the_source_goes_before_an_older_snapshot(
         kill(engine, 0)
         recovered(engine, 1)
         found = recovery_of(engine)
-        assert (engine.standing().serving, found.origin, found.behind) == (version, "offer", None)
+        assert (engine.update_status().serving, found.origin, found.behind) == (version, "offer", None)
         assert tokens_of(engine) == expected
 
 
@@ -316,7 +316,7 @@ def test_an_engine_that_is_started_anew_resumes_from_the_newest_snapshot(
     expected = tokens_of(engine)
     engine.stop()
     again = elastic(models.directory(), snapshots={"resume": True})
-    assert again.standing().serving == version
+    assert again.update_status().serving == version
     assert tokens_of(again) == expected
     assert recovery_of(again).restarts == 0
 
@@ -331,7 +331,7 @@ def test_while_ranks_are_replaced_requests_are_refused_and_a_pause_outlasts_them
         del process
         if rank == 0 and engines:
             engine = engines[0]
-            seen.extend([engine.status().state, engine.standing().serving])
+            seen.extend([engine.status().state, engine.update_status().serving])
             with pytest.raises(WeightsPending, match="rank 1"):
                 ask(engine, [5, 6], greedy(2))
             seen.append("refused")

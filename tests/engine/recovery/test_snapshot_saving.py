@@ -53,10 +53,10 @@ def test_every_commit_is_saved_as_it_is_installed_and_the_last_ones_are_kept(
     assert labels(store) == [2, 3]
     with OpenSnapshot(store.newest()) as snapshot:
         commit = snapshot.commit
-        assert commit.version == version == engine.standing().serving
+        assert commit.version == version == engine.update_status().serving
         assert engine.verify(VerificationRequest(against="manifest", manifest=commit.manifest)).verdict.match
     with_it.undo()
-    undone = engine.standing().serving
+    undone = engine.update_status().serving
     assert undone is not None
     assert undone.label == 2
     saved(engine, undone)
@@ -100,15 +100,16 @@ def test_a_full_disk_is_said_and_the_engine_serves_on(
         engine = elastic(models.directory(), snapshots={"directory": str(disk / "store")}, bus=bus)
         version = publisher(engine, models.directory(seed=1)).publish(1).version
         until(
-            lambda: (said := engine.standing().snapshots) is not None and said.failed is not None, "a failure"
+            lambda: (said := engine.update_status().snapshots) is not None and said.failed is not None,
+            "a failure",
         )
-        snapshots = engine.standing().snapshots
+        snapshots = engine.update_status().snapshots
         assert snapshots is not None
         assert snapshots.newest is None
         assert str(snapshots.failed).startswith("LW-503 1: ")
         assert recorder.of(SnapshotFailed)[0].code == "LW-503"
         assert ask(engine, [5, 6, 7], greedy(4)).wait().finish == "length"
-        assert engine.standing().serving == version
+        assert engine.update_status().serving == version
         assert Store(disk / "store").complete() == []
         engine.stop()
 
@@ -139,8 +140,11 @@ def test_weights_that_were_damaged_in_memory_are_not_saved_as_the_version_that_t
 
     until(differs_everywhere, "ranks whose final norm was damaged")
     gate.open()
-    until(lambda: (said := engine.standing().snapshots) is not None and said.failed is not None, "a failure")
-    said = engine.standing().snapshots
+    until(
+        lambda: (said := engine.update_status().snapshots) is not None and said.failed is not None,
+        "a failure",
+    )
+    said = engine.update_status().snapshots
     assert said is not None
     assert str(said.failed).startswith("LW-401 1: ")
     assert FLIPPED in str(said.failed)

@@ -110,7 +110,7 @@ def assert_torn(engine: Engine) -> None:
     status = engine.status()
     assert (status.state, status.running, status.waiting) == ("torn", 0, 0)
     assert status.blocks_free == status.blocks_total
-    assert engine.standing().state.startswith("torn by 1 (")
+    assert engine.update_status().state.startswith("torn by 1 (")
     with pytest.raises(Torn, match="holds a mixture since 1 failed"):
         ask(engine, [1, 2, 3], greedy(4))
     with pytest.raises(Torn):
@@ -182,7 +182,7 @@ def test_an_engine_that_restarts_its_ranks_comes_back_from_its_snapshot_when_it_
     assert damaging.tear(2).code == "LW-601"
     assert running.wait().finish == "abort"
     recovered(engine, 1)
-    assert engine.standing().serving == version
+    assert engine.update_status().serving == version
     assert engine.verify(VerificationRequest()).verdict.match
     assert [answer.ids for answer in answers(engine, PROMPTS, greedy(8))] == expected
 

@@ -51,7 +51,7 @@ def test_after_a_round_the_engine_answers_as_one_started_on_the_new_weights(
     assert with_new.undo() == (engine.start,)
     assert tokens_of(engine) == before
     assert engine.status().weights == f"initial@{engine.start.digest}"
-    assert (engine.standing().serving, engine.standing().undo) == (engine.start, None)
+    assert (engine.update_status().serving, engine.update_status().undo) == (engine.start, None)
 
 
 LOADS = [
@@ -149,19 +149,23 @@ def test_an_idle_engine_commits_at_once(start: Start, publisher: Any, models: Mo
     engine = start(models.directory(), tp=2)
     source = publisher(engine, models.directory(seed=1))
     report = source.publish("new")
-    standing = engine.standing()
-    assert (standing.serving, standing.undo, standing.round) == (report.version, engine.start, None)
+    update_status = engine.update_status()
+    assert (update_status.serving, update_status.undo, update_status.round) == (
+        report.version,
+        engine.start,
+        None,
+    )
     assert engine.status().counts.steps == 0
     assert engine.undo(WITHIN_S) == engine.start
-    assert (engine.standing().serving, engine.standing().undo) == (engine.start, None)
-    assert [(r.version, r.outcome) for r in engine.standing().rounds] == [
+    assert (engine.update_status().serving, engine.update_status().undo) == (engine.start, None)
+    assert [(r.version, r.outcome) for r in engine.update_status().rounds] == [
         ("new", "committed"),
         ("new", "undone"),
     ]
     with pytest.raises(WrongState, match="no version before it"):
         engine.undo(WITHIN_S)
     assert source.publish("new").version == report.version  # the way forward is a round
-    assert engine.standing().serving == report.version
+    assert engine.update_status().serving == report.version
 
 
 @pytest.mark.parametrize("tp", [1, 2])
@@ -179,7 +183,7 @@ def test_the_weights_of_the_start_have_the_digest_that_a_push_of_the_same_direct
     report = publisher(engine, directory).publish("same")
     assert report.unchanged is False  # another name: run and label identify a version
     assert report.version.digest == engine.start.digest
-    assert engine.standing().serving == report.version
+    assert engine.update_status().serving == report.version
     assert asked.wait().finish == "length"  # under the same content requests go on as they are
     assert [weights for _, _, weights in spans(asked)] == [
         weights_text(engine.start),

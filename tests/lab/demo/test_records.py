@@ -13,7 +13,7 @@ import pytest
 from rich.console import Console
 
 from liveweight.cli.demo.terminal_picture import TerminalPicture, sparkline
-from liveweight.cli.demo.view import say_json, say_line
+from liveweight.cli.demo.view import print_json, print_line
 from liveweight.errors import Refused
 from liveweight.lab.demo.records import STAGES, Phase, Record, StepReached, Warmed, percentile
 from liveweight.lab.demo.report.page import page, write_report
@@ -90,7 +90,7 @@ def records() -> list[Record]:
 
 def test_json_is_an_object_per_step_and_the_summary_last(capsys: pytest.CaptureFixture[str]) -> None:
     for record in records():
-        say_json(record)
+        print_json(record)
     lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     assert [(line["run"], line["step"]) for line in lines[:-1]] == [
         (run, number) for run in ("live", "control") for number in range(1, 13)
@@ -102,7 +102,7 @@ def test_json_is_an_object_per_step_and_the_summary_last(capsys: pytest.CaptureF
 
 def test_lines_tell_every_step_and_every_fault(capsys: pytest.CaptureFixture[str]) -> None:
     for record in records():
-        say_line(record)
+        print_line(record)
     said = capsys.readouterr().out
     assert said.count("live   ") == said.count("control ") - 1 == 12
     assert "survived: a <connection> was cut; back after 1.5 s" in said

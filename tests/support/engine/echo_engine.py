@@ -201,7 +201,7 @@ class EchoEngine:
             self._changed.notify_all()
             return len(ended)
 
-    def standing(self) -> UpdateStatus:
+    def update_status(self) -> UpdateStatus:
         if self.config.updates is None:
             raise WrongState("started without live updates", "a question about live updates")
         return self.told

@@ -24,17 +24,17 @@ HELD = Manifest(tensors=_SPECS).with_digests([to_hex(lanes) for lanes in _LANES]
 
 def look(question: VerificationRequest, serving: Version, *, damaged: bool) -> VerificationResult:
     """What the engine finds. `damaged`: the norm is no longer what was installed."""
-    tally = DigestSums([packed(_SPECS)])
+    digest_sums = DigestSums([packed(_SPECS)])
     lanes = _LANES.copy()
     lanes[0, 0] ^= damaged
-    given = None if question.manifest is None else of_manifest(tally, question.manifest)
+    given = None if question.manifest is None else of_manifest(digest_sums, question.manifest)
     found = verdict(
-        tally,
+        digest_sums,
         [lanes],
         seconds=[0.25],
-        chosen=choose(tally, question.names, given),
+        chosen=choose(digest_sums, question.names, given),
         given=given,
-        installed=(InstalledVersion(serving, of_manifest(tally, HELD, (_LANES,))), InstalledVersion()),
+        installed=(InstalledVersion(serving, of_manifest(digest_sums, HELD, (_LANES,))), InstalledVersion()),
         listed=question.listed,
     )
     return VerificationResult(

@@ -72,7 +72,7 @@ def recovered(engine: RestartingEngine, restarts: int) -> None:
     """Wait until it serves again, after so many restarts in all."""
 
     def holds() -> bool:
-        found = engine.standing().recovery
+        found = engine.update_status().recovery
         return found is not None and found.restarts >= restarts and engine.status().state == "running"
 
     until(holds, f"an engine that serves after {restarts} restarts")
@@ -82,7 +82,7 @@ def saved(engine: RestartingEngine, version: Version) -> None:
     """Wait until that version is complete in a snapshot."""
 
     def holds() -> bool:
-        snapshots = engine.standing().snapshots
+        snapshots = engine.update_status().snapshots
         return snapshots is not None and snapshots.newest == version and snapshots.writing is None
 
     until(holds, f"a snapshot of {version}")

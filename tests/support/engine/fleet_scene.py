@@ -51,7 +51,7 @@ class Member:
     @property
     def label(self) -> object:
         """What it serves, by the word of its leader."""
-        serving = self.engine.standing().serving
+        serving = self.engine.update_status().serving
         return None if serving is None else serving.label
 
     def clients(self) -> Clients:

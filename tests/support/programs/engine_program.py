@@ -22,6 +22,6 @@ def main(config: dict[str, Any]) -> None:
         bus.subscribe(console.on_event),
         Engine(engine_config, launch=launch, bus=bus),
     ):
-        console.say(ready="")
+        console.send(ready="")
         while console.commands.get()["do"] != "stop":
             continue

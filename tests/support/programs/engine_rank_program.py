@@ -46,7 +46,7 @@ def main(config: dict[str, Any]) -> None:
         console = Console(link.makefile("r"), link.makefile("w"))
         consoles.append(console)
         console.at_once["damage"] = damage
-        console.say(pid=os.getpid())
+        console.send(pid=os.getpid())
         bus = Bus()
         with bus.subscribe(console.on_event):
             process.main(stream, parent=parent, bus=bus)

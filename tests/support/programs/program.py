@@ -38,7 +38,7 @@ class Console:
         """Damage that the program does to itself once, when the test asked for it."""
         threading.Thread(target=self._read, daemon=True, name="console").start()
 
-    def say(self, **facts: object) -> None:
+    def send(self, **facts: object) -> None:
         """One line to the test."""
         with self._print:
             self._writes.write(json.dumps(facts) + "\n")
@@ -53,7 +53,7 @@ class Console:
         """A moment has come; hold in it if the test asked for that."""
         if self._hold is not None and self._hold[0] == name and self._hold[1] in (None, rank):
             self._hold = None
-            self.say(held=name, rank=rank)
+            self.send(held=name, rank=rank)
             self._go.wait(HOLD_LIMIT_S)
             self._go.clear()
 
@@ -63,19 +63,19 @@ class Console:
             match command["do"]:
                 case "hold":
                     self._hold = (command["event"], command.get("rank"))
-                    self.say(id=command["id"])
+                    self.send(id=command["id"])
                 case "arm":
                     self.armed = command["what"]
-                    self.say(id=command["id"])
+                    self.send(id=command["id"])
                 case "limit":
                     limit_memory(command["on"])
-                    self.say(id=command["id"])
+                    self.send(id=command["id"])
                 case "go":
                     self._go.set()
-                    self.say(id=command["id"])
+                    self.send(id=command["id"])
                 case do if do in self.at_once:
                     self.at_once[do]()
-                    self.say(id=command["id"])
+                    self.send(id=command["id"])
                 case _:
                     self.commands.put(command)
         self.commands.put({"do": "stop", "id": -1})
@@ -83,9 +83,9 @@ class Console:
     def serve(self, command: dict[str, Any], act: Callable[[dict[str, Any]], dict[str, object]]) -> None:
         """Run one command and answer it, with its error if it raises one of ours."""
         try:
-            self.say(id=command["id"], **act(command))
+            self.send(id=command["id"], **act(command))
         except LiveWeightError as error:
-            self.say(id=command["id"], error=describe(error))
+            self.send(id=command["id"], error=describe(error))
 
 
 def describe(error: LiveWeightError) -> dict[str, object]:

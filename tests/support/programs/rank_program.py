@@ -63,7 +63,7 @@ def main(config: dict[str, Any]) -> None:
             bus=bus,
         ) as receiver,
     ):
-        console.say(ready=receiver.address)
+        console.send(ready=receiver.address)
         serve(console, receiver, {name: tensor for name, (tensor, _) in held.items()})
     if world > 1:
         dist.destroy_process_group()
@@ -106,7 +106,7 @@ def serve(console: Console, receiver: lw.Receiver, tensors: dict[str, torch.Tens
             boundary(console, receiver)
             stop = meet(console, receiver, tensors)
         except (lw.LiveWeightError, RuntimeError) as error:  # gloo's errors are RuntimeErrors
-            console.say(lost=str(error), fingerprint=model.fingerprint(tensors))
+            console.send(lost=str(error), fingerprint=model.fingerprint(tensors))
             console.commands.get()  # the replica's leader lives until the test has seen what it makes of this
             raise
         if stop:
@@ -120,7 +120,7 @@ def boundary(console: Console, receiver: lw.Receiver) -> None:
     except lw.Torn as torn:
         TORN[:] = [str(torn)]
     except ToldToFail:
-        console.say(again="")
+        console.send(again="")
         receiver.at_boundary()
     else:
         TORN.clear()

@@ -27,10 +27,10 @@ def main(config: dict[str, Any]) -> None:
         threads=1,
         run="run",
     ) as publisher:
-        console.say(ready="")
+        console.send(ready="")
         while (command := console.commands.get())["do"] != "stop":
             console.serve(command, lambda asked: _act(asked, publisher, weights))
-        console.say(id=command["id"])
+        console.send(id=command["id"])
 
 
 def _act(

@@ -68,10 +68,10 @@ def main(config: dict[str, Any]) -> None:
         ) as publisher,
     ):
         console.at_once["revoke"] = revoke
-        console.say(ready="")
+        console.send(ready="")
         while (command := console.commands.get())["do"] != "stop":
             console.serve(command, lambda asked: act(asked, publisher, weights, values))
-        console.say(id=command["id"])
+        console.send(id=command["id"])
 
 
 Values = Callable[[int], Mapping[str, torch.Tensor]]
@@ -123,7 +123,7 @@ class Watched(WireReplica):
 def damage(console: Console, weights: torch.nn.Module, event: AnyEvent) -> None:
     """If the test asked for it: flip one bit of what is offered, after it was digested."""
     if isinstance(event, BucketDamaged):
-        console.say(damaged=event.tensor)
+        console.send(damaged=event.tensor)
     if isinstance(event, OfferMade) and console.armed == "arena":
         console.armed = None
         if event.kind == "live":

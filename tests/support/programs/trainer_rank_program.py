@@ -58,12 +58,12 @@ def main(config: dict[str, Any]) -> None:
                 )
             )
         except LiveWeightError as error:
-            console.say(ready="", error=describe(error))
+            console.send(ready="", error=describe(error))
             return
-        console.say(ready="")
+        console.send(ready="")
         while (command := console.commands.get())["do"] != "stop":
             console.serve(command, lambda asked: act(asked, publisher, weights))
-        console.say(id=command["id"])
+        console.send(id=command["id"])
 
 
 def engines(console: Console, secret: Any, addresses: list[str]) -> list[Any]:

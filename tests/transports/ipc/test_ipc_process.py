@@ -85,7 +85,7 @@ def read_all(reading: Reading) -> None:
 # The children.
 
 
-def say(**facts: object) -> None:
+def send(**facts: object) -> None:
     sys.stdout.write(json.dumps(facts) + "\n")
     sys.stdout.flush()
 
@@ -103,9 +103,9 @@ def rank(_: str) -> None:
             try:
                 read_all(reader.bind(offer, layout(), [shadow.memory], soon()))
             except LiveWeightError as error:
-                say(code=error.code)
+                send(code=error.code)
             else:
-                say(hashed=hashed(shadow.memory.bytes()), requests=reader.requests)
+                send(hashed=hashed(shadow.memory.bytes()), requests=reader.requests)
 
 
 def source(argument: str) -> None:
@@ -121,7 +121,7 @@ def source(argument: str) -> None:
             arena.memory.bytes()[:] = content(number)
             offer = transport_source.offer(layout(), [arena], "frozen")
             inode = os.fstat(arena.descriptor).st_ino
-            say(offer=msgspec.json.encode(offer).decode(), inode=inode)
+            send(offer=msgspec.json.encode(offer).decode(), inode=inode)
 
 
 def intruder(address: str) -> None:
@@ -142,7 +142,7 @@ def intruder(address: str) -> None:
         os.pwrite(descriptor, b"\0" * 8, 24)  # the generation
     except OSError as error:
         errors.append(error.errno)
-    say(errors=errors)
+    send(errors=errors)
 
 
 def limited(_: str) -> None:
@@ -161,7 +161,7 @@ def limited(_: str) -> None:
     resource.setrlimit(resource.RLIMIT_AS, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
     after = held()
     SharedArena(LARGE).close()
-    say(codes=codes, before=before, after=after)
+    send(codes=codes, before=before, after=after)
 
 
 def tidy(directory: str) -> None:
@@ -171,7 +171,7 @@ def tidy(directory: str) -> None:
         rounds(Path(directory))
     with suppress(DeadlineExceeded):
         wait_until("all to be gone", lambda: held(Path(directory)) == before)
-    say(before=before, after=held(Path(directory)))
+    send(before=before, after=held(Path(directory)))
 
 
 def rounds(directory: Path) -> None:
@@ -233,12 +233,12 @@ class Child:
     def pid(self) -> int:
         return self.process.pid
 
-    def tell(self, **order: object) -> None:
+    def send(self, **order: object) -> None:
         assert self.process.stdin is not None
         self.process.stdin.write(json.dumps(order) + "\n")
         self.process.stdin.flush()
 
-    def hear(self) -> dict[str, Any]:
+    def receive(self) -> dict[str, Any]:
         assert self.process.stdout is not None
         ready, _, _ = select.select([self.process.stdout], [], [], 30)
         assert ready, "the child said nothing"
@@ -248,8 +248,8 @@ class Child:
         return facts
 
     def ask(self, **order: object) -> dict[str, Any]:
-        self.tell(**order)
-        return self.hear()
+        self.send(**order)
+        return self.receive()
 
     def end(self) -> int:
         """Let it finish; its exit code."""
@@ -331,9 +331,9 @@ def test_ranks_in_other_processes_read_every_round_and_attach_once(directory: Pa
             arena.memory.bytes()[:] = content(seed)
             offer = transport_source.offer(layout(), [arena], "frozen")
             for one in children:
-                one.tell(offer=msgspec.json.encode(offer).decode())
+                one.send(offer=msgspec.json.encode(offer).decode())
             for one in children:
-                assert one.hear() == {"hashed": hashed(content(seed)), "requests": 1}
+                assert one.receive() == {"hashed": hashed(content(seed)), "requests": 1}
         assert [one.end() for one in children] == [0] * ranks
 
 
@@ -341,7 +341,7 @@ def test_a_killed_source_leaves_its_readers_whole_and_its_memory_to_the_last_of_
     directory: Path, reader: IpcReader, shadow: Allocation
 ) -> None:
     with child("source", f"{directory},s,5") as trainer:
-        facts = trainer.hear()
+        facts = trainer.receive()
         reading = reader.bind(offer_in(facts), layout(), [shadow.memory], soon())
         reading.read(0, 1)
         trainer.kill()
@@ -362,7 +362,7 @@ def test_a_source_that_begins_again_at_the_same_address_is_a_new_one(
     old = None
     for seed in (1, 2, 3):
         with child("source", f"{directory},same,{seed}") as trainer:
-            facts = trainer.hear()
+            facts = trainer.receive()
             offer = offer_in(facts)
             read_all(reader.bind(offer, layout(), [shadow.memory], soon()))
             assert hashed(shadow.memory.bytes()) == hashed(content(seed))
@@ -381,7 +381,7 @@ def test_memory_of_a_killed_source_is_let_go_when_another_one_is_attached_to(
     inodes = []
     for name in ("a", "b"):
         with child("source", f"{directory},{name},1") as trainer:
-            facts = trainer.hear()
+            facts = trainer.receive()
             inodes.append(facts["inode"])
             read_all(reader.bind(offer_in(facts), layout(), [shadow.memory], soon()))
             trainer.kill()
@@ -392,7 +392,7 @@ def test_a_stopped_source_ends_the_wait_at_the_deadline(
     directory: Path, reader: IpcReader, shadow: Allocation
 ) -> None:
     with child("source", f"{directory},s,5") as trainer:
-        offer = offer_in(trainer.hear())
+        offer = offer_in(trainer.receive())
         stop(trainer.pid)
         with pytest.raises(DeadlineExceeded, match=offer.source):
             reader.bind(offer, layout(), [shadow.memory], Deadline.after(0.3))
@@ -404,7 +404,7 @@ def test_a_stopped_source_ends_the_wait_at_the_deadline(
 def test_a_killed_rank_does_not_keep_others_from_reading(directory: Path) -> None:
     with ExitStack() as stack:
         trainer = stack.enter_context(child("source", f"{directory},s,5"))
-        facts = trainer.hear()
+        facts = trainer.receive()
         for _ in range(3):
             victim = stack.enter_context(child("rank"))
             assert victim.ask(offer=facts["offer"])["hashed"] == hashed(content(5))
@@ -423,14 +423,14 @@ def test_a_rank_that_holds_the_descriptor_cannot_write(directory: Path) -> None:
         arena.memory.bytes()[:] = content(1)
         offer = transport_source.offer(layout(), [arena], "live")
         with child("intruder", transport_source.address) as one:
-            assert one.hear() == {"errors": [1, 1, 1]}  # EPERM
+            assert one.receive() == {"errors": [1, 1, 1]}  # EPERM
         assert hashed(arena.memory.bytes()) == hashed(content(1))
         assert arena.generation == offer.generation
 
 
 def test_an_allocation_beyond_the_limit_of_a_process_fails_whole() -> None:
     with child("limited") as one:
-        facts = one.hear()
+        facts = one.receive()
         assert facts["codes"] == [["LW-502", True], ["LW-502", True]]
         assert facts["before"] == facts["after"]
         assert one.end() == 0
@@ -438,7 +438,7 @@ def test_an_allocation_beyond_the_limit_of_a_process_fails_whole() -> None:
 
 def test_both_halves_leave_nothing(directory: Path) -> None:
     with child("tidy", directory) as one:
-        facts = one.hear()
+        facts = one.receive()
         assert facts["before"] == facts["after"]
         assert (facts["after"]["arenas"], facts["after"]["files"]) == (0, [])
         assert facts["after"]["threads"] == ["MainThread"]
@@ -454,7 +454,7 @@ def test_garbage_on_either_socket_keeps_nobody_from_reading(
     directory: Path, reader: IpcReader, shadow: Allocation, garbage: bytes
 ) -> None:
     with child("source", f"{directory},s,5") as trainer, ExitStack() as stack:
-        offer = offer_in(trainer.hear())
+        offer = offer_in(trainer.receive())
         paths = [path for path in directory.iterdir() if path.is_socket()]
         assert len(paths) == 2
         for path in paths:

@@ -12,7 +12,7 @@ import typer
 from liveweight.cli.bench import growth, idle, peers
 from liveweight.cli.bench.group import app
 from liveweight.cli.commands.torture import PROGRAM
-from liveweight.cli.failures import telling
+from liveweight.cli.failures import reporting_errors
 from liveweight.errors import MissingExtra
 
 __all__ = ["app", "growth", "idle", "peers"]
@@ -32,7 +32,7 @@ Only = Annotated[
 
 
 @app.command("all")
-@telling
+@reporting_errors
 def everything(
     out: Out = Path("bench"), scale: Scale = 1.0, only: Only = None, render: Render = False
 ) -> None:

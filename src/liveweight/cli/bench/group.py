@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from liveweight.cli.failures import telling
+from liveweight.cli.failures import reporting_errors
 
 if TYPE_CHECKING:
     from liveweight.lab.bench.digest import DigestReport
@@ -42,7 +42,7 @@ def options() -> None:
 
 
 @app.command()
-@telling
+@reporting_errors
 def digest(
     size_mb: Annotated[int, typer.Option(min=1, help="MB of bfloat16; more than the caches hold.")] = 256,
     repeats: Annotated[int, typer.Option(min=1, help="Repetitions; the best counts.")] = 15,
@@ -83,7 +83,7 @@ def _show(report: DigestReport) -> None:
 
 
 @app.command()
-@telling
+@reporting_errors
 def ipc(
     size_gb: Annotated[float, typer.Option(min=0.001, help="GB of bfloat16 weights.")] = 1.4,
     ranks: Annotated[int, typer.Option(min=1, help="Ranks of the replica; each keeps its share.")] = 2,
@@ -124,7 +124,7 @@ def _show_ipc(report: dict[str, Any]) -> None:
 
 
 @app.command()
-@telling
+@reporting_errors
 def engine(
     model: Annotated[
         Path | None, typer.Option(help="A checkpoint directory; without one, random weights.")
@@ -161,7 +161,7 @@ def _show_engine(report: dict[str, Any]) -> None:
 
 
 @app.command()
-@telling
+@reporting_errors
 def live(
     model: Annotated[
         Path | None, typer.Option(help="A checkpoint directory; without one, random weights.")
@@ -210,7 +210,7 @@ def _show_live(report: dict[str, Any]) -> None:
 
 
 @app.command()
-@telling
+@reporting_errors
 def snapshot(
     size_gb: Annotated[float, typer.Option(min=0.001, help="GB of bfloat16 weights.")] = 0.5,
     rounds: Annotated[int, typer.Option(min=1, help="Repetitions of every contender.")] = 5,
@@ -248,7 +248,7 @@ def _show_snapshot(report: dict[str, Any]) -> None:
 
 
 @app.command()
-@telling
+@reporting_errors
 def nixl(
     size_gb: Annotated[float, typer.Option(min=0.001, help="GB of bfloat16 weights.")] = 0.5,
     rounds: Annotated[int, typer.Option(min=1, help="Repetitions of every contender.")] = 8,

@@ -7,11 +7,11 @@ from typing import Annotated, Any
 import typer
 
 from liveweight.cli.bench.group import JsonTo, app, tell
-from liveweight.cli.failures import telling
+from liveweight.cli.failures import reporting_errors
 
 
 @app.command()
-@telling
+@reporting_errors
 def growth(
     largest_gb: Annotated[float, typer.Option(min=0.002, help="The largest size; halved four times.")] = 4.0,
     base_gb: Annotated[float, typer.Option(min=0.001, help="The size on the other axes.")] = 0.5,

@@ -7,11 +7,11 @@ from typing import Annotated, Any, Literal
 import typer
 
 from liveweight.cli.bench.group import JsonTo, app, tell
-from liveweight.cli.failures import telling
+from liveweight.cli.failures import reporting_errors
 
 
 @app.command()
-@telling
+@reporting_errors
 def idle(
     size: Annotated[Literal["tiny", "small", "1b"], typer.Option(help="Of the random weights.")] = "small",
     tp: Annotated[int, typer.Option(min=2, help="Ranks of each engine.")] = 2,

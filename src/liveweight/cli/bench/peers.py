@@ -7,11 +7,11 @@ from typing import Annotated, Any
 import typer
 
 from liveweight.cli.bench.group import JsonTo, app, tell
-from liveweight.cli.failures import telling
+from liveweight.cli.failures import reporting_errors
 
 
 @app.command()
-@telling
+@reporting_errors
 def peers(
     size_gb: Annotated[float, typer.Option(min=0.001, help="GB of bfloat16 weights.")] = 1.4,
     ranks: Annotated[int, typer.Option(min=1, help="Ranks; each keeps its share.")] = 2,

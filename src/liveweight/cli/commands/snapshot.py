@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeAlias
 
 import typer
 
-from liveweight.cli.failures import telling
+from liveweight.cli.failures import reporting_errors
 from liveweight.cli.progress import SEPARATOR
 from liveweight.errors import SnapshotNotFound
 
@@ -43,7 +43,7 @@ def options() -> None:
 
 
 @app.command()
-@telling
+@reporting_errors
 def save(
     directory: Annotated[Path, typer.Argument(metavar="DIR", help="An HF checkpoint directory.")],
     store: StoreDir,
@@ -89,7 +89,7 @@ def _tell_saved(saved: SavedSnapshot, took_s: float, as_json: bool) -> None:
 
 
 @app.command("list")
-@telling
+@reporting_errors
 def list_(store: StoreDir, as_json: AsJson = False) -> None:
     """List the snapshots of a store, the oldest first, also those that are not complete.
 
@@ -104,7 +104,7 @@ def list_(store: StoreDir, as_json: AsJson = False) -> None:
 
 
 @app.command()
-@telling
+@reporting_errors
 def inspect(place: Place, as_json: AsJson = False) -> None:
     """Tell what a snapshot holds: its ranks, parts and tensors. All files must be there, in their sizes; weights are not read.
 
@@ -138,7 +138,7 @@ def inspect(place: Place, as_json: AsJson = False) -> None:
 
 
 @app.command("verify")
-@telling
+@reporting_errors
 def verify_(place: Place, as_json: AsJson = False) -> None:
     """Read all of a snapshot, and compare every block and digest with what was written. The exit code is 1 if one differs.
 
@@ -164,7 +164,7 @@ def verify_(place: Place, as_json: AsJson = False) -> None:
 
 
 @app.command("export")
-@telling
+@reporting_errors
 def export_(
     place: Place,
     directory: Annotated[Path, typer.Argument(metavar="DIR", help="Where to write; must not be there.")],
@@ -194,7 +194,7 @@ def export_(
 
 
 @app.command()
-@telling
+@reporting_errors
 def prune(
     store: StoreDir,
     keep: Annotated[int, typer.Option(min=1, help="So many of the newest complete ones stay.")],

@@ -72,11 +72,11 @@ class _Local:
         """The checkpoint's tensors as an engine that holds these would be offered them."""
         from liveweight.devices.kernels import choose_kernels
         from liveweight.trainer.sources.in_memory import as_source
-        from liveweight.trainer.sources.source_digests import inventory
+        from liveweight.trainer.sources.source_digests import digest_source
 
         form = held.names_digest()
         if form not in self._known:
-            self._known[form] = inventory(as_source(self._directory), held, choose_kernels(), self.names)
+            self._known[form] = digest_source(as_source(self._directory), held, choose_kernels(), self.names)
         return self._known[form]
 
 

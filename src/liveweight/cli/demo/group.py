@@ -5,8 +5,8 @@ from __future__ import annotations
 import typer
 
 from liveweight.cli.demo import demo, torn
-from liveweight.cli.failures import telling
+from liveweight.cli.failures import reporting_errors
 
 app = typer.Typer()
-app.callback(invoke_without_command=True)(telling(demo.demo))
-app.command("torn")(telling(torn.torn))
+app.callback(invoke_without_command=True)(reporting_errors(demo.demo))
+app.command("torn")(reporting_errors(torn.torn))

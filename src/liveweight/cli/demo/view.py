@@ -28,23 +28,23 @@ TITLES = {
 def viewing(settings: DemoSettings, *, as_json: bool) -> Iterator[Listener]:
     """The view that fits: JSON if it is asked for, a picture on a terminal, else lines."""
     if as_json:
-        yield say_json
+        yield print_json
     elif sys.stdout.isatty():
         from liveweight.cli.demo.terminal_picture import TerminalPicture
 
         with TerminalPicture(settings) as picture:
             yield picture.hear
     else:
-        yield say_line
+        yield print_line
 
 
-def say_json(record: Record) -> None:
+def print_json(record: Record) -> None:
     """An object per step; the summary is the last."""
     if isinstance(record, TrainingStep | Summary):
         print(json.dumps(asdict(record)), flush=True)
 
 
-def say_line(record: Record) -> None:
+def print_line(record: Record) -> None:
     """A line per step, and what it came to."""
     match record:
         case Phase(name=name, detail=detail):

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 from liveweight.devices.device import open_device
 from liveweight.engine.rank.attention import PagedAttention
 from liveweight.engine.rank.hooks import hooks_of
-from liveweight.engine.rank.rank_group import meet
+from liveweight.engine.rank.rank_group import join_group
 from liveweight.engine.rank.sleep import RankSleep
 from liveweight.engine.rank.slots import Slots
 from liveweight.engine.rank.start_version import StartVersion, loaded
@@ -166,7 +166,7 @@ def _model(setup: Setup) -> tuple[Model, tuple[Hook, ...]]:
     from liveweight.engine.rank.checkpoint_loading import load
 
     config = setup.config
-    group = meet(
+    group = join_group(
         rank=setup.rank,
         size=config.tp,
         meeting=Path(setup.meeting),

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 LOOPBACK = "127.0.0.1"
 
 
-def meet(*, rank: int, size: int, meeting: Path, device: str, timeout_s: float) -> Group:
+def join_group(*, rank: int, size: int, meeting: Path, device: str, timeout_s: float) -> Group:
     """Find the other ranks. `meeting` is a file that all of them can reach and that nobody else uses."""
     if size == 1:
         return Solo()

@@ -55,15 +55,15 @@ def named(ranks: Sequence[Loaded], names: Collection[str]) -> Begin:
 
     DigestMismatch where ranks hold different copies of a tensor: they did not read the same files.
     """
-    tally = DigestSums([rank.layout for rank in ranks])
+    digest_sums = DigestSums([rank.layout for rank in ranks])
     partials = [lanes_from_bytes(rank.lanes, len(rank.layout.placements)) for rank in ranks]
-    totals, disagreeing = tally.combine(partials)
+    totals, disagreeing = digest_sums.combine(partials)
     if disagreeing:
         raise DigestMismatch(disagreeing, "the ranks, after loading")
     known = frozenset(names)
     manifest = Manifest(
         tensors=tuple(
-            _as_read(spec, lanes, known) for spec, lanes in zip(tally.expected, totals, strict=True)
+            _as_read(spec, lanes, known) for spec, lanes in zip(digest_sums.expected, totals, strict=True)
         )
     )
     return Begin(Version(run=RUN, label=LABEL, digest=manifest.digest()), manifest)

@@ -117,21 +117,21 @@ class RestartingEngine:
         free, fault = status.blocks_total, pending or status.fault
         return replace(status, state=state, fault=fault, running=0, waiting=0, blocks_free=free)
 
-    def standing(self) -> UpdateStatus:
+    def update_status(self) -> UpdateStatus:
         """See Engine; while ranks are replaced, what is known without them."""
         with self._changed:
             engine, pending, recovery = self._engine, self._pending, self._recovery
         if pending is None:
             try:
-                standing = engine.standing()
+                update_status = engine.update_status()
             except LiveWeightError:
                 pending = self._pending
                 if pending is None:  # else its rank was lost while it was asked
                     raise
             else:
-                if recovery is not None and standing.serving != recovery.version:
+                if recovery is not None and update_status.serving != recovery.version:
                     recovery = replace(recovery, behind=None)  # a later round has brought another
-                return replace(standing, recovery=recovery)
+                return replace(update_status, recovery=recovery)
         state = f"pending weights ({pending})"
         return UpdateStatus(state=state, serving=None, undo=None, round=None, rounds=(), recovery=recovery)
 

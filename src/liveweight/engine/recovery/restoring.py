@@ -89,7 +89,7 @@ class VersionRestorer:
                 self._check_alive(error)
                 self._notes.append(f"{what}: {error}")
                 continue
-            version = self.engine.standing().serving
+            version = self.engine.update_status().serving
             if version is not None:
                 return RestoredVersion(
                     version=version, origin=origin if done else "publisher", notes=tuple(self._notes)
@@ -119,8 +119,8 @@ class VersionRestorer:
             else:
                 return True
             self.pause(LOOK_S)
-            standing = self.engine.standing()
-            if standing.round is None and standing.serving not in (None, self.engine.start):
+            update_status = self.engine.update_status()
+            if update_status.round is None and update_status.serving not in (None, self.engine.start):
                 return False
 
     # What there is.
@@ -170,8 +170,8 @@ class VersionRestorer:
                 lease_s=OFFER_S,
                 deadline=Deadline.after(OFFER_S),
                 cancel=self.cancel,
-            ) as hold:
-                return hold.held.version
+            ) as lease:
+                return lease.held.version
         except LiveWeightError as error:
             self._check_alive(error)
             self._notes.append(f"{updates.source}: {error}")

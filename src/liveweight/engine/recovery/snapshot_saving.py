@@ -170,7 +170,7 @@ class SnapshotSaver:
         began_s, self._numbers, commits = time.monotonic(), self._numbers + 1, self._commits
         version: Version | None = None
         try:
-            version = self._replica.standing(Deadline.after(self._snapshots.timeout_s)).serving
+            version = self._replica.replica_state(Deadline.after(self._snapshots.timeout_s)).serving
             if version is None or self._is_newest(version):
                 return
             self._status = replace(self._status, writing=version)

@@ -195,7 +195,7 @@ class EngineSleep:
             self._leader_client.rest(asleep=asleep, weights=weights, kv_cache=kv_cache, timeout_s=ANSWER_S)
 
     def _version(self) -> Version:
-        serving = self._start if self._leader_client is None else self._leader_client.standing().serving
+        serving = self._start if self._leader_client is None else self._leader_client.update_status().serving
         return Version(run=self._start.run, label="unnamed") if serving is None else serving
 
     def _drop_image(self) -> None:

@@ -71,11 +71,11 @@ class LeaderClient:
         self._kept: tuple[str, ...] = ()
         self._subscription = bus.subscribe(self._hear)
 
-    def standing(self) -> UpdateStatus:
+    def update_status(self) -> UpdateStatus:
         """How it is now, as the leader says."""
         with self._asking:
             try:
-                said = self._leader.standing(Deadline.after(ANSWER_S))
+                said = self._leader.replica_state(Deadline.after(ANSWER_S))
             except ReplicaRefused as refused:
                 raise refused.to_error() from refused
         open_round = None if said.round is None else f"{said.round.boot}/{said.round.epoch}"

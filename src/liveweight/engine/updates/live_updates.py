@@ -71,7 +71,7 @@ class DecisionInbox:
         return None if waiting is None else waiting[1]
 
 
-def lead(
+def start_leader(
     updates: Updates, *, secret: Secret, world: int, replica: str, bus: Bus, inbox: DecisionInbox
 ) -> LeaderServer:
     """The leader of an engine's rounds; publishers and ranks reach it at its address."""

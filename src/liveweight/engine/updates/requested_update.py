@@ -154,9 +154,9 @@ class RequestedUpdates:
 
     def _run(self, wish: RequestedVersion, began_s: float, deadline: Deadline) -> UpdateResult:
         with ExitStack() as stack:
-            hold = stack.enter_context(self._hold(wish, deadline))
+            lease = stack.enter_context(self._hold(wish, deadline))
             hold_s = time.monotonic() - began_s
-            _check(wish, wish.transfer_mode or self._mode, hold.held)
+            _check(wish, wish.transfer_mode or self._mode, lease.held)
             replica = WireReplica(self._leader, self._secret)
             stack.callback(replica.close)
             with self._changed:
@@ -165,11 +165,11 @@ class RequestedUpdates:
             stack.callback(self._pauses.resume_from, wish.call)
             pool = stack.enter_context(ThreadPoolExecutor(1))  # of one replica none is used
             pause = _Pause(self._pauses, wish, deadline, self._go_on)
-            part = ReplicaProgress(replica)
-            drive = self._drive(wish, hold, part, deadline, pool, pause)
-            drive.run()
-            steps = _steps(part, drive, hold_s=hold_s, pause_s=pause.took_s, began_s=began_s)
-            return self._updated(wish, hold.held, part, steps)
+            progress = ReplicaProgress(replica)
+            coordinator = self._drive(wish, lease, progress, deadline, pool, pause)
+            coordinator.run()
+            steps = _steps(progress, coordinator, hold_s=hold_s, pause_s=pause.took_s, began_s=began_s)
+            return self._updated(wish, lease.held, progress, steps)
 
     def _hold(self, wish: RequestedVersion, deadline: Deadline) -> ReadLease:
         return ReadLease(
@@ -185,13 +185,13 @@ class RequestedUpdates:
     def _drive(
         self,
         wish: RequestedVersion,
-        hold: ReadLease,
-        part: ReplicaProgress,
+        lease: ReadLease,
+        progress: ReplicaProgress,
         deadline: Deadline,
         pool: ThreadPoolExecutor,
         pause: _Pause,
     ) -> RoundCoordinator:
-        held = hold.held
+        held = lease.held
         order = m.Open(
             publisher=f"{OPERATOR}/{wish.call}",
             version=held.version,
@@ -205,7 +205,7 @@ class RequestedUpdates:
             pid=os.getpid(),
         )
         return RoundCoordinator(
-            parts=[part],
+            parts=[progress],
             order=order,
             manifest=held.manifest,
             quorum=1,
@@ -213,25 +213,25 @@ class RequestedUpdates:
             deadline=deadline,
             pool=pool,
             on_staged=lambda: None,
-            on_read=hold.release,
+            on_read=lease.release,
             closing=lambda: self._closing,
-            look=hold.check,
+            poll=lease.check,
             before_vote=pause.begin,
         )
 
     def _updated(
-        self, wish: RequestedVersion, held: ReadLeaseGranted, part: ReplicaProgress, steps: UpdateTimes
+        self, wish: RequestedVersion, held: ReadLeaseGranted, progress: ReplicaProgress, steps: UpdateTimes
     ) -> UpdateResult:
-        round_id, committed = part.round_id, part.committed
+        round_id, committed = progress.round_id, progress.committed
         nothing = tuple(RankTimes(rank=rank) for rank in range(self._world))
         return UpdateResult(
             version=held.version,
-            outcome="unchanged" if part.unchanged else "committed",
+            outcome="unchanged" if progress.unchanged else "committed",
             round=None if round_id is None else f"{round_id.boot}/{round_id.epoch}",
             mode=held.offer.mode,
-            verified=wish.verify and not part.unchanged,
+            verified=wish.verify and not progress.unchanged,
             tensors=len(held.manifest.tensors),
-            kept=part.kept,
+            kept=progress.kept,
             steps=steps,
             ranks=nothing if committed is None else committed.ranks,
         )
@@ -256,16 +256,16 @@ class _Pause:
 
 
 def _steps(
-    part: ReplicaProgress, drive: RoundCoordinator, *, hold_s: float, pause_s: float, began_s: float
+    progress: ReplicaProgress, coordinator: RoundCoordinator, *, hold_s: float, pause_s: float, began_s: float
 ) -> UpdateTimes:
-    report = part.report()
+    report = progress.report()
     return UpdateTimes(
         hold_s=hold_s,
         stage_s=report.stage_s,
         verify_s=report.verify_s,
         pause_s=pause_s,
-        vote_s=drive.vote_s,
-        commit_s=drive.commit_s,
+        vote_s=coordinator.vote_s,
+        commit_s=coordinator.commit_s,
         stall_s=report.stall_s,
         total_s=time.monotonic() - began_s,
     )

@@ -12,7 +12,7 @@ from liveweight.engine.config import EngineConfig
 from liveweight.engine.recovery.snapshot_saving import SnapshotSaver
 from liveweight.engine.serving.pauses import Pauses
 from liveweight.engine.updates.leader_client import LeaderClient
-from liveweight.engine.updates.live_updates import DecisionInbox, lead
+from liveweight.engine.updates.live_updates import DecisionInbox, start_leader
 from liveweight.engine.updates.requested_update import RequestedUpdates
 from liveweight.engine.updates.verifying import Verifier
 from liveweight.observe.bus import Bus
@@ -35,7 +35,9 @@ class UpdateServices:
         if updates is None:
             return
         self._secret = secret = load_or_create_secret(Path(updates.secret_file))
-        self.leader = lead(updates, secret=secret, world=config.tp, replica=replica, bus=bus, inbox=inbox)
+        self.leader = start_leader(
+            updates, secret=secret, world=config.tp, replica=replica, bus=bus, inbox=inbox
+        )
         stack.callback(self.leader.close)
         self.leader_client = LeaderClient(self.leader.address, secret, bus)
         stack.callback(self.leader_client.close)

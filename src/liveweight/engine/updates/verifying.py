@@ -104,8 +104,8 @@ class Verifier:
             lease_s=deadline.remaining_s(),
             deadline=deadline,
             cancel=self._cancel,
-        ) as hold:
-            return hold.held.version, _with_digests(hold.held)
+        ) as lease:
+            return lease.held.version, _with_digests(lease.held)
 
 
 def _with_digests(held: ReadLeaseGranted) -> Manifest:

@@ -215,10 +215,10 @@ async def _status(service: RouteContext) -> dict[str, Any]:
     if "weight" in engine.status().asleep:
         status = WeightStatus.CLEARED
     elif engine.config.updates is not None:
-        standing = await service.elsewhere(engine.standing)
-        if standing.state.startswith("asleep"):
+        update_status = await service.elsewhere(engine.update_status)
+        if update_status.state.startswith("asleep"):
             status = WeightStatus.CLEARING
-        elif standing.round is not None:
+        elif update_status.round is not None:
             status = WeightStatus.UPDATING
     return {"weight_status": int(status), "weight_status_name": status.name}
 

@@ -11,7 +11,7 @@ from typing import Any, get_args
 import xxhash
 
 from liveweight.errors import Refused
-from liveweight.integrations.vllm.client.connect import controls_of
+from liveweight.integrations.vllm.client.connect import connect
 from liveweight.integrations.vllm.client.replica import VllmReplica
 from liveweight.integrations.vllm.handshake_terms import Verify
 from liveweight.wire.credentials import Secret
@@ -31,7 +31,7 @@ class VllmEngine:
 
     def replica(self, secret: Secret, secret_file: Path | None) -> VllmReplica:
         """As a publisher drives it. Its workers read the secret in that file, unless their environment names another."""
-        controls = controls_of(self.given, key=self.key, loop=self.loop)
+        controls = connect(self.given, key=self.key, loop=self.loop)
         name = getattr(controls, "url", None) or f"vLLM ({type(self.given).__name__})"
         # The same for all trainers of one server: the second finds the leader where the first had it.
         shared = hasattr(controls, "url")

@@ -23,11 +23,11 @@ class JsonSocket:
         self._socket = end
         self._kept = b""
 
-    def say(self, **facts: object) -> None:
+    def send(self, **facts: object) -> None:
         """Send one line."""
         self._socket.sendall(json.dumps(facts).encode() + b"\n")
 
-    def hear(self, deadline: Deadline) -> dict[str, Any]:
+    def receive(self, deadline: Deadline) -> dict[str, Any]:
         """The next line."""
         while b"\n" not in self._kept:
             if not select.select([self._socket], [], [], deadline.remaining_s())[0]:
@@ -44,7 +44,7 @@ class JsonSocket:
         """The next line, if one is there."""
         if b"\n" not in self._kept and not select.select([self._socket], [], [], 0)[0]:
             return None
-        return self.hear(Deadline.after(1.0))
+        return self.receive(Deadline.after(1.0))
 
 
 class BenchProcess:
@@ -60,7 +60,7 @@ class BenchProcess:
             )
         self.line, self.pid = JsonSocket(ours), self._process.pid
         self._socket = ours
-        self.line.say(**config)
+        self.line.send(**config)
 
     def __enter__(self) -> Self:
         return self
@@ -78,7 +78,7 @@ def run(main: Callable[[JsonSocket, dict[str, Any]], None], descriptor: int) -> 
     """What a child process does: hear its configuration, then its function."""
     with socket.socket(fileno=descriptor) as end:
         line = JsonSocket(end)
-        main(line, line.hear(Deadline.after(60.0)))
+        main(line, line.receive(Deadline.after(60.0)))
 
 
 def resident_bytes(field: str) -> int:

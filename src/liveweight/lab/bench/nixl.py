@@ -77,7 +77,7 @@ class _Scene:
             for rank, world in ((0, 1), (0, 2), (1, 2))
         }
         for child in self._ranks.values():
-            child.line.hear(Deadline.after(WAIT_S))
+            child.line.receive(Deadline.after(WAIT_S))
         stack.callback(self._stop)
 
     def run(self, name: str) -> float:
@@ -90,27 +90,29 @@ class _Scene:
         """What the ranks have staged is, bit for bit, what the source holds."""
         for world in (1, 2):
             layouts = [layout_of(gather(parameters(self._specs, rank, world))) for rank in range(world)]
-            tally = DigestSums(layouts)
+            digest_sums = DigestSums(layouts)
             self._ask("plain", world)  # a bare READ leaves the bytes in the source's order
             lanes = [
                 lanes_from_bytes(bytes.fromhex(one["lanes"]), len(layout.placements))
                 for one, layout in zip(self._ask("digest", world), layouts, strict=True)
             ]
-            totals, torn = tally.combine(lanes)
+            totals, torn = digest_sums.combine(lanes)
             held = self._shared.digest(choose().kernels, os.cpu_count() or 1, self._shared.layout)
-            differing = torn or tally.differing(totals, held[tally.sources(self._shared.manifest)])
+            differing = torn or digest_sums.differing(
+                totals, held[digest_sums.sources(self._shared.manifest)]
+            )
             if differing:
                 raise DigestMismatch(differing, "the benchmark's ranks")
 
     def _ask(self, what: str, world: int) -> list[dict[str, Any]]:
         ranks = [child for (_, of), child in self._ranks.items() if of == world]
         for child in ranks:
-            child.line.say(do=what, offer=msgspec.to_builtins(self._offer))
-        return [child.line.hear(Deadline.after(WAIT_S)) for child in ranks]
+            child.line.send(do=what, offer=msgspec.to_builtins(self._offer))
+        return [child.line.receive(Deadline.after(WAIT_S)) for child in ranks]
 
     def _stop(self) -> None:
         for child in self._ranks.values():
-            child.line.say(do="stop")
+            child.line.send(do="stop")
 
 
 def _report(size_bytes: int, taken: dict[str, list[float]]) -> dict[str, Any]:

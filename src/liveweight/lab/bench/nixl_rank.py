@@ -47,9 +47,9 @@ def main(line: JsonSocket, config: dict[str, Any]) -> None:
         CopyThreads(1) as copy_threads,
     ):
         rank = _Rank(target, reader, copy_threads, secret)
-        line.say(ready=True)
-        while (command := line.hear(Deadline.after(WAIT_S)))["do"] != "stop":
-            line.say(**rank.run(command["do"], converted(command["offer"], Offer)))
+        line.send(ready=True)
+        while (command := line.receive(Deadline.after(WAIT_S)))["do"] != "stop":
+            line.send(**rank.run(command["do"], converted(command["offer"], Offer)))
 
 
 class _Rank:

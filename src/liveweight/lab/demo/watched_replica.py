@@ -45,7 +45,11 @@ class WatchedReplica:
         self.cut_after: Stage | None = None
         """Chaos: lose the connection once the next round has come that far."""
         self._replica, self._heard, self._notes = replica, heard, _Notes()
-        self.standing, self.describe, self.compare = replica.standing, replica.describe, replica.compare
+        self.replica_state, self.describe, self.compare = (
+            replica.replica_state,
+            replica.describe,
+            replica.compare,
+        )
         self.abort, self.mark_behind, self.undo = replica.abort, replica.mark_behind, replica.undo
         self.verify, self.interrupt, self.close = replica.verify, replica.interrupt, replica.close
 

@@ -94,7 +94,7 @@ class TornProcess:
         """Its id."""
         return self._process.pid
 
-    def hear(self, what: str, deadline: Deadline) -> ChildMessage:
+    def receive(self, what: str, deadline: Deadline) -> ChildMessage:
         """Wait until it says this. Its own failure is raised; ChannelClosed where it ended without a word."""
         while not self._words:
             if not select.select([self._pipe], [], [], deadline.remaining_s())[0]:

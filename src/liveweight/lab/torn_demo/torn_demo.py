@@ -114,7 +114,7 @@ class _Demo:
         counts = self._counts = self._stack.enter_context(
             AnswerCounts(TokenJudge(self._old, self._new), self._judged)
         )
-        self._served = {side: _served(engine.hear("ready", deadline)) for side, engine in engines.items()}
+        self._served = {side: _served(engine.receive("ready", deadline)) for side, engine in engines.items()}
         self._streams = {
             side: self._stack.enter_context(
                 ClientStream(
@@ -134,7 +134,7 @@ class _Demo:
         """Trainers bring the new version while requests run; each is killed in the middle of it, or brings it to its end."""
         settings, deadline = self._settings, Deadline.after(STEP_S)
         for trainer in self._trainers.values():
-            trainer.hear("ready", deadline)
+            trainer.receive("ready", deadline)
         for stream in self._streams.values():
             stream.begin(1)
         how = (
@@ -145,10 +145,10 @@ class _Demo:
         for side, trainer in self._trainers.items():
             trainer.go(self._served[side])
         if not settings.kill:
-            self._hear_done("the update is done")
+            self._receive_done("the update is done")
             return
         for side, trainer in self._trainers.items():
-            reached = trainer.hear("middle", deadline).text
+            reached = trainer.receive("middle", deadline).text
             trainer.kill()
             self._view.note(side, f"kill -9 of the trainer; {reached}")
             self._streams[side].begin(2)
@@ -163,13 +163,13 @@ class _Demo:
         self._view.note("right", f"the dead trainer's round: {self._until_no_round()}")
         deadline = Deadline.after(STEP_S)
         for side, trainer in self._trainers.items():
-            trainer.hear("ready", deadline)
+            trainer.receive("ready", deadline)
             trainer.go(self._served[side])
-        self._hear_done("a successor's update is done")
+        self._receive_done("a successor's update is done")
 
-    def _hear_done(self, note: str) -> None:
+    def _receive_done(self, note: str) -> None:
         for side, trainer in self._trainers.items():
-            trainer.hear("done", Deadline.after(STEP_S))
+            trainer.receive("done", Deadline.after(STEP_S))
             self._streams[side].begin(3)
             self._view.note(side, note)
 

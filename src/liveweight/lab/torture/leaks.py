@@ -61,7 +61,7 @@ class Leaks:
         self._first: dict[int, dict[str, int]] = {}
         self._kinds: dict[int, Counter[str]] = {}
 
-    def look(self, names: dict[int, str]) -> None:
+    def check(self, names: dict[int, str]) -> None:
         """Look at these processes, by id, with what they are called. What is gone again within a while was in use, and no leak."""
         for pid, name in names.items():
             now = weight_of(pid)
@@ -80,7 +80,7 @@ class Leaks:
                 self.found.append(f"{name} ({pid}): {first[what]} {what} became {now[what]} (more: {more})")
                 first[what] = now[what]
 
-    def look_after(self, processes: Iterable[Forked], files: Sequence[Path]) -> None:
+    def check_after(self, processes: Iterable[Forked], files: Sequence[Path]) -> None:
         """When everything was closed: which processes still run, and which files are still there."""
         self.found += [f"process {one.pid} still runs" for one in processes if one.poll() is None]
         self.found += [f"{path.name} is still there" for path in files if path.exists()]

@@ -16,7 +16,11 @@ class ReportingReplica:
 
     def __init__(self, replica: Replica, say: Callable[[After], None]) -> None:
         self._replica, self._say = replica, say
-        self.standing, self.describe, self.compare = replica.standing, replica.describe, replica.compare
+        self.replica_state, self.describe, self.compare = (
+            replica.replica_state,
+            replica.describe,
+            replica.compare,
+        )
         self.abort, self.mark_behind, self.undo = replica.abort, replica.mark_behind, replica.undo
         self.verify, self.interrupt, self.close = replica.verify, replica.interrupt, replica.close
 

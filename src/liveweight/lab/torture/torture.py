@@ -107,7 +107,7 @@ def torture(settings: TortureSettings, struck: Callable[[int, TortureTarget], No
                 with load:
                     _strike(settings, target, load, leaks, struck)
             replay.finish(Deadline.after(REPLAY_S))
-        leaks.look_after(*target.left())
+        leaks.check_after(*target.left())
         return _result(settings, target, load, replay, leaks, time.monotonic() - began_s)
 
 
@@ -137,7 +137,7 @@ def _strike(
         except DeadlineExceeded:
             target.counts.lost += 1  # it says that it serves, and does not
         if number % target.look_every == 0:
-            leaks.look(target.processes())
+            leaks.check(target.processes())
         struck(number, target)
 
 

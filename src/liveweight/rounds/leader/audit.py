@@ -43,7 +43,7 @@ class Audit:
     peer: bytes
     call: int
     asked: m.Verify
-    tally: DigestSums
+    digest_sums: DigestSums
     chosen: Mask
     reference: AuditReference | None
     began_s: float
@@ -83,10 +83,10 @@ class Audits:
     def joined(self, body: m.Join, version: Version | None) -> None:
         """A rank has joined; `version` is what the replica serves, once it is complete."""
         self._said[body.rank] = body
-        tally = self._membership.tally
-        if tally is not None:
+        digest_sums = self._membership.digest_sums
+        if digest_sums is not None:
             try:
-                reference = self._told(tally, version)
+                reference = self._told(digest_sums, version)
             except (Refused, WireError):  # it does not fit what the ranks own: nobody can compare with it
                 reference = None
             self._now, self._before = InstalledVersion(version, reference), InstalledVersion()
@@ -140,14 +140,14 @@ class Audits:
 
     def begin(self, now_s: float, peer: bytes, call: int, asked: m.Verify) -> list[Action]:
         """Take a call. Refused: names that the replica does not have, a manifest that does not fit."""
-        tally = self._membership.whole()
-        reference = None if asked.manifest is None else of_manifest(tally, asked.manifest)
-        chosen = choose(tally, asked.names, reference)
+        digest_sums = self._membership.whole()
+        reference = None if asked.manifest is None else of_manifest(digest_sums, asked.manifest)
+        chosen = choose(digest_sums, asked.names, reference)
         audit = Audit(
             peer=peer,
             call=call,
             asked=asked,
-            tally=tally,
+            digest_sums=digest_sums,
             chosen=chosen,
             reference=reference,
             began_s=now_s,
@@ -203,7 +203,7 @@ class Audits:
         audit.number, audit.tries, audit.swaps = next(self._numbers), audit.tries + 1, self._swaps
         audit.lanes, audit.seconds, audit.changed = {}, {}, False
         audit.apart, audit.unread = {}, set()
-        expected, names = audit.tally.expected.tensors, None
+        expected, names = audit.digest_sums.expected.tensors, None
         if not audit.chosen.all():
             names = tuple(expected[number].name for number in np.flatnonzero(audit.chosen))
         order = m.DigestLive(audit=audit.number, names=names, timeout_s=max(0.0, audit.ends_s - now_s))
@@ -242,7 +242,7 @@ class Audits:
         fault = fault_of(error, step="verify", rank=rank, waited_s=waited_s)
         return m.Refusal(fault=fault, serving=self._now.version)
 
-    def _told(self, tally: DigestSums, version: Version | None) -> AuditReference | None:
+    def _told(self, digest_sums: DigestSums, version: Version | None) -> AuditReference | None:
         """What the ranks said at their joining of the version that they hold; it counts if it is that version's."""
         manifests = [body.manifest for body in self._said.values() if body.manifest is not None]
         if version is None or not manifests or manifests[0].digest() != version.digest:
@@ -253,12 +253,12 @@ class Audits:
             for body in told
             if body is not None and body.lanes is not None
         ]
-        return of_manifest(tally, manifests[0], tuple(parts) if len(parts) == len(told) else None)
+        return of_manifest(digest_sums, manifests[0], tuple(parts) if len(parts) == len(told) else None)
 
     def _verdict(self, audit: Audit) -> m.Verdict:
         ranks = range(self._membership.world)
         return verdict(
-            audit.tally,
+            audit.digest_sums,
             [audit.lanes[rank] for rank in ranks],
             seconds=[audit.seconds[rank] for rank in ranks],
             chosen=audit.chosen,

@@ -47,13 +47,13 @@ class AuditReference:
 
 
 def of_manifest(
-    tally: DigestSums, manifest: Manifest, parts: tuple[Lanes, ...] | None = None
+    digest_sums: DigestSums, manifest: Manifest, parts: tuple[Lanes, ...] | None = None
 ) -> AuditReference:
     """What a manifest says; it may list a part of the tensors.
 
     ManifestMismatch with the names that the replica does not have, or has in another form; ManifestInvalid without digests.
     """
-    differences = list(_misfits(tally.expected, manifest))
+    differences = list(_misfits(digest_sums.expected, manifest))
     if differences:
         raise ManifestMismatch(differences)
     digests = [spec.digest for spec in manifest if spec.digest is not None]
@@ -61,9 +61,9 @@ def of_manifest(
         bare = next(spec.name for spec in manifest if spec.digest is None)
         raise ManifestInvalid(f"{bare} has no digest to compare with")
     given = manifest.by_name()
-    absent = {spec.name for spec in tally.expected if not any(name in given for name in spec.names)}
+    absent = {spec.name for spec in digest_sums.expected if not any(name in given for name in spec.names)}
     lanes = np.stack([from_hex(digest) for digest in digests])
-    return _reference(tally.sources(manifest, absent), lanes, ContentDigest(manifest), parts)
+    return _reference(digest_sums.sources(manifest, absent), lanes, ContentDigest(manifest), parts)
 
 
 def of_round(

@@ -31,17 +31,17 @@ class InstalledVersion:
     version: Version | None = None
     reference: AuditReference | None = None
 
-    def is_content(self, tally: DigestSums, totals: Lanes) -> bool:
+    def is_content(self, digest_sums: DigestSums, totals: Lanes) -> bool:
         """Whether these are its tensors' digests; False where that is not known."""
         if self.version is None:
             return False
         if self.reference is not None:
             return not self.reference.differing(totals).any()
-        return self.version.digest == ContentDigest(tally.expected).of(totals)
+        return self.version.digest == ContentDigest(digest_sums.expected).of(totals)
 
 
 def verdict(
-    tally: DigestSums,
+    digest_sums: DigestSums,
     partials: Sequence[Lanes],
     *,
     seconds: Sequence[float],
@@ -54,12 +54,12 @@ def verdict(
 ) -> Verdict:
     """Compare what the ranks hold with what was given, or else with what is installed: `installed` is that, and what was before.
     With tensors of `apart` those ranks do not compute as they digested them; of those in `unread` nobody knows."""
-    totals, torn = tally.combine(partials)
+    totals, torn = digest_sums.combine(partials)
     against = installed[0].reference if given is None else given
     found = None
-    names = [spec.name for spec in tally.expected]
+    names = [spec.name for spec in digest_sums.expected]
     if chosen.all() and not torn and not apart:
-        found = next((known.version for known in installed if known.is_content(tally, totals)), None)
+        found = next((known.version for known in installed if known.is_content(digest_sums, totals)), None)
     wrong = chosen & np.isin(names, [*torn, *apart])
     compared = int(wrong.sum())
     if against is not None:
@@ -71,27 +71,27 @@ def verdict(
         match=not wrong.any() if compared else None,
         serving=installed[0].version,
         found=found,
-        digest=_digest(tally, totals, against, chosen),
+        digest=_digest(digest_sums, totals, against, chosen),
         tensors=int(chosen.sum()),
         compared=compared,
         differing=int(wrong.sum()),
-        mismatches=_mismatches(tally, wrong, partials, against, installed[0].reference, apart),
+        mismatches=_mismatches(digest_sums, wrong, partials, against, installed[0].reference, apart),
         seconds=tuple(seconds),
-        manifest=_listing(tally, totals, chosen, torn) if listed else None,
+        manifest=_listing(digest_sums, totals, chosen, torn) if listed else None,
         unread=int((chosen & np.isin(names, list(unread))).sum()),
     )
 
 
-def choose(tally: DigestSums, names: Sequence[str] | None, reference: AuditReference | None) -> Mask:
+def choose(digest_sums: DigestSums, names: Sequence[str] | None, reference: AuditReference | None) -> Mask:
     """The tensors to be digested, in the expected order: those that were named; else those that the reference lists; else all."""
     if names is None:
-        everything = np.ones(len(tally.expected.tensors), dtype=np.bool_)
+        everything = np.ones(len(digest_sums.expected.tensors), dtype=np.bool_)
         return everything if reference is None else reference.known
-    numbers = {name: number for number, spec in enumerate(tally.expected) for name in spec.names}
+    numbers = {name: number for number, spec in enumerate(digest_sums.expected) for name in spec.names}
     unknown = [name for name in names if name not in numbers]
     if unknown or not names:
         raise ManifestMismatch([f"{name} unexpected" for name in unknown] or ["no tensor is named"])
-    chosen = np.zeros(len(tally.expected.tensors), dtype=np.bool_)
+    chosen = np.zeros(len(digest_sums.expected.tensors), dtype=np.bool_)
     chosen[[numbers[name] for name in names]] = True
     if reference is not None and (chosen & ~reference.known).any():
         unlisted = next(name for name in names if not reference.known[numbers[name]])
@@ -99,15 +99,17 @@ def choose(tally: DigestSums, names: Sequence[str] | None, reference: AuditRefer
     return chosen
 
 
-def _digest(tally: DigestSums, totals: Lanes, against: AuditReference | None, chosen: Mask) -> str | None:
+def _digest(
+    digest_sums: DigestSums, totals: Lanes, against: AuditReference | None, chosen: Mask
+) -> str | None:
     """The digest of the whole; None where a tensor of it was not digested."""
     if against is None:
-        return ContentDigest(tally.expected).of(totals) if chosen.all() else None
+        return ContentDigest(digest_sums.expected).of(totals) if chosen.all() else None
     return against.digest(totals) if chosen[against.filled].all() else None
 
 
 def _mismatches(
-    tally: DigestSums,
+    digest_sums: DigestSums,
     wrong: Mask,
     partials: Sequence[Lanes],
     against: AuditReference | None,
@@ -118,9 +120,9 @@ def _mismatches(
     numbers = np.flatnonzero(wrong)[:MISMATCHES_TOLD].tolist()
     if not numbers:
         return ()
-    parts = partials if against is None else _parts(tally, against, installed, partials)
-    ranks = tally.holders(partials, parts)
-    names = {number: tally.expected.tensors[number].name for number in numbers}
+    parts = partials if against is None else _parts(digest_sums, against, installed, partials)
+    ranks = digest_sums.holders(partials, parts)
+    names = {number: digest_sums.expected.tensors[number].name for number in numbers}
     return tuple(
         Mismatch(name=name, ranks=tuple(sorted({*ranks.get(number, ()), *apart.get(name, ())})))
         for number, name in names.items()
@@ -128,28 +130,31 @@ def _mismatches(
 
 
 def _parts(
-    tally: DigestSums, against: AuditReference, installed: AuditReference | None, partials: Sequence[Lanes]
+    digest_sums: DigestSums,
+    against: AuditReference,
+    installed: AuditReference | None,
+    partials: Sequence[Lanes],
 ) -> Sequence[Lanes]:
     """What every rank's part should be, as far as it is known; else what it is. Of tensors that should be what is installed, what the
     ranks held when it was is known."""
     if against.parts is not None:
         return against.parts
-    parts = tally.parts_of(against.lanes, partials)
+    parts = digest_sums.parts_of(against.lanes, partials)
     if installed is None or installed.parts is None:
         return parts
     same = against.known & installed.known & (against.lanes == installed.lanes).all(axis=1)
     return [
-        np.where(same[tally.of_placements(rank)][:, None], installed.parts[rank], part)
+        np.where(same[digest_sums.of_placements(rank)][:, None], installed.parts[rank], part)
         for rank, part in enumerate(parts)
     ]
 
 
-def _listing(tally: DigestSums, totals: Lanes, chosen: Mask, torn: Sequence[str]) -> Manifest:
+def _listing(digest_sums: DigestSums, totals: Lanes, chosen: Mask, torn: Sequence[str]) -> Manifest:
     """The tensors that were digested, with what was found; copies that disagree have no digest."""
     return Manifest(
         tensors=tuple(
             msgspec.structs.replace(spec, digest=None if spec.name in torn else to_hex(lanes))
-            for spec, lanes, wanted in zip(tally.expected, totals, chosen, strict=True)
+            for spec, lanes, wanted in zip(digest_sums.expected, totals, chosen, strict=True)
             if wanted
         )
     )

@@ -59,13 +59,13 @@ class Leader:
         self._record = ReplicaRecord(
             replica=replica, boot=boot, world=world, membership=self.membership, audits=audits
         )
-        endings = RoundEnd(self._record)
-        self._endings = endings
-        self._gathering, self._deciding = (
-            StagingReports(self._record, endings),
-            VotesAndCommits(self._record, endings),
+        round_end = RoundEnd(self._record)
+        self._round_end = round_end
+        self._staging_reports, self._votes_and_commits = (
+            StagingReports(self._record, round_end),
+            VotesAndCommits(self._record, round_end),
         )
-        self._aside = Notices(self._record, endings)
+        self._notices = Notices(self._record, round_end)
         self._inquirers: list[WaitingCall] = []
 
     @property
@@ -96,15 +96,15 @@ class Leader:
             case m.Join():
                 return self._join(now_s, peer, call, body)
             case m.Staged() | m.Verified() | m.StagingFailed() | m.ShadowDropped():
-                return self._gathering.reported(now_s, peer, body)
+                return self._staging_reports.reported(now_s, peer, body)
             case m.Swapped():
-                return self._deciding.swapped(now_s, peer, call, body)
+                return self._votes_and_commits.swapped(now_s, peer, call, body)
             case m.GetReplicaState(wait_s=wait_s):
                 self._inquirers.append(WaitingCall(peer, call, "open", now_s + wait_s))
                 return []
             case m.Describe(structure=structure, manifest=manifest):
-                tally = self.membership.whole()
-                record.ledger.describe(structure, manifest, tally, self.membership.optional)
+                digest_sums = self.membership.whole()
+                record.ledger.describe(structure, manifest, digest_sums, self.membership.optional)
                 return [SendReply(peer, call, m.Described())]
             case m.Open():
                 return self._open(now_s, peer, call, body)
@@ -112,18 +112,18 @@ class Leader:
                 record.named(round_id).waiters.append(WaitingCall(peer, call, until, now_s + wait_s))
                 return []
             case m.Compare():
-                return self._gathering.compare(now_s, peer, call, body)
+                return self._staging_reports.compare(now_s, peer, call, body)
             case m.RequestVote() | m.Commit() | m.Undo() | m.Abort():
-                return self._deciding.decide(now_s, peer, call, body)
+                return self._votes_and_commits.decide(now_s, peer, call, body)
             case m.Verify():
                 if record.torn is not None:
                     raise Torn(record.torn.cause)
-                self._aside.check_awake("a verification")
+                self._notices.check_awake("a verification")
                 return record.audits.begin(now_s, peer, call, body)
             case m.LiveDigests():
                 return record.audits.digested(now_s, peer, body)
             case m.Sleep() | m.Wake() | m.MarkBehind():
-                return self._aside.told(peer, call, body)
+                return self._notices.told(peer, call, body)
             case _:
                 raise WrongState("leading a replica", type(body).__name__)
 
@@ -162,7 +162,7 @@ class Leader:
             said = [EmitEvent(events.LeaseExpired(**self._record.who(current), lease_s=current.lease_s))]
         error = DeadlineExceeded(f"{who} to {step}", waited_s)
         fault = fault_of(error, step=step, rank=rank, waited_s=waited_s)
-        return said + self._deciding.late(now_s, current, fault)
+        return said + self._votes_and_commits.late(now_s, current, fault)
 
     def on_lost(self, now_s: float, rank: int) -> list[Action]:
         """A rank's process is gone. Its round fails; the replica is incomplete until the rank is replaced."""
@@ -174,7 +174,7 @@ class Leader:
         if member is not None and record.round is not None:
             error = ChannelClosed(f"rank {rank} (process {member.pid}) is gone")
             fault = fault_of(error, step=record.round.phase, rank=rank)
-            actions += self._deciding.lost(now_s, record.round, rank, fault)
+            actions += self._votes_and_commits.lost(now_s, record.round, rank, fault)
         return actions + self._answered(now_s)
 
     def on_publisher_lost(self, now_s: float) -> list[Action]:
@@ -184,11 +184,11 @@ class Leader:
             return []
         error = ChannelClosed(f"publisher {current.id.publisher} (process {current.asked.pid}) is gone")
         fault = fault_of(error, step=current.phase)
-        return self._endings.fail(now_s, current, fault) + self._answered(now_s)
+        return self._round_end.fail(now_s, current, fault) + self._answered(now_s)
 
     def on_withdrawn(self, now_s: float, round_id: RoundId, *, waited: bool) -> list[Action]:
         """A decision was taken back that still waited, or too late."""
-        return self._deciding.withdrawn(now_s, round_id, waited=waited) + self._answered(now_s)
+        return self._votes_and_commits.withdrawn(now_s, round_id, waited=waited) + self._answered(now_s)
 
     # Membership.
 
@@ -197,10 +197,10 @@ class Leader:
         candidate = self.membership.candidate(peer, body)  # refused here, nothing has changed
         actions = self.on_lost(now_s, body.rank) if body.rank in self.membership.members else []
         if record.round is not None:
-            actions += self._deciding.replaced(now_s, record.round)
+            actions += self._votes_and_commits.replaced(now_s, record.round)
         self.membership.adopt(candidate)
         record.ledger.published(body.serving)
-        if self.membership.tally is not None:
+        if self.membership.digest_sums is not None:
             record.ledger.forget_manifests()
             if record.torn is None:
                 record.state, record.since_s = states.ServingState(self.membership.common_version()), now_s
@@ -213,13 +213,13 @@ class Leader:
 
     # Before a round.
 
-    def _standing(self, tally: DigestSums, now_s: float) -> m.ReplicaState:
+    def _replica_state(self, digest_sums: DigestSums, now_s: float) -> m.ReplicaState:
         record = self._record
         return m.ReplicaState(
             replica=record.replica,
             boot=record.boot,
             state=states.describe(record.state),
-            expected=tally.expected,
+            expected=digest_sums.expected,
             serving=record.serving,
             undo=record.undo,
             round=record.round.id if record.round is not None else None,
@@ -231,7 +231,7 @@ class Leader:
         )
 
     def _open(self, now_s: float, peer: bytes, call: int, body: m.Open) -> list[Action]:
-        record, before = self._record, self._aside.give_up(now_s, body)
+        record, before = self._record, self._notices.give_up(now_s, body)
         record.check_free()
         record.ledger.check(body)
         serving = record.serving
@@ -302,9 +302,11 @@ class Leader:
         actions += record.audits.go_on(now_s)
         waiting, self._inquirers = self._inquirers, []
         for waiter in waiting:
-            if self.membership.tally is not None:
+            if self.membership.digest_sums is not None:
                 actions.append(
-                    SendReply(waiter.peer, waiter.call, self._standing(self.membership.tally, now_s))
+                    SendReply(
+                        waiter.peer, waiter.call, self._replica_state(self.membership.digest_sums, now_s)
+                    )
                 )
             elif now_s >= waiter.ends_s:
                 fault = fault_of(self.membership.incomplete(), step="inquire")

@@ -47,7 +47,7 @@ class Membership:
         self.members: dict[int, JoinedRank] = {}
         self.met: deque[str] = deque(maxlen=MET)
         """What those who control the engine have told it, the newest last. Written by other threads, too."""
-        self.tally: DigestSums | None = None
+        self.digest_sums: DigestSums | None = None
 
     def candidate(self, peer: bytes, body: Join) -> tuple[dict[int, JoinedRank], DigestSums | None]:
         """The replica with this rank in it; refused if its ranks' regions then overlap in part or leave elements to nobody, and if it is
@@ -66,11 +66,11 @@ class Membership:
         members = self.members | {body.rank: member}
         if len(members) < self.world:
             return members, None
-        tally = DigestSums([members[rank].layout for rank in range(self.world)])
-        _check_optional(members, tally)
+        digest_sums = DigestSums([members[rank].layout for rank in range(self.world)])
+        _check_optional(members, digest_sums)
         if len({member.in_place for member in members.values()}) > 1:
             raise LayoutInvalid("some ranks of the replica have a shadow, and others are updated in place")
-        return members, tally
+        return members, digest_sums
 
     @property
     def optional(self) -> tuple[OptionalGroup, ...]:
@@ -84,14 +84,14 @@ class Membership:
 
     def adopt(self, candidate: tuple[dict[int, JoinedRank], DigestSums | None]) -> None:
         """Let the rank in."""
-        self.members, self.tally = candidate
+        self.members, self.digest_sums = candidate
         self._seats += 1
 
     def leave(self, rank: int) -> JoinedRank | None:
         """A rank is gone; the replica is incomplete until another joins in its place."""
         member = self.members.pop(rank, None)
         if member is not None:
-            self.tally = None
+            self.digest_sums = None
         return member
 
     def serve(self, version: Version | None) -> None:
@@ -99,10 +99,10 @@ class Membership:
         self.members = {rank: replace(member, serving=version) for rank, member in self.members.items()}
 
     def whole(self) -> DigestSums:
-        """The complete replica's tally; ReplicaIncomplete while ranks are missing."""
-        if self.tally is None:
+        """The complete replica's digest sums; ReplicaIncomplete while ranks are missing."""
+        if self.digest_sums is None:
             raise self.incomplete()
-        return self.tally
+        return self.digest_sums
 
     def incomplete(self) -> ReplicaIncomplete:
         """The error that names who is missing."""
@@ -115,9 +115,9 @@ class Membership:
         return versions.pop() if len(versions) == 1 else None
 
 
-def _check_optional(members: Mapping[int, JoinedRank], tally: DigestSums) -> None:
+def _check_optional(members: Mapping[int, JoinedRank], digest_sums: DigestSums) -> None:
     """Refuse groups about which ranks disagree, or which have tensors that nobody owns."""
-    known = {spec.name for spec in tally.expected}
+    known = {spec.name for spec in digest_sums.expected}
     for rank, member in members.items():
         if member.optional != members[0].optional:
             raise LayoutInvalid(
@@ -153,15 +153,19 @@ class Ledger:
         self._kept: OrderedDict[Version, tuple[str, ...]] = OrderedDict()
 
     def describe(
-        self, structure: str, manifest: Manifest, tally: DigestSums, optional: Iterable[OptionalGroup] = ()
+        self,
+        structure: str,
+        manifest: Manifest,
+        digest_sums: DigestSums,
+        optional: Iterable[OptionalGroup] = (),
     ) -> None:
         """Note a manifest that fits; ManifestMismatch with the names if it does not."""
         optional = tuple(optional)
-        compare(tally.expected, manifest, optional)
+        compare(digest_sums.expected, manifest, optional)
         absent = left_out(manifest, optional)
         self._manifests[structure] = ManifestFit(
             tensors=len(manifest.tensors),
-            sources=tally.sources(manifest, {name for group in absent for name in group.tensors}),
+            sources=digest_sums.sources(manifest, {name for group in absent for name in group.tensors}),
             kept=tuple(group.name for group in absent),
             content=ContentDigest(manifest),
         )

@@ -18,8 +18,8 @@ from liveweight.wire.messages.values import fault_of
 class Notices:
     """One replica's. Used by the scheduler's thread."""
 
-    def __init__(self, record: ReplicaRecord, endings: RoundEnd) -> None:
-        self._record, self._endings = record, endings
+    def __init__(self, record: ReplicaRecord, round_end: RoundEnd) -> None:
+        self._record, self._round_end = record, round_end
 
     def told(self, peer: bytes, call: int, body: m.Sleep | m.Wake | m.MarkBehind) -> list[Action]:
         """A message that is no round's."""
@@ -55,4 +55,4 @@ class Notices:
         if current is None or not ours or current.phase == "committing":
             return []
         error = RoundAborted("its publisher has begun another one")
-        return self._endings.fail(now_s, current, fault_of(error, step=current.phase))
+        return self._round_end.fail(now_s, current, fault_of(error, step=current.phase))

@@ -18,8 +18,8 @@ from liveweight.wire.messages.values import fault_of
 class StagingReports:
     """Takes reports for the rounds of one replica."""
 
-    def __init__(self, record: ReplicaRecord, endings: RoundEnd) -> None:
-        self._record, self._endings = record, endings
+    def __init__(self, record: ReplicaRecord, round_end: RoundEnd) -> None:
+        self._record, self._round_end = record, round_end
 
     def reported(
         self, now_s: float, peer: bytes, body: m.Staged | m.Verified | m.StagingFailed | m.ShadowDropped
@@ -50,7 +50,7 @@ class StagingReports:
             case m.StagingFailed(fault=fault) if current is not None and current.phase in ("open", "staged"):
                 if fault.rank is not None:
                     current.readers.discard(fault.rank)
-                return self._endings.fail(now_s, current, fault)
+                return self._round_end.fail(now_s, current, fault)
             case _:
                 pass
         return []
@@ -85,7 +85,7 @@ class StagingReports:
             return []  # a ring's are told when all have staged
         error = differing(self._record, current, "shadow")
         if error is not None:
-            return self._endings.fail(now_s, current, fault_of(error, step="verify"))
+            return self._round_end.fail(now_s, current, fault_of(error, step="verify"))
         current.phase = "verified"
         return [
             EmitEvent(events.RankVerified(**self._record.who(current), took_s=max(current.verify_s.values())))
@@ -94,10 +94,10 @@ class StagingReports:
 
 def differing(record: ReplicaRecord, current: LeaderRound, where: str) -> DigestMismatch | None:
     """How what all ranks say that they hold differs from what was offered; both are known."""
-    tally, asked = record.membership.whole(), current.asked
+    digest_sums, asked = record.membership.whole(), current.asked
     offered = None if asked is None else record.ledger.digests(asked)
     if asked is None or offered is None:
         raise WrongState(states.describe(record.state), "verify")
-    totals, disagreeing = tally.combine([current.lanes[rank] for rank in range(record.world)])
-    found = disagreeing or tally.differing(totals, offered, record.ledger.fit(asked).sources)
+    totals, disagreeing = digest_sums.combine([current.lanes[rank] for rank in range(record.world)])
+    found = disagreeing or digest_sums.differing(totals, offered, record.ledger.fit(asked).sources)
     return DigestMismatch(found, f"{record.replica}, {where}") if found else None

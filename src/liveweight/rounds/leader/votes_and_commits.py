@@ -31,8 +31,8 @@ from liveweight.wire.messages.values import Fault, RoundId, fault_of
 class VotesAndCommits:
     """Decides the rounds of one replica, once ranks have staged and verified."""
 
-    def __init__(self, record: ReplicaRecord, endings: RoundEnd) -> None:
-        self._record, self._endings = record, endings
+    def __init__(self, record: ReplicaRecord, round_end: RoundEnd) -> None:
+        self._record, self._round_end = record, round_end
 
     # What publishers ask for.
 
@@ -61,7 +61,7 @@ class VotesAndCommits:
                     raise WrongState(states.describe(record.state), "abort")
                 named.aborters.append(WaitingCall(peer, call, "failed", now_s + wait_s))
                 fault = fault_of(RoundAborted(reason), step=named.phase)
-                return [] if named.over else self._endings.fail(now_s, named, fault)
+                return [] if named.over else self._round_end.fail(now_s, named, fault)
 
     def _vote(self, now_s: float, peer: bytes, call: int, body: m.RequestVote) -> list[Action]:
         record, lease_s = self._record, body.lease_s
@@ -110,7 +110,7 @@ class VotesAndCommits:
             ended = next((r for r in record.ended.values() if ours and r.id.epoch == body.epoch), None)
             if ended is None:
                 raise WrongState("without a record of that round", "an outcome")
-            return [SendReply(peer, call, self._endings.outcome(ended, keep=ended.phase == "done"))]
+            return [SendReply(peer, call, self._round_end.outcome(ended, keep=ended.phase == "done"))]
         member = record.membership.members.get(body.rank)
         if member is None or member.seat != body.seat:
             raise WrongState(f"rank {body.rank} is another process by now", "a swap of weights")
@@ -120,8 +120,8 @@ class VotesAndCommits:
             stopping = [] if body.fault is None else self._stop_overwriting(current, body.fault)
             return stopping + self._overwritten(now_s, current)
         if body.fault is not None:
-            return self._endings.fail(now_s, current, body.fault)
-        return [] if current.missing() else self._endings.done(now_s, current)
+            return self._round_end.fail(now_s, current, body.fault)
+        return [] if current.missing() else self._round_end.done(now_s, current)
 
     def lost(self, now_s: float, current: LeaderRound, rank: int, fault: Fault) -> list[Action]:
         """A rank of the round is gone."""
@@ -136,12 +136,12 @@ class VotesAndCommits:
 
     def replaced(self, now_s: float, current: LeaderRound) -> list[Action]:
         """A rank joins where one was lost: how far that one came nobody will say any more."""
-        return [] if current.fault is None else self._endings.fail(now_s, current, current.fault)
+        return [] if current.fault is None else self._round_end.fail(now_s, current, current.fault)
 
     def _broken(self, now_s: float, current: LeaderRound, fault: Fault) -> list[Action]:
         if current.in_place and current.phase == "committing":
             return self._stop_overwriting(current, fault)
-        return self._endings.fail(now_s, current, fault)
+        return self._round_end.fail(now_s, current, fault)
 
     # In place.
 
@@ -172,5 +172,5 @@ class VotesAndCommits:
                 error = differing(self._record, current, "overwritten in place")
             current.fault = None if error is None else fault_of(error, step="verify")
         if current.fault is not None:
-            return self._endings.fail(now_s, current, current.fault)
-        return self._endings.done(now_s, current)
+            return self._round_end.fail(now_s, current, current.fault)
+        return self._round_end.done(now_s, current)

@@ -121,26 +121,28 @@ def _paused(engine: EnginePort) -> PausedAnswer:
 
 async def _weights(service: RouteContext) -> WeightsAnswer:
     engine, updates = service.engine, service.engine.config.updates
-    standing = _started(engine.start) if updates is None else await service.elsewhere(engine.standing)
+    update_status = (
+        _started(engine.start) if updates is None else await service.elsewhere(engine.update_status)
+    )
     return {
         "model": engine.name,
         "tp": engine.config.tp,
-        "state": standing.state,
+        "state": update_status.state,
         "paused": engine.paused,
-        "version": _version(standing.serving),
-        "undo": _version(standing.undo),
-        "round": standing.round,
-        "rounds": [_round(summary) for summary in standing.rounds],
+        "version": _version(update_status.serving),
+        "undo": _version(update_status.undo),
+        "round": update_status.round,
+        "rounds": [_round(summary) for summary in update_status.rounds],
         "address": engine.address,
         "source": None if updates is None else updates.source,
         "transfer_mode": None if updates is None else updates.transfer_mode,
         "kv_policy": None if updates is None else updates.kv_policy,
-        "draft": _draft(engine, standing),
+        "draft": _draft(engine, update_status),
         "draft_weights": None if updates is None else updates.draft_weights,
-        "snapshots": None if standing.snapshots is None else _snapshots(standing.snapshots),
-        "recovery": None if standing.recovery is None else _recovery(standing.recovery),
-        "serving_s": standing.serving_s,
-        "pending": standing.pending,
+        "snapshots": None if update_status.snapshots is None else _snapshots(update_status.snapshots),
+        "recovery": None if update_status.recovery is None else _recovery(update_status.recovery),
+        "serving_s": update_status.serving_s,
+        "pending": update_status.pending,
         "asleep": list(engine.status().asleep),
     }
 
@@ -173,12 +175,12 @@ def _started(version: Version) -> UpdateStatus:
     return UpdateStatus(state=f"serving {version}", serving=version, undo=None, round=None, rounds=())
 
 
-def _draft(engine: EnginePort, standing: UpdateStatus) -> Literal["current", "kept"] | None:
+def _draft(engine: EnginePort, update_status: UpdateStatus) -> Literal["current", "kept"] | None:
     """Whether the draft's weights are of the version that serves. None: nothing drafts, or nothing serves at this moment."""
     drafts = engine.config.draft and engine.spec.draft_layers > 0
-    if not drafts or standing.serving is None:
+    if not drafts or update_status.serving is None:
         return None
-    return "kept" if DRAFT in standing.kept else "current"
+    return "kept" if DRAFT in update_status.kept else "current"
 
 
 def _version(version: Version | None) -> VersionAnswer | None:

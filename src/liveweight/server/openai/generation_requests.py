@@ -28,7 +28,7 @@ class EngineRequest:
     sampling: Sampling
 
 
-async def completion_asks(body: CompletionRequest, engine: EnginePort) -> list[EngineRequest]:
+async def completion_requests(body: CompletionRequest, engine: EnginePort) -> list[EngineRequest]:
     """The asks of `/v1/completions`, those of one prompt together. BadRequest or UnknownModel if it cannot be answered."""
     _check_model(body, engine)
     prompts = [await _ids(prompt, engine) for prompt in body.prompt]
@@ -36,10 +36,10 @@ async def completion_asks(body: CompletionRequest, engine: EnginePort) -> list[E
         wanted = [min(COMPLETION_TOKENS, max(1, engine.context - len(prompt))) for prompt in prompts]
     else:
         wanted = [body.max_tokens for _ in prompts]
-    return _asks(body, engine, "prompt", prompts, wanted, body.logprobs)
+    return _requests(body, engine, "prompt", prompts, wanted, body.logprobs)
 
 
-async def chat_asks(body: ChatRequest, engine: EnginePort) -> list[EngineRequest]:
+async def chat_requests(body: ChatRequest, engine: EnginePort) -> list[EngineRequest]:
     """The asks of `/v1/chat/completions`. BadRequest, RequestInvalid or UnknownModel if it cannot be answered."""
     _check_model(body, engine)
     messages = [message.plain() for message in body.messages]
@@ -50,7 +50,7 @@ async def chat_asks(body: ChatRequest, engine: EnginePort) -> list[EngineRequest
     given = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
     wanted = max(1, engine.context - len(prompt)) if given is None else given
     logprobs = (body.top_logprobs or 0) if body.logprobs else None
-    return _asks(body, engine, "messages", [prompt], [wanted], logprobs)
+    return _requests(body, engine, "messages", [prompt], [wanted], logprobs)
 
 
 def _check_model(body: GenerateRequest, engine: EnginePort) -> None:
@@ -73,7 +73,7 @@ async def _perhaps_elsewhere(size: int, work: Callable[[], list[int]]) -> list[i
     return work() if size < _LONG_TEXT else await asyncio.to_thread(work)
 
 
-def _asks(
+def _requests(
     body: GenerateRequest,
     engine: EnginePort,
     param: str,

@@ -8,7 +8,7 @@ from fastapi import APIRouter, Request
 from starlette.responses import Response
 
 from liveweight.server.errors import UnknownModel
-from liveweight.server.openai.generation_requests import EngineRequest, chat_asks, completion_asks
+from liveweight.server.openai.generation_requests import EngineRequest, chat_requests, completion_requests
 from liveweight.server.openai.replies import CHAT, COMPLETION, Form, HttpReply, Order
 from liveweight.server.openai.request_types import ChatRequest, CompletionRequest, GenerateRequest
 from liveweight.server.response_types import (
@@ -46,7 +46,7 @@ router = APIRouter(tags=[TAG])
 async def completions(body: CompletionRequest, request: Request) -> Response:
     """Continue one or several prompts."""
     service = service_of(request)
-    asks = await completion_asks(body, service.engine)
+    asks = await completion_requests(body, service.engine)
     return HttpReply(_order(COMPLETION, asks, body), service.engine, service.post, service.directory)
 
 
@@ -58,7 +58,7 @@ async def completions(body: CompletionRequest, request: Request) -> Response:
 async def chat_completions(body: ChatRequest, request: Request) -> Response:
     """Answer a conversation."""
     service = service_of(request)
-    asks = await chat_asks(body, service.engine)
+    asks = await chat_requests(body, service.engine)
     return HttpReply(_order(CHAT, asks, body), service.engine, service.post, service.directory)
 
 

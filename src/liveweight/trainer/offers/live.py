@@ -106,9 +106,9 @@ def share_module(
     An optimiser goes on with the parameters it has. One that keeps the parameters' memory itself (flattened buffers) must be made after.
     Called between steps, never between forward and backward. On failure the module is as it was. `device` is where the arena is.
     """
-    registry = ModuleWalker.of(module)
-    tensors = registry.tensors()
-    unique_tensors = find_unique_tensors(registry.names, tensors)
+    module_walker = ModuleWalker.of(module)
+    tensors = module_walker.tensors()
+    unique_tensors = find_unique_tensors(module_walker.names, tensors)
     residents = _residents(unique_tensors, tensors)
     _check_movable(unique_tensors.manifest, residents, device)
     layout = packed(unique_tensors.manifest.tensors)

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class OfferMaker(Protocol):
-    """Makes one offer at a time, for one manifest. Called from the thread that offers; `invalidated` and `look` from those that drive."""
+    """Makes one offer at a time, for one manifest. Called from the thread that offers; `invalidated` and `poll` from those that drive."""
 
     manifest: Manifest
     content: ContentDigest
@@ -34,7 +34,7 @@ class OfferMaker(Protocol):
     def invalidated(self, offer: Offer) -> str | None:
         """Why a live offer must not be committed; None: it stands."""
 
-    def look(self) -> None:
+    def poll(self) -> None:
         """Called now and then while ranks stage: raises where what they read is about to be lost."""
 
     def staged(self, made: MadeOffer) -> MadeOffer:

@@ -177,10 +177,10 @@ class PullServer:
             case AcquireReadLease(wait_s=wait_s) as body:
                 ends_s = time.monotonic() + wait_s
                 self._asked.append(_Asked(peer=incoming.peer, call=incoming.call, body=body, ends_s=ends_s))
-            case ReleaseReadLease(hold=number):
+            case ReleaseReadLease(lease=number):
                 _send(listener, incoming.peer, self._released(number, incoming.peer), incoming.call)
             case other:
-                error = MessageInvalid(f"a source is asked to hold a version, not {type(other).__name__}")
+                error = MessageInvalid(f"a source is asked to lease a version, not {type(other).__name__}")
                 refusal = Refusal(fault=fault_of(error, step="hold"))
                 _send(listener, incoming.peer, refusal, incoming.call)
 
@@ -212,7 +212,7 @@ class PullServer:
             self._let_go(number, asked.peer)
 
     def _let_go(self, number: int, peer: bytes) -> bool:
-        """End a hold; whether it was there."""
+        """End a read lease; whether it was there."""
         with self._changed:
             holder = self._holders.get(number)
             known = holder is not None and holder.peer == peer
@@ -236,14 +236,14 @@ class PullServer:
             if over or (
                 wanted is not None
                 and not _send(
-                    listener, holder.peer, MemoryWanted(hold=number, within_s=wanted.remaining_s()), call=0
+                    listener, holder.peer, MemoryWanted(lease=number, within_s=wanted.remaining_s()), call=0
                 )
             ):
                 self._let_go(number, holder.peer)
 
     def _held(self, number: int, state: OfferedVersion) -> ReadLeaseGranted:
         return ReadLeaseGranted(
-            hold=number,
+            lease=number,
             version=state.version,
             structure=self._structure,
             manifest=self._manifest,

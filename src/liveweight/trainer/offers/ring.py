@@ -38,7 +38,7 @@ class PackedRing(Protocol):
     def digests(self, layout: str) -> Lanes:
         """The digests of the offered tensors."""
 
-    def tally(self, layout: str) -> RingCounts:
+    def digest_sums(self, layout: str) -> RingCounts:
         """What was packed for whom."""
 
 
@@ -98,7 +98,7 @@ class RingOffers:
         ring = transport_source.ring(self._settings)
         self._arena.raise_generation()
         ring.end(self._offered.fingerprint)
-        return ring.tally(self._offered.fingerprint)
+        return ring.digest_sums(self._offered.fingerprint)
 
     def close(self) -> None:
         """Let go of the offer and of the tensors."""

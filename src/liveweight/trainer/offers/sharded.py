@@ -26,12 +26,12 @@ class ShardedOffers:
     """An Offering. `stand` brings what the ranks have frozen, and `make` then is the offer of it. In the thread that drives rounds."""
 
     def __init__(
-        self, stations: Sequence[AnnounceShards], *, mode: str, look: Callable[[], None], bus: Bus
+        self, stations: Sequence[AnnounceShards], *, mode: str, poll: Callable[[], None], bus: Bus
     ) -> None:
         """One station per rank. LayoutInvalid where their parts overlap, or leave something of a tensor to nobody."""
-        self._stations, self._mode, self._look, self._bus = list(stations), mode, look, bus
-        self._tally = DigestSums([station.layout for station in stations])
-        self.manifest: Manifest = self._tally.expected
+        self._stations, self._mode, self._look, self._bus = list(stations), mode, poll, bus
+        self._digest_sums = DigestSums([station.layout for station in stations])
+        self.manifest: Manifest = self._digest_sums.expected
         self.content = ContentDigest(self.manifest)
         self.structure = packed(self.manifest.tensors).fingerprint
         self.size_bytes = self.manifest.size_bytes
@@ -54,7 +54,7 @@ class ShardedOffers:
             lanes_from_bytes(frozen[station.rank].lanes, len(station.layout.placements))
             for station in self._stations
         ]
-        totals, torn = self._tally.combine(partials)
+        totals, torn = self._digest_sums.combine(partials)
         if torn:
             raise DigestMismatch(torn, "the trainer's ranks hold different copies of one tensor")
         shards = tuple(
@@ -109,7 +109,7 @@ class ShardedOffers:
         del offer
         return None
 
-    def look(self) -> None:
+    def poll(self) -> None:
         """See OfferMaker: raises where a rank of the trainer is gone."""
         self._look()
 

@@ -58,7 +58,7 @@ class SingleSourceOffers:
         *,
         source: Source,
         expected: Manifest,
-        ways: TransferFallback,
+        fallback: TransferFallback,
         kernels: Kernels,
         shared: SharedModule | None,
         threads: int,
@@ -73,7 +73,7 @@ class SingleSourceOffers:
         self.size_bytes = self.manifest.size_bytes
         """Bytes of one version."""
         self._source, self._whole = source, whole
-        self._ways, self._way = ways, ways.now
+        self._fallback, self._way = fallback, fallback.now
         self._live_layout = None if shared is None else split_layout(shared.layout, splits)
         self._kernels, self._shared, self._threads, self._bus = kernels, shared, threads, bus
         self._never_live = why_not_live(whole, expected, shared)
@@ -92,26 +92,26 @@ class SingleSourceOffers:
         A frozen offer always knows its digests, which ride on the copy; a live one only where they are to be verified. A live one
         is of the arena: whether the parameters still lie there, `invalidated` says, and it must be asked before anyone commits.
         """
-        self._take(self._ways.now)
+        self._take(self._fallback.now)
         try:
             made = self._made(label, kind, verify=verify, release=release)
         except LiveWeightError as error:
-            self._ways.after_offering(error)
+            self._fallback.after_offering(error)
             raise
-        return dataclasses.replace(made, failed_modes=self._ways.failed_modes)
+        return dataclasses.replace(made, failed_modes=self._fallback.failed_modes)
 
     def failed(self, error: RoundFailed) -> RoundFailed:
         """See OfferMaker: where it was the transfer mode that failed, the next offer is made over the next one."""
-        return self._ways.after(error)
+        return self._fallback.after(error)
 
-    def _take(self, way: OpenMode) -> None:
+    def _take(self, open_mode: OpenMode) -> None:
         """Make offers over that way from now on; nothing is left with the one before, and whoever still reads there is revoked."""
-        if way is self._way:
+        if open_mode is self._way:
             return
         self._give_back()
         if self._live_layout is not None:
             self._transport_source.withdraw(self._live_layout)
-        self._way = way
+        self._way = open_mode
 
     @property
     def _transport_source(self) -> TransportSource:
@@ -151,7 +151,7 @@ class SingleSourceOffers:
         self._invalidated = reason is not None
         return reason
 
-    def look(self) -> None:
+    def poll(self) -> None:
         """Nothing: what is read here is lost with this process alone."""
 
     def freeze(
@@ -164,8 +164,8 @@ class SingleSourceOffers:
     def end(self, offer: Offer) -> None:
         """The parameters of a live or a ring offer may change from now on: whoever still reads is revoked."""
         if offer.kind == "ring":
-            tally = self._ring.end()
-            for damaged in () if tally is None else tally.damaged:
+            digest_sums = self._ring.end()
+            for damaged in () if digest_sums is None else digest_sums.damaged:
                 self._bus.emit(events.BucketDamaged(bucket=damaged.bucket, tensor=damaged.tensor))
         if offer.kind == "live" and self._shared is not None and not self._shared.closed:
             self._shared.arena.raise_generation()

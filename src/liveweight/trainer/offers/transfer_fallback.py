@@ -60,8 +60,8 @@ def in_order(transfer_mode: str | None, modes: Sequence[str], offer: OfferKind) 
 class TransferFallback:
     """Offers are made over `now`, by the thread that offers; failures are noted by the one that drives rounds, between two offers."""
 
-    def __init__(self, ways: Sequence[OpenMode], bus: Bus) -> None:
-        self._ways, self._bus = tuple(ways), bus
+    def __init__(self, fallback: Sequence[OpenMode], bus: Bus) -> None:
+        self._fallback, self._bus = tuple(fallback), bus
         self._lock = threading.Lock()
         self._place = 0
         self._failed: dict[str, FailedMode] = {}
@@ -79,28 +79,28 @@ class TransferFallback:
         """All of them, so that one that cannot be had is told before the first round; then none is left open. `hosts`: this one's
         address that ranks of each are told."""
         with ExitStack() as stack:
-            ways = []
+            fallback = []
             for each, host in zip(chosen, hosts, strict=True):
-                ways.append(
+                fallback.append(
                     OpenMode(
                         mode=each, transport_source=each.transport_source(directory, secret, device, host)
                     )
                 )
-                stack.callback(ways[-1].transport_source.close)
+                stack.callback(fallback[-1].transport_source.close)
             stack.pop_all()
-        return cls(ways, bus)
+        return cls(fallback, bus)
 
     @property
     def now(self) -> OpenMode:
         """The one in use; for an attempt that began, the next one after a failure."""
         with self._lock:
-            return self._ways[self._place]
+            return self._fallback[self._place]
 
     @property
     def failed_modes(self) -> tuple[FailedMode, ...]:
         """Those that have failed and were not tried since, in the publisher's order."""
         with self._lock:
-            return tuple(self._failed[w.mode.name] for w in self._ways if w.mode.name in self._failed)
+            return tuple(self._failed[w.mode.name] for w in self._fallback if w.mode.name in self._failed)
 
     def after(self, error: RoundFailed) -> RoundFailed:
         """What to raise where a round failed so: where it was the way's failure, that says which mode comes next."""
@@ -119,17 +119,17 @@ class TransferFallback:
 
     def close(self) -> None:
         """Close every transport source."""
-        for way in self._ways:
-            way.transport_source.close()
+        for open_mode in self._fallback:
+            open_mode.transport_source.close()
 
     def _leave(self, cause: LiveWeightError) -> str | None:
         """The next mode is in use from now on; its name, if there is another."""
-        if len(self._ways) == 1:
+        if len(self._fallback) == 1:
             return None
         with self._lock:
-            left = self._ways[self._place].mode.name
-            self._place = (self._place + 1) % len(self._ways)
-            following = self._ways[self._place].mode.name
+            left = self._fallback[self._place].mode.name
+            self._place = (self._place + 1) % len(self._fallback)
+            following = self._fallback[self._place].mode.name
             self._failed[left] = FailedMode(mode=left, code=cause.code, reason=str(cause))
             self._failed.pop(following, None)
         self._bus.emit(ModeFailed(mode=left, code=cause.code, reason=str(cause), following=following))

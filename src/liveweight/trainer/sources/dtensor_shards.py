@@ -74,8 +74,10 @@ class Shards:
 
     def __init__(self, model: torch.nn.Module | Mapping[str, torch.Tensor]) -> None:
         self._model = model
-        self._registry = None if isinstance(model, Mapping) else _registry(model)
-        self._names = list(model) if isinstance(model, Mapping) else (self._registry or ModuleWalker()).names
+        self._module_walker = None if isinstance(model, Mapping) else _module_walker(model)
+        self._names = (
+            list(model) if isinstance(model, Mapping) else (self._module_walker or ModuleWalker()).names
+        )
         self._placed: list[tuple[object, ...]] = []
         self._ties: list[tuple[int, int]] = []
         self._pieces = self._walk(self._tensors())
@@ -118,9 +120,9 @@ class Shards:
         return local
 
     def _tensors(self) -> list[torch.Tensor]:
-        if self._registry is not None:
+        if self._module_walker is not None:
             _reshard(self._model)
-            return self._registry.tensors()
+            return self._module_walker.tensors()
         model: Any = self._model
         differing = sorted(set(self._names) ^ set(model))
         if differing:
@@ -176,7 +178,7 @@ def cut_whole(source: Source, expected: Manifest) -> ShardPlan:
     )
 
 
-def _registry(module: torch.nn.Module) -> ModuleWalker:
+def _module_walker(module: torch.nn.Module) -> ModuleWalker:
     _reshard(module)
     return ModuleWalker.of(module)
 

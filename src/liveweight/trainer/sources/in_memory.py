@@ -44,12 +44,12 @@ class ModuleSource:
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         """The parameters as they are now; a module that was rebuilt since its manifest is refused."""
-        registry, unique_tensors = self._taken or self._take()
-        return unique_tensors.walk(registry.tensors())
+        module_walker, unique_tensors = self._taken or self._take()
+        return unique_tensors.walk(module_walker.tensors())
 
     def _take(self) -> tuple[ModuleWalker, UniqueTensors]:
-        registry = ModuleWalker.of(self.module)
-        self._taken = registry, find_unique_tensors(registry.names, registry.tensors())
+        module_walker = ModuleWalker.of(self.module)
+        self._taken = module_walker, find_unique_tensors(module_walker.names, module_walker.tensors())
         return self._taken
 
 

@@ -36,9 +36,9 @@ class ModuleWalker:
     @classmethod
     def of(cls, module: torch.nn.Module) -> ModuleWalker:
         """Walk a module. The tensors of merged adapters are left out; unmerged ones are refused."""
-        registry = cls()
-        registry._enter(module, "")
-        return registry
+        module_walker = cls()
+        module_walker._enter(module, "")
+        return module_walker
 
     def tensors(self) -> list[torch.Tensor]:
         """What the names hold now; ManifestInvalid if the module is no longer made as it was."""

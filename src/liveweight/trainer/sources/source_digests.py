@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     pass
 
 
-def inventory(
+def digest_source(
     source: Source, expected: Manifest, kernels: Kernels, names: Collection[str] | None = None
 ) -> Manifest:
     """The source's tensors in the dtypes in which they would be offered, with digests; with `names`, digests of those alone."""

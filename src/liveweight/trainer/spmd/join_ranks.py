@@ -22,7 +22,7 @@ from liveweight.rounds.replica import Replica
 from liveweight.spec.deadline import Deadline
 from liveweight.spec.manifest import Manifest
 from liveweight.trainer.fleet_publisher import FleetPublisher
-from liveweight.trainer.handshake import describe_to, far_address, meet_replicas
+from liveweight.trainer.handshake import describe_to, far_address, handshake
 from liveweight.trainer.offers.live import SharedModule
 from liveweight.trainer.offers.sharded import ShardedOffers
 from liveweight.trainer.settings import PublisherSettings
@@ -75,41 +75,43 @@ class SpmdSettings:
     connect: Callable[[Deadline], list[Replica]]
 
 
-def join_ranks(model: object, group: ProcessGroup, terms: SpmdSettings) -> RankZero | OtherRank:
+def join_ranks(model: object, group: ProcessGroup, settings: SpmdSettings) -> RankZero | OtherRank:
     """This rank's part of a publisher. Called by every rank of the group, which is used here and never again."""
-    if not terms.mode.sharded or terms.settings.offer != "frozen":
+    if not settings.mode.sharded or settings.settings.offer != "frozen":
         raise Refused(
             f"a trainer of several ranks has frozen offers over modes that read memory, "
-            f"not {terms.settings.offer} ones over {terms.mode.name}"
+            f"not {settings.settings.offer} ones over {settings.mode.name}"
         )
     if isinstance(model, SharedModule):
         raise Refused("a trainer of several ranks freezes its shards: give it the module itself")
-    deadline = Deadline.after(terms.settings.timeout_s)
+    deadline = Deadline.after(settings.settings.timeout_s)
     ranks = TrainerGroup(group, deadline)
     hosts = ranks.hosts()
-    if len(set(hosts)) > 1 and terms.mode.reach == "one host":
+    if len(set(hosts)) > 1 and settings.mode.reach == "one host":
         raise Refused(
-            f"{terms.mode.name} reaches one host, and the trainer's ranks are on {len(set(hosts))}: "
+            f"{settings.mode.name} reaches one host, and the trainer's ranks are on {len(set(hosts))}: "
             "gdr and rdma reach them"
         )
     if ranks.rank == 0:
-        return _lead(model, ranks, terms, deadline)
+        return _join_as_rank_zero(model, ranks, settings, deadline)
     address = ranks.told("")
     if not address:
         raise Unavailable("trainer rank 0 could not listen for the others; its own error says why")
-    return _member(model, ranks.rank, ranks.world, address, terms, deadline)
+    return _join_as_other_rank(model, ranks.rank, ranks.world, address, settings, deadline)
 
 
-def _lead(model: object, ranks: TrainerGroup, terms: SpmdSettings, deadline: Deadline) -> RankZero:
+def _join_as_rank_zero(
+    model: object, ranks: TrainerGroup, settings: SpmdSettings, deadline: Deadline
+) -> RankZero:
     rank_server: RankServer | None = None
     try:
-        rank_server = RankServer(_address(ranks, terms), terms.secret, world=ranks.world)
+        rank_server = RankServer(_address(ranks, settings), settings.secret, world=ranks.world)
     finally:
         ranks.told("" if rank_server is None else rank_server.address)
     with ExitStack() as stack:
         stack.callback(rank_server.close)
         try:
-            lead = _muster(model, rank_server, terms, deadline, stack)
+            lead = _collect_ranks(model, rank_server, settings, deadline, stack)
         except RankRefused as refused:
             rank_server.dismiss(Refusal(fault=refused.fault))
             raise refused.fault.to_error() from None
@@ -120,33 +122,33 @@ def _lead(model: object, ranks: TrainerGroup, terms: SpmdSettings, deadline: Dea
     return lead
 
 
-def _muster(
-    model: object, rank_server: RankServer, terms: SpmdSettings, deadline: Deadline, stack: ExitStack
+def _collect_ranks(
+    model: object, rank_server: RankServer, settings: SpmdSettings, deadline: Deadline, stack: ExitStack
 ) -> RankZero:
     """Meet the engines and the other ranks, and compare what they expect with what these hold."""
     holding = _Holding.of(model, 0)
     rank_server.enlisted(deadline)
-    replicas = terms.connect(deadline)
+    replicas = settings.connect(deadline)
     for replica in replicas:
         stack.callback(replica.close)
-    met = meet_replicas(replicas, deadline, terms.settings.quorum)
+    met = handshake(replicas, deadline, settings.settings.quorum)
     towards = far_address(replicas) or ""
-    rank_server.answer(RankRegistered(expected=met.expected, run=terms.run, towards=towards))
-    arena = _arena(holding, met.expected, 0, _host(terms, towards), terms)
+    rank_server.answer(RankRegistered(expected=met.expected, run=settings.run, towards=towards))
+    arena = _arena(holding, met.expected, 0, _host(settings, towards), settings)
     stack.callback(arena.close)
     own = AnnounceShards(rank=0, source=arena.source, layout=arena.layout)
     stations = [own, *rank_server.stationed(deadline)]
-    offers = ShardedOffers(stations, mode=terms.mode.name, look=rank_server.look, bus=terms.bus)
+    offers = ShardedOffers(stations, mode=settings.mode.name, poll=rank_server.poll, bus=settings.bus)
     describe_to(replicas, offers, met, deadline)
-    surveyor = ShardServer(_beside(arena.source, terms), terms.secret, offers.layouts)
+    surveyor = ShardServer(_beside(arena.source, settings), settings.secret, offers.layouts)
     stack.callback(surveyor.close)
     offers.survey = surveyor.address
     publisher = FleetPublisher(
-        name=terms.name,
-        run=terms.run,
+        name=settings.name,
+        run=settings.run,
         replicas=replicas,
         offers=offers,
-        settings=terms.settings,
+        settings=settings.settings,
         boots=met.boots,
     )
     rank_server.answer(ShardsAccepted(size_bytes=offers.size_bytes))
@@ -161,19 +163,19 @@ def _muster(
     )
 
 
-def _member(
-    model: object, rank: int, world: int, address: str, terms: SpmdSettings, deadline: Deadline
+def _join_as_other_rank(
+    model: object, rank: int, world: int, address: str, settings: SpmdSettings, deadline: Deadline
 ) -> OtherRank:
     with ExitStack() as stack:
-        channel = Channel(address, terms.secret, Codec[Message](Message), deadline=deadline)
+        channel = Channel(address, settings.secret, Codec[Message](Message), deadline=deadline)
         stack.callback(channel.close)
         holding, fault = _tried(lambda: _Holding.of(model, rank), rank)
         body = RegisterRank(rank=rank, world=world, fault=fault)
         enlisted = channel.request(body, deadline, "trainer rank 0 to meet the engines and all ranks")
         if holding is None or not isinstance(enlisted, RankRegistered):
             raise _refusal(enlisted)
-        host = _host(terms, enlisted.towards or address)
-        arena, fault = _tried(lambda: _arena(holding, enlisted.expected, rank, host, terms), rank)
+        host = _host(settings, enlisted.towards or address)
+        arena, fault = _tried(lambda: _arena(holding, enlisted.expected, rank, host, settings), rank)
         if arena is None:
             station = AnnounceShards(rank=rank, source="", layout=NOTHING, fault=fault)
         else:
@@ -188,10 +190,10 @@ def _member(
         rank=rank,
         arena=arena,
         channel=channel,
-        name=terms.name,
+        name=settings.name,
         run=enlisted.run,
-        engines=terms.engines,
-        settings=terms.settings,
+        engines=settings.engines,
+        settings=settings.settings,
     )
 
 
@@ -220,15 +222,17 @@ class _Holding:
 
 
 def _arena(
-    holding: _Holding, expected: Manifest, rank: int, host: str | None, terms: SpmdSettings
+    holding: _Holding, expected: Manifest, rank: int, host: str | None, settings: SpmdSettings
 ) -> ShardArena:
     cut = holding.cut(expected)
     transport_source = (
         None
         if cut is None
-        else terms.mode.transport_source(terms.directory, terms.secret, terms.device, host)
+        else settings.mode.transport_source(settings.directory, settings.secret, settings.device, host)
     )
-    return ShardArena(cut, transport_source, terms.kernels, rank=rank, threads=terms.threads, bus=terms.bus)
+    return ShardArena(
+        cut, transport_source, settings.kernels, rank=rank, threads=settings.threads, bus=settings.bus
+    )
 
 
 def _tried(make: Callable[[], Made], rank: int) -> tuple[Made | None, Fault | None]:
@@ -250,25 +254,25 @@ def _refusal(reply: Message) -> LiveWeightError:
     return MessageInvalid(f"trainer rank 0 answered with {type(reply).__name__}")
 
 
-def _address(ranks: TrainerGroup, terms: SpmdSettings) -> str:
+def _address(ranks: TrainerGroup, settings: SpmdSettings) -> str:
     """Where rank 0 listens for the others: on this host, or for those of others."""
     if len(set(ranks.hosts())) == 1:
-        return f"ipc://{terms.directory / secrets.token_hex(8)}"
+        return f"ipc://{settings.directory / secrets.token_hex(8)}"
     try:
-        return f"tcp://{terms.host or socket.gethostbyname(socket.gethostname())}:0"
+        return f"tcp://{settings.host or socket.gethostbyname(socket.gethostname())}:0"
     except OSError as error:
         raise Unavailable(f"this host has no address of its own name ({error}): give `host`") from error
 
 
-def _host(terms: SpmdSettings, towards: str) -> str | None:
+def _host(settings: SpmdSettings, towards: str) -> str | None:
     """The address of this host that engine ranks are told: the one on the way to them."""
-    if terms.host is not None or terms.mode.reach != "any host" or not towards:
-        return terms.host
+    if settings.host is not None or settings.mode.reach != "any host" or not towards:
+        return settings.host
     return host_towards(towards)
 
 
-def _beside(source: str, terms: SpmdSettings) -> str:
+def _beside(source: str, settings: SpmdSettings) -> str:
     """Where engine ranks ask who holds what: reachable as the arena is."""
     if source.startswith("tcp://"):
         return f"{source.rpartition(':')[0]}:0"
-    return f"ipc://{terms.directory / secrets.token_hex(8)}"
+    return f"ipc://{settings.directory / secrets.token_hex(8)}"

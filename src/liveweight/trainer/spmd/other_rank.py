@@ -25,7 +25,7 @@ from liveweight.spec.deadline import Deadline
 from liveweight.spec.manifest import Version
 from liveweight.trainer.settings import PublisherSettings, last_steps_s
 from liveweight.trainer.sources.gathering_source import owed
-from liveweight.trainer.spmd.outcomes import heard
+from liveweight.trainer.spmd.outcomes import decode_outcome
 from liveweight.trainer.spmd.rank_zero import TRAINER
 from liveweight.trainer.spmd.shard_arena import FrozenShard, ShardArena
 from liveweight.wire.channel import Channel
@@ -106,7 +106,7 @@ class OtherRank:
             raise WrongState("without a round", "wait")
         outcome = self._learn(current)
         self._serving = outcome.serving if outcome.report is None else str(outcome.version)
-        return heard(outcome)
+        return decode_outcome(outcome)
 
     def undo(self) -> tuple[Version | None, ...]:
         """Rank 0's alone."""

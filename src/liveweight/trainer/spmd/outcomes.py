@@ -12,7 +12,7 @@ from liveweight.wire.messages import Outcome
 from liveweight.wire.messages.values import fault_of
 
 
-def told(number: int, version: Version, end: Report | BaseException) -> Outcome:
+def encode_outcome(number: int, version: Version, end: Report | BaseException) -> Outcome:
     """An end as it travels."""
     match end:
         case Report():
@@ -29,7 +29,7 @@ def told(number: int, version: Version, end: Report | BaseException) -> Outcome:
             return Outcome(number=number, version=version, fault=fault_of(error, step="round"))
 
 
-def heard(outcome: Outcome) -> Report:
+def decode_outcome(outcome: Outcome) -> Report:
     """The report that was told; or what was told failed is raised."""
     fault = outcome.fault
     if fault is None:

@@ -147,7 +147,7 @@ class RankServer:
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """Look after the ranks meanwhile, for `look` to tell."""
+        """Look after the ranks meanwhile, for `poll` to tell."""
         with self._changed:
             self._watchers += 1
         self._waker.wake()
@@ -157,7 +157,7 @@ class RankServer:
             with self._changed:
                 self._watchers -= 1
 
-    def look(self) -> None:
+    def poll(self) -> None:
         """Raise ChannelClosed where a rank is gone, as far as is known by now."""
         with self._changed:
             lost = sorted(self._lost)

@@ -23,7 +23,7 @@ from liveweight.trainer.fleet_publisher import FleetPublisher
 from liveweight.trainer.offers.sharded import ShardedOffers
 from liveweight.trainer.settings import PublisherSettings, last_steps_s
 from liveweight.trainer.sources.gathering_source import owed
-from liveweight.trainer.spmd.outcomes import told
+from liveweight.trainer.spmd.outcomes import encode_outcome
 from liveweight.trainer.spmd.rank_server import RankRefused, RankServer
 from liveweight.trainer.spmd.shard_arena import ShardArena
 from liveweight.transports.sharded import ShardServer
@@ -141,7 +141,7 @@ class RankZero:
         except BaseException as error:
             fault = fault_of(error, step="freeze", rank=0) if isinstance(error, LiveWeightError) else None
             failed = error if fault is None else self._failed(fault, deadline)
-            self._rank_server.conclude(told(self._number, version, failed))
+            self._rank_server.conclude(encode_outcome(self._number, version, failed))
             raise failed from error
         return ShardsFrozen(
             rank=0,
@@ -165,7 +165,7 @@ class RankZero:
             self._serving = str(end.version)
         elif isinstance(end, RoundFailed):
             self._serving = end.serving
-        self._rank_server.conclude(told(current.number, current.version, end))
+        self._rank_server.conclude(encode_outcome(current.number, current.version, end))
         if isinstance(end, Report):
             return end
         raise end

@@ -20,7 +20,7 @@ class SpmdPublisher(FleetPublisher):
     """Every method is for the training loop's thread; with a group, all ranks call them in the same order."""
 
     _ranked: RankZero | OtherRank | None = None
-    _ways: TransferFallback | None = None
+    _fallback: TransferFallback | None = None
     _source: object = None
 
     def publish(self, label: str | int) -> Report:
@@ -72,5 +72,5 @@ class SpmdPublisher(FleetPublisher):
             self._ranked.close()
             return
         super().close()
-        if self._ways is not None:
-            self._ways.close()
+        if self._fallback is not None:
+            self._fallback.close()

@@ -127,7 +127,7 @@ class Ring:
             masks = self._covers(standing)
         return digests_of(standing.packing_source, packings, masks, self.settings.segment_bytes)
 
-    def tally(self, layout: str) -> RingCounts:
+    def digest_sums(self, layout: str) -> RingCounts:
         """What was done for that offer so far."""
         with self._changed:
             standing = self._standing[layout]

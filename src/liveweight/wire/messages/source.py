@@ -54,9 +54,9 @@ class AcquireReadLease(Body, frozen=True):
 
 
 class ReadLeaseGranted(Body, frozen=True):
-    """The version is held: what a round of it opens with. `hold` is the number to release it by."""
+    """The version is leased: what a round of it opens with. `lease` is the number to release it by."""
 
-    hold: int
+    lease: int
     version: Version
     structure: str
     manifest: Manifest
@@ -74,17 +74,17 @@ class ReadLeaseRefused(Body, frozen=True):
 class MemoryWanted(Body, frozen=True):
     """Notification to a requester: the source needs its memory for the next version, and waits so long at most."""
 
-    hold: int
+    lease: int
     within_s: float
 
 
 class ReleaseReadLease(Body, frozen=True):
     """My ranks read no more. -> ReadLeaseReleased."""
 
-    hold: int
+    lease: int
 
 
 class ReadLeaseReleased(Body, frozen=True):
-    """The hold is over. `revoked`: it had ended before; what was read since is worth nothing."""
+    """The read lease is over. `revoked`: it had ended before; what was read since is worth nothing."""
 
     revoked: bool

@@ -19,7 +19,7 @@ from liveweight.integrations.vllm.client.ray_controls import RayControls
 FOUR = ("init_weight_transfer_engine", "start_weight_update", "update_weights", "finish_weight_update")
 
 
-def controls_of(given: Any, *, key: str | None, loop: asyncio.AbstractEventLoop | None) -> VllmControls:
+def connect(given: Any, *, key: str | None, loop: asyncio.AbstractEventLoop | None) -> VllmControls:
     """The way to a vLLM that a user has named. Refused for anything that is none."""
     given = getattr(given, "base_url", given)  # vLLM's own client of a server
     if isinstance(given, str):

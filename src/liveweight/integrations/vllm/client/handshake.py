@@ -70,10 +70,10 @@ class VllmHandshake:
         self._looker.disconnect()
         if not self.own(self.ask(deadline), deadline):
             raise Unavailable(f"at {self._terms['address']} others listen than the workers of {self._name}")
-        standing = self._wire.standing(deadline)
-        if standing.round is None:
-            self._end_what_was_left(standing.serving, deadline)
-            self._hand_over_draft(standing.optional, deadline)
+        replica_state = self._wire.replica_state(deadline)
+        if replica_state.round is None:
+            self._end_what_was_left(replica_state.serving, deadline)
+            self._hand_over_draft(replica_state.optional, deadline)
         self.in_doubt = False
         return True
 
@@ -103,7 +103,7 @@ class VllmHandshake:
         session = secrets.token_hex(8)
         timeout_s = max(1.0, deadline.remaining_s())
         self._controls.init({**self._terms, "session": session, "timeout_s": timeout_s}, deadline)
-        return session in self._looker.standing(deadline).met
+        return session in self._looker.replica_state(deadline).met
 
     def _end_what_was_left(self, serving: Version | None, deadline: Deadline) -> None:
         """An update that is active without a round is one that a trainer did not live to end, and vLLM is paused for it. All workers

@@ -71,10 +71,10 @@ class VllmReplica:
         """What the user called it."""
         return self._name
 
-    def standing(self, deadline: Deadline) -> m.ReplicaState:
+    def replica_state(self, deadline: Deadline) -> m.ReplicaState:
         """See Replica."""
         self._meeting.make_sure(deadline)
-        return self._wire.standing(deadline)
+        return self._wire.replica_state(deadline)
 
     def describe(self, structure: str, manifest: Manifest, deadline: Deadline) -> None:
         """See Replica. A draft that vLLM cannot be told to take is refused, not left out."""
@@ -122,7 +122,7 @@ class VllmReplica:
 
         def decided(told: Future[m.Committed]) -> RoundId | None:
             while not told.done():
-                if (found := self._looker.standing(deadline).round) is not None:
+                if (found := self._looker.replica_state(deadline).round) is not None:
                     return found
             return None
 
@@ -139,7 +139,7 @@ class VllmReplica:
     ) -> m.Committed:
         """Tell the leader, whose answer comes once all workers have said how it went, and let them do it. `decided` waits until the
         leader expects that, and has the round's id; None where it refused."""
-        with self._standing_still(
+        with self._replica_state_still(
             deadline, deadline if undo or self._lease is None else self._lease
         ) as ended:
             told = self._teller.submit(tell)
@@ -183,7 +183,7 @@ class VllmReplica:
         return None
 
     @contextmanager
-    def _standing_still(
+    def _replica_state_still(
         self, deadline: Deadline, begun: Deadline
     ) -> Iterator[Callable[[Version | None], None]]:
         """vLLM takes no step inside, where it must be by the deadline `begun`. It goes on afterwards if it was said how it ended, or if

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
 from liveweight.engine.rank import process
-from liveweight.engine.rank.rank_group import collectives, meet
+from liveweight.engine.rank.rank_group import collectives, join_group
 from liveweight.engine.rank.step_runner import StepRunner
 from liveweight.engine.serving.step_stream import Step, StepDone
 
@@ -43,11 +43,11 @@ def main(descriptor: int, *, parent: int, number: int, ranks: int, meets: Meets,
     class MeetingRunner(StepRunner):
         """Steps that begin with a meeting."""
 
-        def run(self, step: Step, say: Callable[[StepDone], None]) -> None:
+        def run(self, step: Step, send: Callable[[StepDone], None]) -> None:
             counts["steps"] += 1
             if meets != "never":
                 self._met(step)
-            super().run(step, say)
+            super().run(step, send)
 
         def _met(self, step: Step) -> None:
             import torch
@@ -59,7 +59,7 @@ def main(descriptor: int, *, parent: int, number: int, ranks: int, meets: Meets,
                 self._gloo.barrier().wait()
 
     vars(process)["StepRunner"] = MeetingRunner
-    vars(process)["meet"] = lambda **given: CountedGroup(meet(**given), counts)
+    vars(process)["join_group"] = lambda **given: CountedGroup(join_group(**given), counts)
     process.main(descriptor, parent=parent)
     (Path(place) / f"counts-{number}.json").write_text(json.dumps(counts))
 

@@ -141,7 +141,7 @@ def bench_live(settings: LiveSettings) -> dict[str, Any]:
         )
         config = {"model": str(model), "address": updates.address, "directory": str(directory)}
         trainer = stack.enter_context(BenchProcess(trainer_main, config))
-        trainer.line.hear(Deadline.after(WAIT_S))
+        trainer.line.receive(Deadline.after(WAIT_S))
         weights_bytes = sum(path.stat().st_size for path in model.glob("*.safetensors"))
         copy_s = _plain_copy(weights_bytes, settings.tp)
         load = _Load(engine, settings.requests)
@@ -149,8 +149,8 @@ def bench_live(settings: LiveSettings) -> dict[str, Any]:
         _publish(trainer.line, settings.offer, "reuse")  # the first round faults the shadow in
         figures = {policy: _compare(load, trainer.line, settings, policy) for policy in settings.policies}
         load.stop()
-        trainer.line.say(do="stop")
-        trainer.line.hear(Deadline.after(WAIT_S))
+        trainer.line.send(do="stop")
+        trainer.line.receive(Deadline.after(WAIT_S))
     return {
         "model": str(settings.model or f"qwen3 {settings.size} {settings.dtype}"),
         "bytes": weights_bytes,
@@ -165,8 +165,8 @@ def bench_live(settings: LiveSettings) -> dict[str, Any]:
 
 
 def _publish(line: JsonSocket, offer: str, policy: KvPolicy) -> dict[str, Any]:
-    line.say(do="publish", offer=offer, kv_policy=policy)
-    return line.hear(Deadline.after(WAIT_S))
+    line.send(do="publish", offer=offer, kv_policy=policy)
+    return line.receive(Deadline.after(WAIT_S))
 
 
 def _compare(
@@ -230,15 +230,15 @@ def _plain_copy(size_bytes: int, ranks: int) -> float:
         ]
         deadline = Deadline.after(WAIT_S)
         for child in children:
-            child.line.hear(deadline)
+            child.line.receive(deadline)
         spans = []
         for _ in range(5):
             for child in children:
-                child.line.say(do="copy")
-            heard = [child.line.hear(deadline)["span"] for child in children]
+                child.line.send(do="copy")
+            heard = [child.line.receive(deadline)["span"] for child in children]
             spans.append(max(end for _, end in heard) - min(start for start, _ in heard))
         for child in children:
-            child.line.say(do="stop")
+            child.line.send(do="stop")
     return float(min(spans))
 
 
@@ -248,8 +248,8 @@ def _copier(line: JsonSocket, config: dict[str, Any]) -> None:
     source = np.ones(config["size"], dtype=np.uint8)
     target = np.zeros_like(source)
     np.copyto(target, source)
-    line.say(ready=True)
-    while line.hear(Deadline.after(WAIT_S))["do"] == "copy":
+    line.send(ready=True)
+    while line.receive(Deadline.after(WAIT_S))["do"] == "copy":
         began_s = time.monotonic()
         np.copyto(target, source)
-        line.say(span=(began_s, time.monotonic()))
+        line.send(span=(began_s, time.monotonic()))

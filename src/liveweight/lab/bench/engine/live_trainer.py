@@ -33,9 +33,9 @@ def main(line: JsonSocket, config: dict[str, Any]) -> None:
             timeout_s=WAIT_S,
             stack=stack,
         )
-        line.say(ready=True)
+        line.send(ready=True)
         label = 0
-        while (command := line.hear(Deadline.after(WAIT_S)))["do"] == "publish":
+        while (command := line.receive(Deadline.after(WAIT_S)))["do"] == "publish":
             label += 1
             with torch.no_grad():
                 for parameter in module.parameters():
@@ -45,12 +45,12 @@ def main(line: JsonSocket, config: dict[str, Any]) -> None:
             )
             began_s = time.monotonic()
             report = made.publisher.publish(label)
-            line.say(
+            line.send(
                 took_s=time.monotonic() - began_s,
                 stall_s=report.metrics()["weight_sync/stall_s"],
                 label=label,
             )
-    line.say(done=True)
+    line.send(done=True)
 
 
 def module_of_checkpoint(directory: Path) -> Any:

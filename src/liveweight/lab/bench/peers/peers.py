@@ -149,15 +149,17 @@ class _Check:
 
     def same(self, lanes: Sequence[bytes], who: str) -> None:
         """DigestMismatch where a rank holds anything else."""
-        tally, shared = DigestSums(self._layouts), self._scene.shared
-        totals, torn = tally.combine(
+        digest_sums, shared = DigestSums(self._layouts), self._scene.shared
+        totals, torn = digest_sums.combine(
             [
                 lanes_from_bytes(one, len(layout.placements))
                 for one, layout in zip(lanes, self._layouts, strict=True)
             ]
         )
-        wanted = live_digest(shared, choose().kernels, os.cpu_count() or 1)[tally.sources(shared.manifest)]
-        differing = torn or tally.differing(totals, wanted)
+        wanted = live_digest(shared, choose().kernels, os.cpu_count() or 1)[
+            digest_sums.sources(shared.manifest)
+        ]
+        differing = torn or digest_sums.differing(totals, wanted)
         if differing:
             raise DigestMismatch(differing, f"the ranks of {who}")
 
@@ -184,27 +186,27 @@ def _way(
     check: _Check,
     stack: ExitStack,
 ) -> Contender:
-    processes.tell("make", way.name)
+    processes.send("make", way.name)
     sender = way.sender(meeting, weights)
     stack.callback(sender.close)
-    processes.hear()
+    processes.receive()
 
     def once() -> float:
         check.change()
         if isinstance(sender, QueueSender):
             sender.refresh()
-        processes.tell("receive", way.name)
-        processes.hear()
+        processes.send("receive", way.name)
+        processes.receive()
         began_s = time.monotonic()
         sender.send(processes.talks)
-        return float(max(processes.hear())) - began_s
+        return float(max(processes.receive())) - began_s
 
     def cleared() -> None:
-        processes.tell("clear")
-        processes.hear()
+        processes.send("clear")
+        processes.receive()
         once()
-        processes.tell("lanes")
-        check.same(processes.hear(), way.name)
+        processes.send("lanes")
+        check.same(processes.receive(), way.name)
 
     return Contender(
         name=way.name,

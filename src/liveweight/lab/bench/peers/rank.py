@@ -72,14 +72,14 @@ class PeerRanks:
             theirs.close()
             self._processes.append(process)
             self.talks.append(ours)
-        self.hear()
+        self.receive()
 
-    def tell(self, what: str, name: str = "") -> None:
+    def send(self, what: str, name: str = "") -> None:
         """To all of them."""
         for talk in self.talks:
             talk.send((what, name))
 
-    def hear(self) -> Sequence[Any]:
+    def receive(self) -> Sequence[Any]:
         """The next word of each."""
         for talk, process in zip(self.talks, self._processes, strict=True):
             if not talk.poll(WAIT_S):

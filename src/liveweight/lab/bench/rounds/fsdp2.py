@@ -37,16 +37,16 @@ def sharded_rounds(config: dict[str, Any], rounds: int) -> list[float]:
         told = config | {"store": f"{config['store']}-trainer", "world": WORLD}
         ranks = [stack.enter_context(BenchProcess(main, told | {"rank": rank})) for rank in range(WORLD)]
         for rank in ranks:
-            rank.line.hear(Deadline.after(WAIT_S))
+            rank.line.receive(Deadline.after(WAIT_S))
         taken = []
         for label in range(1, 1 + WARM_ROUNDS + rounds):
             for rank in ranks:
-                rank.line.say(label=label)
-            taken.append(max(rank.line.hear(Deadline.after(WAIT_S))["took"] for rank in ranks))
+                rank.line.send(label=label)
+            taken.append(max(rank.line.receive(Deadline.after(WAIT_S))["took"] for rank in ranks))
         for rank in ranks:
-            rank.line.say(label=None)
+            rank.line.send(label=None)
         for rank in ranks:
-            rank.line.hear(Deadline.after(WAIT_S))
+            rank.line.receive(Deadline.after(WAIT_S))
     return taken[WARM_ROUNDS:]
 
 
@@ -64,17 +64,17 @@ def main(line: JsonSocket, config: dict[str, Any]) -> None:
     if group is None:
         raise RuntimeError("torch.distributed has no default group")
     publisher = join_ranks(tensors, group, _terms(config))
-    line.say(ready=True)
-    while (label := line.hear(Deadline.after(WAIT_S))["label"]) is not None:
+    line.send(ready=True)
+    while (label := line.receive(Deadline.after(WAIT_S))["label"]) is not None:
         for tensor in tensors.values():
             tensor.to_local().view(-1)[:1] = label % 128
         began_s = time.monotonic()
         publisher.offer(label)
         publisher.wait()
-        line.say(took=time.monotonic() - began_s)
+        line.send(took=time.monotonic() - began_s)
     publisher.close()
     dist.destroy_process_group()
-    line.say(ended=True)
+    line.send(ended=True)
 
 
 def _shards(specs: list[TensorSpec], rank: int) -> dict[str, Any]:

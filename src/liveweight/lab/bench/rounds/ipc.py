@@ -172,7 +172,7 @@ class Scene:
         self.shared = stack.enter_context(share_module(module_of(self._specs), SharedArena))
         deadline = Deadline.after(WAIT_S)
         for rank in self._ranks:
-            rank.line.hear(deadline)
+            rank.line.receive(deadline)
         stack.callback(self._stop)
         self._made = {
             name: publishing(
@@ -190,9 +190,9 @@ class Scene:
 
     def _stop(self) -> None:
         for rank in self._ranks:
-            rank.line.say(do="stop")
+            rank.line.send(do="stop")
         for rank in self._ranks:
-            rank.line.hear(Deadline.after(WAIT_S))
+            rank.line.receive(Deadline.after(WAIT_S))
 
     @property
     def processes(self) -> dict[str, int]:
@@ -223,12 +223,12 @@ class Scene:
         deadline = Deadline.after(WAIT_S)
         offer = msgspec.to_builtins(self._readable)
         for rank in self._ranks:
-            rank.line.say(do="limit", offer=offer)
+            rank.line.send(do="limit", offer=offer)
         for rank in self._ranks:
-            rank.line.hear(deadline)
+            rank.line.receive(deadline)
         for rank in self._ranks:
-            rank.line.say(go=True)
-        spans = [rank.line.hear(deadline)["span"] for rank in self._ranks]
+            rank.line.send(go=True)
+        spans = [rank.line.receive(deadline)["span"] for rank in self._ranks]
         return float(max(end for _, end in spans) - min(start for start, _ in spans))
 
     def check(self) -> None:
@@ -243,16 +243,16 @@ class Scene:
     def _check(self, ranks: list[BenchProcess], layouts: list[Layout]) -> None:
         """One replica's."""
         for rank in ranks:
-            rank.line.say(do="digest")
-        tally, lanes = DigestSums(layouts), []
+            rank.line.send(do="digest")
+        digest_sums, lanes = DigestSums(layouts), []
         for rank, layout in zip(ranks, layouts, strict=True):
-            heard = rank.line.hear(Deadline.after(WAIT_S))["lanes"]
+            heard = rank.line.receive(Deadline.after(WAIT_S))["lanes"]
             lanes.append(lanes_from_bytes(bytes.fromhex(heard), len(layout.placements)))
-        totals, torn = tally.combine(lanes)
+        totals, torn = digest_sums.combine(lanes)
         wanted = live_digest(self.shared, self._kernels, os.cpu_count() or 1)[
-            tally.sources(self.shared.manifest)
+            digest_sums.sources(self.shared.manifest)
         ]
-        differing = torn or tally.differing(totals, wanted)
+        differing = torn or digest_sums.differing(totals, wanted)
         if differing:
             raise DigestMismatch(differing, "the benchmark's ranks")
 
@@ -261,15 +261,15 @@ class Scene:
         self._resident = resident_bytes("VmRSS")
         reset_peak()
         for rank in self._ranks:
-            rank.line.say(do="reset")
-            rank.line.hear(Deadline.after(WAIT_S))
+            rank.line.send(do="reset")
+            rank.line.receive(Deadline.after(WAIT_S))
 
     def peaks(self) -> dict[str, int]:
         """By process: what a rank holds beyond its live weights, and a trainer beyond its parameters, at its peak."""
         figures = {"trainer": max(0, resident_bytes("VmHWM") - self._resident)}
         for number, rank in enumerate(self._ranks):
-            rank.line.say(do="memory")
-            figures[f"rank{number}"] = rank.line.hear(Deadline.after(WAIT_S))["peak_extra"]
+            rank.line.send(do="memory")
+            figures[f"rank{number}"] = rank.line.receive(Deadline.after(WAIT_S))["peak_extra"]
         return figures
 
 

@@ -57,9 +57,9 @@ def main(line: JsonSocket, config: dict[str, Any]) -> None:
         group=group,
         settings=StagingSettings(threads=config["threads"]),
     ) as receiver:
-        line.say(ready=receiver.address)
+        line.send(ready=receiver.address)
         _serve(line, receiver, target, IpcReader(secret, kernels))
-    line.say(done=True)
+    line.send(done=True)
     if world > 1:
         dist.destroy_process_group()
 
@@ -76,16 +76,16 @@ def _serve(line: JsonSocket, receiver: RankReceiver, target: TensorTarget, reade
             case {"do": "stop"}:
                 return
             case {"do": "limit", "offer": offer}:
-                line.say(span=limits.run(line, converted(offer, Offer)))
+                line.send(span=limits.run(line, converted(offer, Offer)))
             case {"do": "digest"}:
-                line.say(lanes=digest(target).hex())
+                line.send(lanes=digest(target).hex())
             case {"do": "reset"}:
                 reset_peak()
                 resident = resident_bytes("VmRSS") - resident_bytes("RssShmem")
-                line.say(done=True)
+                line.send(done=True)
             case {"do": "memory"}:
                 mapped = resident_bytes("RssShmem")
-                line.say(peak_extra=max(0, resident_bytes("VmHWM") - mapped - resident))
+                line.send(peak_extra=max(0, resident_bytes("VmHWM") - mapped - resident))
 
 
 def _together(line: JsonSocket, rank: int, world: int) -> dict[str, Any] | None:
@@ -98,7 +98,7 @@ def _together(line: JsonSocket, rank: int, world: int) -> dict[str, Any] | None:
         return command
     word = torch.tensor([command is not None])
     dist.broadcast(word, src=0)
-    return line.hear(Deadline.after(WAIT_S)) if rank and word.item() else command
+    return line.receive(Deadline.after(WAIT_S)) if rank and word.item() else command
 
 
 class PlainCopy:
@@ -114,8 +114,8 @@ class PlainCopy:
         source = reading.attachment.arenas[0].memory.bytes()
         share = self._target.layout.placed_bytes
         pieces = _pieces(source, [memory.bytes() for memory in shadow], share * self._rank, share)
-        line.say(set=True)
-        line.hear(Deadline.after(WAIT_S))
+        line.send(set=True)
+        line.receive(Deadline.after(WAIT_S))
         began = time.monotonic()
         for to, of in pieces:
             np.copyto(to, of)

@@ -115,7 +115,7 @@ class EmbeddedTarget:
         """See FaultedRound."""
         state = self._engine.status().state
         try:
-            standing = self._engine.standing()
+            standing = self._engine.update_status()
         except LiveWeightError as error:
             return f"{state}; {error.code} {error}"
         return f"{state}; {standing.state}, round {standing.round}, serving {standing.serving}"
@@ -165,7 +165,7 @@ class EmbeddedTarget:
         if gone in self._engine.pids or self._engine.status().state != "running":
             return False
         with suppress(LiveWeightError):
-            return self._engine.standing().round is None
+            return self._engine.update_status().round is None
         return False
 
     # The trainer.

@@ -168,13 +168,13 @@ class VllmTortureTarget:
     def idle(self) -> bool:
         """See FaultedRound."""
         with suppress(LiveWeightError):
-            return self._leader.standing(Deadline.after(ASK_S)).round is None
+            return self._leader.replica_state(Deadline.after(ASK_S)).round is None
         return False
 
     def said(self) -> str:
         """See FaultedRound."""
         try:
-            standing = self._leader.standing(Deadline.after(ASK_S))
+            standing = self._leader.replica_state(Deadline.after(ASK_S))
         except LiveWeightError as error:
             return f"{error.code} {error}"
         return f"{standing.state}, round {standing.round}, serving {standing.serving}"
