@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from liveweight import snapshots
     from liveweight.api import Publisher, Receiver, share_module
     from liveweight.errors import LiveWeightError, OutcomeUnknown, RoundFailed, Torn
     from liveweight.integrations.paddle import paddle_source
@@ -58,6 +59,7 @@ __all__ = [
     "box",
     "paddle_source",
     "share_module",
+    "snapshots",
     "vllm",
     "whole",
 ]
@@ -71,6 +73,8 @@ def __getattr__(name: str) -> object:
         from importlib.metadata import version
 
         return version("liveweight")
+    if name == "snapshots":
+        return importlib.import_module("liveweight.snapshots")
     if name not in _HOMES:
         raise AttributeError(f"module 'liveweight' has no attribute {name!r}")
     return getattr(importlib.import_module(_HOMES[name]), name)

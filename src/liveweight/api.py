@@ -1,6 +1,6 @@
-"""What `import liveweight as lw` offers: composes the parts, with defaults for one host.
+"""The public interface, `import liveweight as lw`: composes publisher and receiver, with defaults for one host.
 
-Without arguments both sides of one user on one host find the same secret file; across users or hosts, give both the same file.
+Without arguments, both sides of one user on one host use the same secret file; across users or hosts, give both the same file.
 """
 
 from __future__ import annotations
@@ -25,7 +25,13 @@ from liveweight.observe.log import logging_bus
 from liveweight.spec.deadline import Deadline
 from liveweight.spec.layout import Piece
 from liveweight.spec.manifest import Version
-from liveweight.trainer.handshake import check_terms, describe_to, handshake, own_host, own_terms
+from liveweight.trainer.handshake import (
+    check_arguments,
+    describe_to,
+    handshake,
+    handshake_without_engines,
+    own_host,
+)
 from liveweight.trainer.offers.live import SharedModule, source_device, source_of
 from liveweight.trainer.offers.live import share_module as _share_module
 from liveweight.trainer.offers.pull_server import PullServer
@@ -66,25 +72,25 @@ class Publisher(SpmdPublisher):
                 publisher.publish(step)   # RoundFailed: the engines still serve step - 1
 
     `model` is a torch module, what `share_module` returned, a state dict, an HF checkpoint directory or a Source. `engines` are the
-    leaders' addresses, URLs of engines that say theirs to whoever shows their control key, or `vllm(...)`. Manifests are compared
+    leaders' addresses, URLs of engines that give their address for the control key, or `vllm(...)`. Manifests are compared
     here, before training starts. Every method is for one thread. `offer="live"` lets ranks read the parameters where they lie; where
     that is not possible the publisher says why and freezes. `offer="ring"` packs them, for each rank what it owns, into a few segments of
     shared memory (`ring`), and needs no copy of the weights; both wait until all ranks have staged. `device` is where offers lie, and
     must be where the ranks' weights are: by default a shared module's, else the host. `threads` are for host memory.
 
-    `transfer_mode="gdr"` or `"rdma"` (default: `"ipc"`) reaches other hosts; `host` is this one's address that they are told, by default
-    the one on the way to the first engine. Of `modes=["gdr", "ipc_snapshot"]` the next one is used after a round in which one failed.
+    `transfer_mode="gdr"` or `"rdma"` (default: `"ipc"`) reaches other hosts; `host` is this host's address for their ranks, by default
+    the interface towards the first engine. Of `modes=["gdr", "ipc_snapshot"]` the next one is used after a round in which one failed.
 
     With `group`, every rank of a trainer makes one, of its FSDP2 module or its DTensors, and calls the same methods in the same order:
-    each freezes its own shards, engine ranks read from those who hold what they need, and nothing is gathered. The group is used only
-    here. Rank 0 alone speaks to the engines; its outcome is every rank's. `offer` returns once the local shards are frozen.
+    each freezes its own shards, engine ranks read from the ranks that have what they need, and nothing is gathered. The group is used only
+    here. Only rank 0 connects to the engines; its outcome is every rank's. `offer` returns once the local shards are frozen.
 
     With a `quorum` a round goes on without replicas that fail, or take longer than `replica_timeout_s` to stage and verify: the report
     says which are `behind`, and the next round brings them along, or `catch_up()` before it. `behind="stand_back"` lets them take no
     requests until then. Without one, all commit or none. `fleet()` says at any time how each of them is.
 
-    With `address`, engines that were started with `--weights-from` may ask there for the version that `offer` made last; `engines` may
-    then be left out. Without any, nobody says which dtypes are expected: the weights are offered in their own, or in `dtype`.
+    With `address`, engines that were started with `--weights-from` may pull the version that `offer` made last from there; `engines` may
+    then be left out. Without engines, no dtypes are expected: the weights are offered in their own, or in `dtype`.
     """
 
     def __init__(
@@ -119,9 +125,9 @@ class Publisher(SpmdPublisher):
         bus = logging_bus() if bus is None else bus
         held, secret_file = _secret(secret), secret if isinstance(secret, Path) else None
         reach = partial(connect, secret=held, secret_file=secret_file, key=control_key)
-        place = socket_directory(directory or default_directory())
+        sockets = socket_directory(directory or default_directory())
         chosen = in_order(transfer_mode, modes, offer)
-        check_terms(engines, address, dtype, offer, ranked=group is not None, modes=len(chosen))
+        check_arguments(engines, address, dtype, offer, ranked=group is not None, modes=len(chosen))
         settings = PublisherSettings(
             offer=offer,
             verify=verify,
@@ -136,9 +142,9 @@ class Publisher(SpmdPublisher):
         name, run = f"{os.uname().nodename}/{os.getpid()}/{secrets.token_hex(2)}", run or secrets.token_hex(8)
         if group is not None:
             home = CPU if device is None else _opened(device) or CPU
-            terms = SpmdSettings(
+            spmd_settings = SpmdSettings(
                 secret=held,
-                directory=place,
+                directory=sockets,
                 mode=chosen[0],
                 host=host,
                 device=home,
@@ -151,7 +157,7 @@ class Publisher(SpmdPublisher):
                 engines=len(engines),
                 connect=lambda _: reach(engines),
             )
-            self._ranked = join_ranks(model, group, terms)
+            self._ranked = join_ranks(model, group, spmd_settings)
             self.name, self.run, self.settings, self.address = name, self._ranked.run, settings, None
             return
         source, shared = source_of(model)
@@ -162,15 +168,15 @@ class Publisher(SpmdPublisher):
             for replica in replicas:
                 stack.callback(replica.close)
             if engines or address is None:
-                met = handshake(replicas, deadline, quorum)
+                agreed = handshake(replicas, deadline, quorum)
             else:
-                met = own_terms(source, None if dtype is None else str(dtype))
+                agreed = handshake_without_engines(source, None if dtype is None else str(dtype))
             hosts = [own_host(host, each, replicas, address) for each in chosen]
-            fallback = TransferFallback.opened(chosen, hosts, place, held, there, bus)
+            fallback = TransferFallback.open(chosen, hosts, sockets, held, there, bus)
             stack.callback(fallback.close)
             offers = SingleSourceOffers(
                 source=source,
-                expected=met.expected,
+                expected=agreed.expected,
                 fallback=fallback,
                 kernels=choose_kernels(bus, there.choose()),
                 shared=shared,
@@ -178,7 +184,7 @@ class Publisher(SpmdPublisher):
                 bus=bus,
                 ring=ring,
             )
-            describe_to(replicas, offers, met, deadline)
+            describe_to(replicas, offers, agreed, deadline)
             pull_server = None
             if address is not None:
                 pull_server = PullServer(
@@ -192,12 +198,12 @@ class Publisher(SpmdPublisher):
                 offers=offers,
                 pull_server=pull_server,
                 settings=settings,
-                boots=met.boots,
+                boots=agreed.boots,
             )
             stack.pop_all()
         self._fallback, self._source = fallback, source
         self.address = None if pull_server is None else pull_server.address
-        """Where engines ask for what it offers; None if they may not."""
+        """Where engines pull the offered version; None if they may not."""
 
 
 class Receiver(Streaming, receiving.RankReceiver):
@@ -275,8 +281,8 @@ def share_module(module: torch.nn.Module, *, device: DeviceName | None = None) -
     """
     there = _opened(device)
     if there is None:
-        registry = ModuleWalker.of(module)
-        there = open_device(device_of(dict(zip(registry.names, registry.tensors(), strict=True))))
+        walker = ModuleWalker.of(module)
+        there = open_device(device_of(dict(zip(walker.names, walker.tensors(), strict=True))))
     return _share_module(module, partial(allocate, device=there), str(there.torch_device))
 
 

@@ -1,7 +1,7 @@
 """A source from an HF checkpoint directory: `model.safetensors`, or `model.safetensors.index.json` and its shards.
 
 Every header is read, and every file's length compared with it, before a byte is offered; bytes are memory-mapped when asked for.
-The files must not be rewritten in place while they are read: that is what a new directory, or a rename, is for.
+The files must not be rewritten in place while they are read: write a new directory, or rename, instead.
 """
 
 from __future__ import annotations
@@ -71,29 +71,29 @@ class CheckpointSource:
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
-        self._taken: tuple[list[Entry], Manifest] | None = None
+        self._read: tuple[list[Entry], Manifest] | None = None
 
     def manifest(self) -> Manifest:
         """Reads the headers; ManifestInvalid names the file, and the tensor, where the directory contradicts itself."""
-        return self._take()[1]
+        return self._read_headers()[1]
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Opens one file at a time; a tensor's bytes are read from the file as they are used."""
-        entries, manifest = self._taken or self._take()
+        entries, manifest = self._read or self._read_headers()
         names = (spec.name for spec in manifest)
         for path, group in itertools.groupby(entries, key=lambda entry: entry.file):
             with opened(path) as file:
                 for entry in group:
                     yield next(names), file.get_tensor(entry.key)
 
-    def _take(self) -> tuple[list[Entry], Manifest]:
+    def _read_headers(self) -> tuple[list[Entry], Manifest]:
         entries = checkpoint_entries(self._directory)
         names = clean_all(entry.key for entry in entries)
         specs = (
             TensorSpec(name=n, dtype=e.dtype, shape=e.shape) for n, e in zip(names, entries, strict=True)
         )
-        self._taken = entries, Manifest(tensors=tuple(specs))
-        return self._taken
+        self._read = entries, Manifest(tensors=tuple(specs))
+        return self._read
 
 
 def tensor_names(directory: Path) -> list[str]:
@@ -122,7 +122,7 @@ def _weight_map(index: Path) -> dict[str, str]:
         raise ManifestInvalid(f"{index}: {error}") from error
     for name, file in weight_map.items():
         if Path(file).name != file:
-            raise ManifestInvalid(f"{index}: {name} is said to be in {file!r}, which is not a file's name")
+            raise ManifestInvalid(f"{index}: {name} is listed in {file!r}, which is not a file's name")
     return weight_map
 
 
@@ -135,8 +135,8 @@ def _indexed(directory: Path, weight_map: dict[str, str]) -> list[Entry]:
             if name in found:
                 raise ManifestInvalid(f"{name} is in two shards, {found[name].file} and {entry.file}")
             if weight_map.get(name) != file:
-                said = f"says {weight_map[name]}" if name in weight_map else "does not list it"
-                raise ManifestInvalid(f"{name} is in {entry.file}, and {INDEX} {said}")
+                listed = f"says {weight_map[name]}" if name in weight_map else "does not list it"
+                raise ManifestInvalid(f"{name} is in {entry.file}, and {INDEX} {listed}")
             found[name] = entry
     for name, file in weight_map.items():
         if name not in found:
@@ -160,7 +160,7 @@ def _headers(path: Path) -> list[Entry]:
 
 @contextmanager
 def opened(path: Path) -> Iterator[CheckpointFile]:
-    """The file, mapped. What safetensors finds wrong with it, now or while it is read, is said with its path."""
+    """The file, mapped. Errors of safetensors, now or while the file is read, become ManifestInvalid with its path."""
     try:
         mapped = safe_open(path, framework="pt")
     except ModuleNotFoundError as error:

@@ -11,7 +11,7 @@ LiveWeightError
 │   ├── WrongState             LW-107   not possible in the state the rank is in
 │   ├── ReplicaIncomplete      LW-108   ranks of the replica have not joined
 │   ├── WeightsExchanged       LW-109   weights changed while they were being verified
-│   ├── SnapshotNotFound       LW-110   no snapshot in any place that was looked at
+│   ├── SnapshotNotFound       LW-110   no snapshot in any place that was searched
 │   └── SnapshotRefused        LW-111   files that could be another rank's, or not all of them
 ├── WireError                  two processes do not understand each other
 │   ├── ProtocolMismatch       LW-201   another protocol version
@@ -69,7 +69,7 @@ class LiveWeightError(Exception):
 
     @classmethod
     def retold(cls, message: str) -> Self:
-        """The error as another process told it: its text; of its further facts, those that every one of its kind has by default."""
+        """The error as another process reported it: its text, and the defaults of its further facts."""
         error = cls.__new__(cls)
         Exception.__init__(error, message)
         return error
@@ -101,7 +101,7 @@ class ManifestInvalid(Refused):
 
 
 class LayoutInvalid(Refused):
-    """Regions that overlap in part, lie outside their tensor or memory, or leave a part of it to nobody."""
+    """Regions that overlap in part, lie outside their tensor or memory, or leave a part of it without an owner."""
 
     code = "LW-103"
     remedy = "let regions be equal or disjoint, inside their tensor, and cover it"
@@ -156,7 +156,7 @@ class WrongState(Refused):
 
 
 class ReplicaIncomplete(Refused):
-    """Ranks of the replica have not joined, or were lost and have no successor yet."""
+    """Ranks of the replica have not joined, or were lost and are not replaced yet."""
 
     code = "LW-108"
     remedy = "wait until the ranks in the message have joined, or start them again"
@@ -172,7 +172,7 @@ class WeightsExchanged(Refused):
 
 
 class SnapshotNotFound(Refused):
-    """No complete snapshot was found; every place that was looked at is named."""
+    """No complete snapshot was found; every place that was searched is named."""
 
     code = "LW-110"
     remedy = "name the directory of a complete snapshot; `liveweight snapshot list` shows them"
@@ -305,7 +305,7 @@ class OfferChanged(Damage):
     code = "LW-403"
     remedy = (
         "try again; do not change parameters of a live offer before publish() returned; "
-        "give those who ask longer (release_s)"
+        "give engines that pull longer (release_s)"
     )
 
 
@@ -357,7 +357,7 @@ class OutOfSpace(Unavailable):
 
 
 class AddressUnusable(Unavailable):
-    """An address that cannot be used from here: written wrong, taken by another, or without a way to it."""
+    """An address that cannot be used from here: written wrong, in use, or not reachable."""
 
     code = "LW-504"
     remedy = (
@@ -436,7 +436,7 @@ class RankLost(EngineError):
     """A rank of the engine died or stopped answering; its requests end with this error, and so does an engine that starts none again."""
 
     code = "LW-706"
-    remedy = "start the engine again, unless it does so by itself (--restart-ranks); the rank's own last words are in the log"
+    remedy = "start the engine again, unless it does so by itself (--restart-ranks); the rank's last output is in the log"
     retryable = True
 
 

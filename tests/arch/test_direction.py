@@ -7,7 +7,7 @@ import pytest
 from tests.arch.source_tree import PACKAGE, ROOT, Source, imports, part_of, source, sources
 
 ORDER = (
-    "errors < spec | observe < plan | wire | devices < transports | checkpoint < rounds < worker | trainer "
+    "errors < spec | observe < plan | wire | devices < transports | checkpoint < rounds | snapshots < worker | trainer "
     "< engine < server < integrations < api < lab < cli"
 )
 PLACE = {part: i for i, group in enumerate(ORDER.split(" < ")) for part in group.split(" | ")}

@@ -1,4 +1,4 @@
-"""Every command of the program: an example that its own parser takes, exit codes as they are told, errors in one line."""
+"""Every command of the program: an example that its own parser takes, documented exit codes, errors in one line."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 
 from liveweight.cli import exit_codes
 from liveweight.cli.commands import doctor
-from liveweight.cli.failures import line_of
+from liveweight.cli.failures import error_line
 from liveweight.cli.main import app
 from liveweight.engine.init_model.checkpoint import init_model
 from liveweight.engine.init_model.sizes import SIZES
@@ -78,13 +78,13 @@ def test_the_operations_page_and_the_help_tell_the_exit_codes() -> None:
     rows = [line for line in section.splitlines() if re.match(r"\| \d", line)]
     assert rows == [f"| {row.code} | {row.commands} | {row.means} |" for row in exit_codes.EXITS]
     shown = " ".join(run("--help")[1].split())
-    assert " ".join(exit_codes.told().split()) in shown
+    assert " ".join(exit_codes.exit_codes_text().split()) in shown
 
 
 def codes_used() -> set[str]:
-    """What stands in every `Exit(...)` and `SystemExit(...)` of the command line."""
+    """The argument of every `Exit(...)` and `SystemExit(...)` of the command line."""
     used = set()
-    for file in (SRC / PACKAGE / "cli").glob("*.py"):
+    for file in (SRC / PACKAGE / "cli").rglob("*.py"):
         for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
             if isinstance(node, ast.Call) and ast.unparse(node.func) in {"typer.Exit", "SystemExit"}:
                 used |= {ast.unparse(argument) for argument in node.args}
@@ -206,7 +206,7 @@ def test_ctrl_c_has_a_code_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("command", ["demo", "demo torn", "torture"])
 def test_a_missing_extra_is_the_pip_line(monkeypatch: pytest.MonkeyPatch, command: str) -> None:
-    for module in ("demo", "demo_torn", "torture"):
+    for module in ("demo.demo", "demo.torn", "commands.torture"):
         monkeypatch.setattr(f"liveweight.cli.{module}.find_spec", lambda _: None)
     code, _, said = run(*command.split())
     assert (code, len(said.splitlines())) == (exit_codes.FAILED, 1)
@@ -229,12 +229,12 @@ def test_a_place_that_cannot_be_written_is_refused_before_the_work(tmp_path: Pat
 def test_a_failed_round_is_told_with_the_remedy_of_its_cause() -> None:
     cause = DeadlineExceeded("rank 1 to stage", 5.0)
     failed = RoundFailed(cause, replica="a", rank=1, step="stage", waited_s=5.0, serving="step_1")
-    line = line_of(failed)
+    line = error_line(failed)
     assert line.startswith("LW-301 stage failed at a, rank 1")
     assert line.endswith(f"a retry may help. What to do: {cause.remedy}.")
 
 
 def test_a_lost_rank_is_told_as_any_other_error() -> None:
     error = LiveWeightError("lost")
-    assert line_of(error) == f"LW-000 lost. What to do: {error.remedy}."
+    assert error_line(error) == f"LW-000 lost. What to do: {error.remedy}."
     assert issubclass(typer.Exit, RuntimeError), "it is caught before what is unexpected"

@@ -52,7 +52,7 @@ def live(
 
 
 def secret_file(place: Path) -> Path:
-    """Where commands that are told of no other look for it."""
+    """The default path of the secret."""
     return place / f"liveweight-{os.getuid()}" / "secret"
 
 
@@ -168,7 +168,7 @@ def test_one_push_updates_several_engines(models: Models, short_path: Path, zygo
 
 
 class HeldReplica(WireReplica):
-    """A replica that is asked for its vote only when the test says so."""
+    """A replica whose vote is requested only when the test allows it."""
 
     def __init__(self, address: str, place: Path) -> None:
         super().__init__(address, load_or_create_secret(secret_file(place)))

@@ -1,4 +1,4 @@
-"""Host memory: there when it is had, held by whoever views it, refused in our words."""
+"""Host memory: faulted in when it is allocated, kept by every view of it, refused with our errors."""
 
 from __future__ import annotations
 

@@ -204,16 +204,16 @@ def test_a_view_inside_a_storage_is_memory_at_its_own_address() -> None:
     assert not target[:4].any() and not target[94:].any()
 
 
-def test_a_run_is_queued_aside_and_done_at_its_end() -> None:
+def test_a_run_is_queued_on_a_side_stream_and_done_at_its_end() -> None:
     done: list[str] = []
 
     @contextmanager
-    def aside() -> Iterator[None]:
+    def side_stream() -> Iterator[None]:
         done.append("begun")
         yield
         done.append("ended")
 
-    kernels, memory = TorchKernels("cpu", aside), device_memory(torch.zeros(100, dtype=torch.uint8))
+    kernels, memory = TorchKernels("cpu", side_stream), device_memory(torch.zeros(100, dtype=torch.uint8))
     copy = np.array([[0, 0, 0, 50, 1, 0, 0, 1, 0, 0, 50]])
     freeze = kernels.bind_freeze(
         np.array([[*DIGEST, 0, 0, 10, 0]]), [memory], [device_memory(torch.zeros(99))], 1

@@ -20,7 +20,7 @@ SHOWN = {
     "stream_into_your_loader.py": [f"step {n}: 3 tensors, qkv is [{n}.0]" for n in (1, 2, 3)],
     "push_from_the_shell.sh": ["verified ", " tensors · digest ", " · serving step_100"],
 }
-"""What is run, and what it says."""
+"""The command, and its output."""
 LONG = pytest.mark.soak
 """Four ranks do what two do."""
 

@@ -48,7 +48,9 @@ def move(policy: Policy, seed: int) -> None:
 def rollouts(url: str, task: SortDigits, questions: Sequence[str]) -> list[SampleGroup]:
     client = Completions()
     try:
-        return read(client.ask(url, request(questions, task, group=GROUP)).body, questions, task, group=GROUP)
+        return read(
+            client.complete(url, request(questions, task, group=GROUP)).body, questions, task, group=GROUP
+        )
     finally:
         client.close()
 
@@ -89,7 +91,7 @@ def test_a_stale_engine_shows(start: Start, publisher: Any, models: Models) -> N
 
 
 class Crossing:
-    """Long answers that stand still in their middle while a round commits."""
+    """Long answers that are paused in their middle while a round commits."""
 
     def __init__(self, engine: Engine, url: str) -> None:
         self._engine, self._task = engine, SortDigits(digits=300)

@@ -1,5 +1,5 @@
 """What comes from outside a round, at every step of it: strangers at the sockets, somebody who asks all the time, a connection that is
-cut, memory that cannot be had, a boundary that raised, a publisher that is closed while a replica stands still.
+cut, memory that cannot be had, a boundary that raised, a publisher that is closed while a replica is stopped.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def garbage(cluster: Cluster) -> None:
 
 
 def wrong_secret(cluster: Cluster) -> None:
-    """Strangers with a secret of their own, who are told so, at the leader and at the source."""
+    """Strangers with a secret of their own, who are refused, at the leader and at the source."""
     codec: Codec[Message] = Codec(Message)
     source = next(path for path in sockets(cluster) if path.parent != cluster.directory)
     for address in (cluster.address(), f"ipc://{source}"):
@@ -103,7 +103,7 @@ CONNECTIONS = 8
 
 @pytest.fixture
 def leader(cluster: Cluster) -> Iterator[WireReplica]:
-    """Whoever asks the leader how it is."""
+    """A client that requests the leader's state all the time."""
     replica = WireReplica(cluster.address(), load_or_create_secret(cluster.secret))
     yield replica
     replica.close()
@@ -191,13 +191,15 @@ def assert_holds_the_first(ranks: list[Program]) -> None:
 # Boundaries that raised.
 
 
-def test_a_boundary_that_raised_is_finished_by_the_next_call_without_meeting_twice(cluster: Cluster) -> None:
+def test_a_boundary_that_raised_is_finished_by_the_next_call_without_a_second_broadcast(
+    cluster: Cluster,
+) -> None:
     ranks, trainer = ready(cluster, "frozen")
     ranks[1].ask("arm", what="hook, and on the way back")
     error = trainer.ask("publish", label=2)["error"]
     assert (error["rank"], error["step"], error["serving"]) == (1, "hooks", "1")
     ranks[1].expect("again")
-    assert_holds(ranks, 1)  # a rank that had met once more would be a step behind the other, for good
+    assert_holds(ranks, 1)  # a rank that had broadcast once more would be a step behind the other, for good
     assert "error" not in trainer.ask("publish", label=3)
     assert_holds(ranks, 3)
 
@@ -222,12 +224,12 @@ def test_the_death_of_the_background_thread_is_told_at_the_next_boundary(short_p
             sender.publish(1)
         assert (failed.value.rank, failed.value.step) == (0, "stage")
         with pytest.raises(
-            ChannelClosed, match="rank 0 cannot follow any more: the shadow ended this thread"
+            ChannelClosed, match="rank 0 cannot take part in rounds any more: the shadow ended this thread"
         ):
             receiver.at_boundary()
 
 
-# A publisher that is closed while its replica stands still.
+# A publisher that is closed while its replica is stopped.
 
 
 @pytest.mark.parametrize("moment", ["before", "StagingBegan", "Hook"])

@@ -34,7 +34,7 @@ OFFERS = pytest.mark.parametrize("offer", ["live", "frozen"])
 FROZEN_AND_IN_THE_SOAK_LIVE = pytest.mark.parametrize(
     "offer", [pytest.param("live", marks=pytest.mark.soak), "frozen"]
 )
-"""For what others do meanwhile, which is the scheduler's matter, whatever ranks read."""
+"""For what others do meanwhile, which the leader decides, whatever ranks read."""
 AT = pytest.mark.parametrize("moment", MOMENTS)
 Make = Callable[..., Scene]
 
@@ -52,10 +52,10 @@ class Judge:
     def __init__(self, logits: Callable[[Path], Logits], place: Scene) -> None:
         self._logits, self._place = logits, place
 
-    def no_mixture(self, asked: Clients) -> None:
+    def no_mixture(self, clients: Clients) -> None:
         """In nothing that the clients got."""
-        assert asked.answers
-        assert mixtures(asked.answers, self._of) == []
+        assert clients.answers
+        assert mixtures(clients.answers, self._of) == []
 
     def serves(self, label: int) -> None:
         """The engine answers new requests from exactly that version, and says so."""
@@ -69,7 +69,7 @@ class Judge:
 
 @pytest.fixture
 def judge(transformers_logits: Callable[[Path], Logits]) -> Callable[[Scene], Judge]:
-    """Judges by transformers' word."""
+    """Judges by transformers."""
     return lambda place: Judge(transformers_logits, place)
 
 
@@ -77,25 +77,25 @@ def judge(transformers_logits: Callable[[Path], Logits]) -> Callable[[Scene], Ju
 @AT
 def test_a_killed_trainer(make: Make, judge: Any, offer: str, moment: Moment) -> None:
     place = make(offer=offer, timeout_s=4.0, lease_s=2.0)
-    with place.clients() as asked, place.held_at(moment, 2) as held:
+    with place.clients() as clients, place.held_at(moment, 2) as held:
         place.trainer.kill()
         if moment == "voting":
             held.gone()
         held.go()
-        asked.went_on()
+        clients.went_on()
     place.trainer = place.start_trainer(offer=offer, run="successor")
     if moment != "committing":
         judge(place).serves(1)
     assert "error" not in publish_when_free(place.trainer, 3)
     judge(place).serves(3)
-    judge(place).no_mixture(asked)
+    judge(place).no_mixture(clients)
 
 
 @OFFERS
 @AT
 def test_a_killed_rank(make: Make, judge: Any, offer: str, moment: Moment) -> None:
     place = make(offer=offer, timeout_s=10.0)
-    with place.clients() as asked:
+    with place.clients() as clients:
         with place.held_at(moment, 2) as held:
             os.kill(place.engine.pids[1], signal.SIGKILL)
             if moment not in ("open", "voting"):
@@ -103,14 +103,14 @@ def test_a_killed_rank(make: Make, judge: Any, offer: str, moment: Moment) -> No
             held.go()
             error = place.trainer.end(held.call)["error"]
         assert error["code"] in ("LW-205", "LW-602")  # gone; or gone after it was told to commit
-    assert_replaced(place, judge(place), asked)
+    assert_replaced(place, judge(place), clients)
 
 
 @OFFERS
 @AT
 def test_a_stopped_rank(make: Make, judge: Any, offer: str, moment: Moment) -> None:
     place = make(offer=offer, timeout_s=3.0, lease_s=2.0)
-    with place.clients() as asked:
+    with place.clients() as clients:
         with place.held_at(moment, 2) as held:
             stop(place.engine.pids[1])
             if moment not in ("open", "voting"):
@@ -118,14 +118,14 @@ def test_a_stopped_rank(make: Make, judge: Any, offer: str, moment: Moment) -> N
             held.go()
             error = place.trainer.end(held.call)["error"]
         assert error["code"] in ("LW-301", "LW-205", "LW-602"), error
-    assert_replaced(place, judge(place), asked)
+    assert_replaced(place, judge(place), clients)
 
 
-def assert_replaced(place: Scene, judge: Judge, asked: Clients) -> None:
-    """The engine says that it is lost; one in its place takes the same trainer's next round."""
+def assert_replaced(place: Scene, judge: Judge, clients: Clients) -> None:
+    """The engine reports that it is lost; its replacement takes the same trainer's next round."""
     with pytest.raises(RankLost, match="rank 1"):
         answers(place.engine, PROMPTS, greedy(4))[0].finish  # noqa: B018
-    judge.no_mixture(asked)
+    judge.no_mixture(clients)
     place.engine.stop()
     place.start_engine()
     assert "error" not in publish_when_free(place.trainer, 3)
@@ -136,7 +136,7 @@ def assert_replaced(place: Scene, judge: Judge, asked: Clients) -> None:
 @AT
 def test_a_bit_flipped_in_the_shadow(make: Make, judge: Any, offer: str, moment: Moment) -> None:
     place = make(offer=offer)
-    with place.clients() as asked, place.held_at(moment, 2) as held:
+    with place.clients() as clients, place.held_at(moment, 2) as held:
         place.rank.ask("damage")
         held.go()
         answer = place.trainer.end(held.call)
@@ -148,7 +148,7 @@ def test_a_bit_flipped_in_the_shadow(make: Make, judge: Any, offer: str, moment:
     if moment in ("open", "staging"):
         judge(place).serves(2)  # staged over
     if moment != "voting":
-        judge(place).no_mixture(asked)
+        judge(place).no_mixture(clients)
     if moment == "committing":
         assert verdict(place).match
         place.engine.undo(WITHIN_S)  # the shadow is the way back by then
@@ -161,7 +161,7 @@ def test_a_bit_flipped_in_the_shadow(make: Make, judge: Any, offer: str, moment:
 
 
 def verdict(place: Scene) -> Verdict:
-    """What the engine finds when it looks at its weights."""
+    """What the engine finds when it verifies its weights."""
     return place.engine.verify(VerificationRequest()).verdict
 
 
@@ -169,22 +169,22 @@ def verdict(place: Scene) -> Verdict:
 @AT
 def test_a_deadline_that_is_too_short(make: Make, judge: Any, offer: str, moment: Moment) -> None:
     place = make(offer=offer, timeout_s=SHORT_S, lease_s=SHORT_S)
-    with place.clients() as asked, place.held_at(moment, 2) as held:
-        if moment == "voting":  # the trainer itself stands still until its time is over
+    with place.clients() as clients, place.held_at(moment, 2) as held:
+        if moment == "voting":  # the trainer itself is stopped until its time is over
             threading.Event().wait(SHORT_S + 0.5)
             held.go()
         error = place.trainer.end(held.call)["error"]
         held.go()
-        asked.went_on()
+        clients.went_on()
     if moment == "committing" and error["code"] == "LW-602":
-        pass  # the trainer gave up before the engine's own word, which took the ranks back, had come
+        pass  # the trainer gave up before the engine's answer, which took the ranks back, had arrived
     else:
         assert (error["code"], error["serving"]) == ("LW-301", "1")
     judge(place).serves(1)
     patient = place.start_trainer(offer=offer, run="patient")
     assert "error" not in publish_when_free(patient, 3)
     judge(place).serves(3)
-    judge(place).no_mixture(asked)
+    judge(place).no_mixture(clients)
 
 
 @OFFERS
@@ -241,13 +241,13 @@ def test_another_publisher_in_the_middle(
             second.publish(9)
         return caught.value
 
-    with place.clients() as asked, place.held_at(moment, 2) as held:
+    with place.clients() as clients, place.held_at(moment, 2) as held:
         error = held.meanwhile(publish)
         held.go()
         assert "error" not in place.trainer.end(held.call)
     assert error.code == ("LW-106" if source == "second" else "LW-101")
     judge(place).serves(2)
-    judge(place).no_mixture(asked)
+    judge(place).no_mixture(clients)
     assert "error" not in place.trainer.ask("publish", label=3)
     judge(place).serves(3)
 
@@ -265,7 +265,7 @@ def test_an_operator_in_the_middle(make: Make, judge: Any, offer: str, moment: M
         "abort": engine.abort_requests,
         "undo": lambda: refused(lambda: engine.undo(WITHIN_S)),
     }
-    with place.clients() as asked:
+    with place.clients() as clients:
         if act == "resume":
             engine.pause("keep", WITHIN_S)
         with place.held_at(moment, 2) as held:
@@ -273,13 +273,13 @@ def test_an_operator_in_the_middle(make: Make, judge: Any, offer: str, moment: M
             held.go()
             assert "error" not in place.trainer.end(held.call)
         engine.resume()
-        asked.went_on()
+        clients.went_on()
     if act == "undo":
         assert isinstance(said, lw.errors.RoundOpen)
     if act == "abort":
-        assert any(answer.finish == "abort" for _, answer in asked.answers)
+        assert any(answer.finish == "abort" for _, answer in clients.answers)
     judge(place).serves(2)
-    judge(place).no_mixture(asked)
+    judge(place).no_mixture(clients)
     assert "error" not in place.trainer.ask("publish", label=3)
     judge(place).serves(3)
 

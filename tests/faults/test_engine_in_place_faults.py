@@ -31,7 +31,7 @@ def test_a_fault_in_the_middle_of_an_overwriting(
     short = {"timeout_s": 6.0, "lease_s": 2.0, "step_s": 120.0} if fault == "rank stopped" else {}
     with scene(cluster, zygote, models, shadow="none", **short) as place:
         judge = Judge(transformers_logits, place)
-        with place.clients() as asked, place.held_at("overwriting", 2) as held:
+        with place.clients() as clients, place.held_at("overwriting", 2) as held:
             match fault:
                 case "trainer killed":
                     place.trainer.kill()
@@ -53,7 +53,7 @@ def test_a_fault_in_the_middle_of_an_overwriting(
                     assert place.trainer.end(held.call)["error"]["code"] == "LW-601"
             if fault in ("rank stopped", "source revoked"):
                 until(lambda: place.engine.status().state == "torn", "a torn engine")
-        judge.no_mixture(asked)
+        judge.no_mixture(clients)
         if fault == "rank killed":
             with pytest.raises(RankLost, match="rank 1"):
                 answers(place.engine, PROMPTS, greedy(4))[0].finish  # noqa: B018

@@ -38,7 +38,7 @@ def test_one_that_fails_keeps_all_others_from_committing(
     make: Make, transformers_logits: Callable[[Path], Logits]
 ) -> None:
     fleet = make(timeout_s=LONG_S)
-    last = fleet.members[2].consoles.of[1]
+    last = fleet.engines[2].consoles.of[1]
     with fleet.load():
         assert fleet.publish("step_1", 1)["behind"] == []
         last.ask("hold", event="RankStaged")
@@ -47,7 +47,7 @@ def test_one_that_fails_keeps_all_others_from_committing(
         last.ask("damage")
         last.ask("go")
         error = fleet.trainer.end(call)["error"]
-    assert (error["code"], error["replica"]) == ("LW-401", fleet.members[2].address)
+    assert (error["code"], error["replica"]) == ("LW-401", fleet.engines[2].address)
     assert fleet.labels == ["step_1"] * 3
     assert "error" not in fleet.publish("step_3", 3)
     assert fleet.labels == ["step_3"] * 3
@@ -59,8 +59,8 @@ def test_one_that_stands_still_is_named_at_the_deadline_and_a_quorum_goes_on_wit
     make: Make, transformers_logits: Callable[[Path], Logits]
 ) -> None:
     fleet = make(timeout_s=15.0, lease_s=10.0)
-    last = fleet.members[2]
-    with fleet.load(*fleet.members[:2]):
+    last = fleet.engines[2]
+    with fleet.load(*fleet.engines[:2]):
         assert fleet.publish("step_1", 1)["behind"] == []
         stop(last.engine.pids[1])
         error = fleet.publish("step_2", 2)["error"]
@@ -101,7 +101,7 @@ def test_a_trainer_killed_between_two_commits_leaves_whole_versions_and_the_next
         fleet.trainer = fleet.start_trainer(run="successor", timeout_s=LONG_S)
         found = fleet.trainer.ask("fleet")
         assert fleet.labels == ["step_2", "step_1", "step_2"]
-        assert (found["version"], found["behind"]) == ("step_2", [fleet.members[1].address])
+        assert (found["version"], found["behind"]) == ("step_2", [fleet.engines[1].address])
         fleet.seeds["step_3"] = 3
         assert "error" not in publish_when_free(fleet.trainer, 3, name="step_3")
     assert fleet.labels == ["step_3"] * 3
@@ -113,7 +113,7 @@ def test_a_replica_that_was_started_anew_is_noticed_and_takes_requests_once_it_h
     make: Make,
 ) -> None:
     fleet = make(quorum=2, timeout_s=LONG_S, replica_timeout_s=15.0)
-    first = fleet.members[0]
+    first = fleet.engines[0]
     assert fleet.publish("step_1", 1)["restarted"] == []
     first.engine.stop()
     assert fleet.publish("step_2", 2)["behind"] == [first.address]

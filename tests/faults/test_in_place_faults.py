@@ -36,7 +36,7 @@ def ready(
 
 
 def assert_torn(ranks: list[Program], trainer: Program, error: dict[str, Any]) -> None:
-    """The publisher was told, every rank says so at its boundary, and no question about what is installed is answered."""
+    """The publisher got the error, every rank raises it at its boundary, and no verification is answered."""
     assert (error["code"], error["serving"], error["retryable"]) == (TORN, None, True)
     assert "serves nothing until" in error["text"]
     calls = [rank.begin("state") for rank in ranks]

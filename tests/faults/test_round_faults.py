@@ -28,7 +28,7 @@ from tests.support.rounds import (
 BEFORE_COMMIT = [("RoundOpened", REPLICA), ("StagingBegan", 1), ("RankStaged", 1), ("RankVerified", REPLICA)]
 """Moments of the leader, which is in rank 0's process, and of rank 1, in a round's order."""
 VOTE = "Voting"
-"""A moment of the trainer's: all replicas have verified, and none was asked for its vote."""
+"""A moment of the trainer's: all replicas have verified, and no vote was requested."""
 
 
 @pytest.fixture
@@ -131,7 +131,7 @@ def test_a_stopped_rank_is_named_at_the_deadline(scene: Scene, moment: str, step
     ranks[1].held(moment)
     if (
         step == "verify"
-    ):  # what a rank has sent may still be in it when it is stopped: the leader must have heard
+    ):  # what a rank has sent may still be in it when it is stopped: the leader must have received it
         trainer.held("Verifying")
         trainer.ask("go")
     ranks[1].stop()
@@ -348,8 +348,8 @@ def test_a_quorum_goes_on_without_a_straggler_which_catches_up(cluster: Cluster)
     call = trainer.begin("publish", label=2)
     second[0].held("StagingBegan")
     second[0].stop()
-    said = trainer.end(call)
-    assert said.get("behind") == [cluster.address("b")], said
+    report = trainer.end(call)
+    assert report.get("behind") == [cluster.address("b")], report
     assert_holds(first, 2)
     second[0].signal(signal.SIGCONT)
     second[0].ask("go")
@@ -368,7 +368,7 @@ def test_a_leader_that_stands_still_for_a_while_is_waited_for(cluster: Cluster) 
     trainer.ask("hold", event="Silence")
     call = trainer.begin("publish", label=2)
     ranks[0].held("RankVerified")
-    trainer.held("Silence")  # it has asked how far the round is, and heard nothing
+    trainer.held("Silence")  # it has asked how far the round is, and got no answer
     ranks[0].ask("go")
     trainer.ask("go")
     assert "error" not in trainer.end(call)

@@ -30,12 +30,12 @@ def recover(cluster: Cluster, ranks: list[Program], label: int = 9) -> None:
 
 def publish_without_the_last(trainer: list[Program], label: int, *, hurry: bool) -> list[dict[str, Any]]:
     """All but the last rank publish; rank 0 comes when the others have frozen, and, in a hurry, waits for the last one only a while."""
-    lead, *others = trainer[:-1]
-    lead.ask("hurry", timeout_s=3.0 if hurry else 60.0)
+    rank_zero, *others = trainer[:-1]
+    rank_zero.ask("hurry", timeout_s=3.0 if hurry else 60.0)
     for rank in others:
         rank.ask("offer", label=label)
-    answer = lead.ask("publish", label=label)
-    lead.ask("hurry", timeout_s=60.0)
+    answer = rank_zero.ask("publish", label=label)
+    rank_zero.ask("hurry", timeout_s=60.0)
     return [answer, *all_of(others, "wait")]
 
 
@@ -57,7 +57,7 @@ def test_a_rank_that_does_not_freeze_is_named_by_all_others(cluster: Cluster, ho
         assert "trainer rank 2" in error["text"]
         assert (error["serving"], error["retryable"]) == ("1", True)
     assert_holds(ranks, 1)
-    if how == "late":  # it comes at last, hears how it ended, and the next round is whole again
+    if how == "late":  # it comes at last, is told how the round ended, and the next round is whole again
         assert victim.ask("publish", label=2)["error"]["rank"] == 2
         assert [answer.get("version") for answer in all_of(trainer, "publish", label=3)] == [3] * 3
         assert_holds(ranks, 3)
@@ -144,13 +144,13 @@ def test_a_rank_lost_after_all_have_staged_shows_at_the_next_offer(
 @pytest.mark.parametrize("how", ["killed", "stopped", "late"])
 def test_without_rank_0_the_others_say_that_they_do_not_know(cluster: Cluster, how: str) -> None:
     ranks, trainer = ready(cluster)
-    lead, others = trainer[0], trainer[1:]
+    rank_zero, others = trainer[0], trainer[1:]
     all_of(others, "hurry", timeout_s=3.0)
     if how != "late":
         ranks[1].ask("hold", event="StagingBegan")
         calls = [one.begin("publish", label=2) for one in trainer][1:]
         ranks[1].held("StagingBegan")
-        lead.kill() if how == "killed" else lead.stop()
+        rank_zero.kill() if how == "killed" else rank_zero.stop()
     else:
         calls = [one.begin("publish", label=2) for one in others]
     for one, call in zip(others, calls, strict=True):
@@ -184,5 +184,5 @@ def test_a_failed_gather_is_run_to_its_end_by_every_rank(cluster: Cluster) -> No
             0,
             "freeze",
         )
-    assert [(told["passes"], told["ended"]) for told in all_of(trainer, "passes")] == [(2, 2)] * 3
+    assert [(answer["passes"], answer["ended"]) for answer in all_of(trainer, "passes")] == [(2, 2)] * 3
     assert_holds(ranks, 1)

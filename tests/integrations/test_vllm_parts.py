@@ -65,7 +65,7 @@ def test_tensors_are_installed_layer_by_layer_in_the_order_of_their_numbers() ->
 
 
 class Engine:
-    """Says what it serves; another version each time that it is asked."""
+    """Reports what it serves; another version at every call."""
 
     def __init__(self, *versions: str, processes: int = 1) -> None:
         self._versions = iter(versions)
@@ -169,7 +169,7 @@ async def silent(_scope: Any, _receive: Any, send: Any) -> None:
 
 
 def caches(middleware: Versions, engine: Engine) -> dict[str, Any]:
-    """What it says of its caches."""
+    """The middleware's answer about its caches."""
     _, body = asked(middleware, engine, CACHES, method="GET")
     answer: dict[str, Any] = json.loads(body["body"])
     return answer

@@ -92,7 +92,7 @@ def test_an_update_that_was_begun_for_a_round_that_comes_to_nothing_is_ended(sta
     engines = [lw.vllm(quick), lw.vllm(slow, pace_bytes_per_s=1.0)]
     with lw.Publisher(NEW, engines=engines, secret=quick.secret) as trainer:
         trainer.offer(1)
-        assert quick.hears("start", 2)  # the first was the meeting's
+        assert quick.receives("start", 2)  # the first was the handshake's
     assert quick.rests()
     assert quick.holds(BASE)
     assert "pause keep" not in quick.calls

@@ -1,4 +1,4 @@
-"""The torture's parts, each alone: what is chosen, what a blow does to a process, and that leaks and torn tokens are found."""
+"""The torture's modules, each alone: what is chosen, what a fault does to a process, and that leaks and torn tokens are found."""
 
 from __future__ import annotations
 
@@ -124,7 +124,7 @@ def test_what_is_given_back_within_a_while_was_in_use(monkeypatch: pytest.Monkey
     leaks, names = Leaks(), {os.getpid(): "me"}
     leaks.check(names)
     opened = [os.open("/dev/null", os.O_RDONLY) for _ in range(40)]
-    weigh = leaking.weight_of
+    weigh = leaking.resources_of
 
     def given_back(pid: int) -> dict[str, int] | None:
         found = weigh(pid)
@@ -132,7 +132,7 @@ def test_what_is_given_back_within_a_while_was_in_use(monkeypatch: pytest.Monkey
             os.close(opened.pop())
         return found
 
-    monkeypatch.setattr(leaking, "weight_of", given_back)
+    monkeypatch.setattr(leaking, "resources_of", given_back)
     leaks.check(names)
     assert leaks.found == []
 

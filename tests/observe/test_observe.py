@@ -1,4 +1,4 @@
-"""Events, the bus, and the readers: each hears what was said, and none can harm who said it."""
+"""Events, the bus, and the readers: each reader gets every event, and none can harm the emitter."""
 
 from __future__ import annotations
 
@@ -118,10 +118,10 @@ def test_every_reader_hears_every_event_in_order() -> None:
     bus, first, second = Bus(), Recorder(), Recorder()
     bus.subscribe(first)
     bus.subscribe(second)
-    said = tuple(examples())
-    for event in said:
+    emitted = tuple(examples())
+    for event in emitted:
         bus.emit(event)
-    assert first.events == second.events == said
+    assert first.events == second.events == emitted
     assert first.of(ev.KernelsChosen) == (KERNELS, ev.KernelsChosen(name="native"))
 
 
@@ -152,17 +152,17 @@ def test_a_reader_subscribed_twice_leaves_one_place_at_a_time() -> None:
 
 def test_a_reader_that_leaves_while_it_hears_disturbs_nobody() -> None:
     bus, after = Bus(), Recorder()
-    heard: list[ev.AnyEvent] = []
+    received: list[ev.AnyEvent] = []
 
     def leave(event: ev.AnyEvent) -> None:
-        heard.append(event)
+        received.append(event)
         subscription.close()
 
     subscription = bus.subscribe(leave)
     bus.subscribe(after)
     bus.emit(KERNELS)
     bus.emit(KERNELS)
-    assert (len(heard), len(after.events)) == (1, 2)
+    assert (len(received), len(after.events)) == (1, 2)
 
 
 def test_a_reader_that_raises_harms_neither_emitter_nor_readers_and_is_logged_once(
@@ -213,10 +213,10 @@ def test_no_event_is_lost_between_threads() -> None:
         thread.start()
     for thread in threads:
         thread.join(LONG_S)
-    heard = recorder.of(ev.SourceFrozen)
-    assert len(heard) == 800
+    received = recorder.of(ev.SourceFrozen)
+    assert len(received) == 800
     for rank in range(4):
-        assert [event.size_bytes for event in heard if event.rank == rank] == list(range(200))
+        assert [event.size_bytes for event in received if event.rank == rank] == list(range(200))
 
 
 def test_a_recorder_waits_for_a_moment_that_another_thread_brings() -> None:
@@ -254,10 +254,10 @@ def test_a_recorders_wait_ends_and_says_what_it_waited_for() -> None:
 
 
 def test_every_event_has_one_line_of_its_own() -> None:
-    said = list(examples())
-    lines = [line_of(event)[1] for event in said]
+    emitted = list(examples())
+    lines = [line_of(event)[1] for event in emitted]
     assert all(line and "\n" not in line for line in lines)
-    assert len(set(lines)) == len(said)
+    assert len(set(lines)) == len(emitted)
 
 
 LINES: list[tuple[ev.AnyEvent, int, str]] = [
@@ -299,7 +299,7 @@ def test_a_percent_sign_in_a_name_does_not_break_the_line(caplog: pytest.LogCapt
 
 @pytest.fixture
 def registry() -> CollectorRegistry:
-    """A registry in which the metrics reader has heard all the examples."""
+    """A registry in which the metrics reader has received all the examples."""
     registry = CollectorRegistry()
     reader = MetricsReader(registry)
     for event in examples():

@@ -28,7 +28,7 @@ class PaddleSide:
         )
 
     def __call__(self, function: str, /, **arguments: Any) -> Any:
-        """What it says; AssertionError with what went wrong there."""
+        """Its answer; AssertionError with the error there."""
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         self._process.stdin.write(json.dumps([function, arguments]) + "\n")

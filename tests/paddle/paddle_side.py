@@ -167,7 +167,7 @@ def source_facts() -> dict[str, Any]:
 
 
 def refusals() -> dict[str, list[str]]:
-    """Every way to give it something wrong, and what is said."""
+    """Every kind of wrong input, and the error text."""
     linear = paddle.nn.Linear(4, 6)
     state = linear.state_dict()
     late = lw.paddle_source(linear, transpose=False)
@@ -204,7 +204,7 @@ FUNCTIONS: dict[str, Callable[..., Any]] = {
 
 
 def lines() -> Iterator[str]:
-    """What it is asked, until nobody asks."""
+    """Requests from stdin, until it closes."""
     while line := sys.stdin.readline():
         yield line
 

@@ -32,7 +32,7 @@ class Served:
 
     @property
     def version(self) -> dict[str, Any]:
-        """What it says it serves."""
+        """The version that it reports."""
         version: dict[str, Any] = httpx.get(f"{self.url}/v1/weights", timeout=WITHIN_S).json()["version"]
         return version
 
@@ -108,7 +108,7 @@ def test_every_step_of_a_paddle_trainer_is_what_the_engine_serves(
         before = engine.text()
         engine.met_by(paddle_side, layer, mode)
         digests = set()
-        for step in (1, 2):  # the second goes the way that the first has bound
+        for step in (1, 2):  # the second uses the bindings of the first
             paddle_side("train", name=layer, steps=1)
             said = paddle_side("publish", name=layer, version=f"step_{step}")
             assert (said["match"], said["torch"]) == (True, False)

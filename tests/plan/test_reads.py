@@ -15,7 +15,7 @@ from liveweight.spec.dtype import DType
 from liveweight.spec.layout import Layout, Piece, packed, place
 from liveweight.spec.manifest import TensorSpec
 from liveweight.spec.region import Region, box, whole
-from liveweight.transports.nixl.arena_location import ArenaLocation, place_from
+from liveweight.transports.nixl.arena_location import ArenaLocation, location_from
 from liveweight.transports.registry import mode
 from liveweight.wire.credentials import Secret
 
@@ -90,7 +90,7 @@ def test_long_runs_go_straight_to_the_shadow_and_many_short_ones_by_a_landing(na
 
 def test_what_a_source_says_of_its_memory_is_checked_before_anything_is_read() -> None:
     good = ArenaLocation(address=1 << 20, size_bytes=64, description=b"nixl")
-    assert place_from(good.encode(), 64) == good
+    assert location_from(good.encode(), 64) == good
     bad = [
         ArenaLocation(address=1 << 20, size_bytes=65, description=b"nixl"),
         ArenaLocation(address=0, size_bytes=64, description=b"nixl"),
@@ -100,7 +100,7 @@ def test_what_a_source_says_of_its_memory_is_checked_before_anything_is_read() -
     ]
     for entry in [wrong.encode() for wrong in bad] + [b"", b"rubbish", good.encode() + b"x"]:
         with pytest.raises(MessageInvalid):
-            place_from(entry, 64)
+            location_from(entry, 64)
 
 
 @pytest.mark.parametrize("name", ["gdr", "rdma"])

@@ -1,4 +1,4 @@
-"""Audits, told by messages and time alone: what counts as one state of all ranks, what differs and on whom, and who is waited for."""
+"""Audits, from messages and time alone: what counts as one state of all ranks, what differs on which rank, and which rank is missing."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def manifest_of(label: int) -> Manifest:
 
 
 def orders(world: World) -> list[tuple[int, m.DigestLive]]:
-    """What ranks were told to digest so far."""
+    """The digest orders to ranks so far."""
     return [
         (a.rank, a.body)
         for a in world.actions
@@ -37,7 +37,7 @@ def digested(world: World, rank: int, lanes: bytes | None, *, audit: int | None 
     """A rank's answer to the newest order, or to an older one."""
     number = orders(world)[-1][1].audit if audit is None else audit
     body = m.LiveDigests(audit=number, rank=rank, lanes=lanes, seconds=0.1 + rank)
-    world.tell(body, b"rank%d" % rank)
+    world.send(body, b"rank%d" % rank)
 
 
 def verdict(world: World, call: int) -> m.Verdict:
@@ -125,7 +125,7 @@ def test_after_an_undo_it_is_the_version_before() -> None:
     undo(world)
     back = verified(world, 1)
     assert (back.match, str(back.found), back.digest) == (True, "initial", manifest_of(1).digest())
-    other = verified(world, 2)  # the ranks hold what was undone, whatever they were told
+    other = verified(world, 2)  # the ranks hold what was undone, whatever the leader told them
     assert (other.match, str(other.found), str(other.serving)) == (False, "2", "initial")
 
 
@@ -275,7 +275,7 @@ def test_ranks_that_do_not_answer_in_time_are_named() -> None:
     world = World()
     one, both = world.call(m.Verify(timeout_s=2)), world.call(m.Verify(timeout_s=2))
     digested(world, 0, held(1, 0, 2), audit=orders(world)[0][1].audit)
-    assert world.scheduler.needs_ranks
+    assert world.leader.needs_ranks
     world.pass_time(1)
     assert world.answer(one) is None
     world.pass_time(1)
@@ -283,14 +283,14 @@ def test_ranks_that_do_not_answer_in_time_are_named() -> None:
     assert (late.code, late.rank, late.step, late.waited_s) == ("LW-301", 1, "verify", 2.0)
     assert "rank 1 to digest its weights" in late.message
     assert "rank 0, 1 to digest" in refusal(world, both).fault.message
-    assert not world.scheduler.needs_ranks
+    assert not world.leader.needs_ranks
 
 
 def test_a_dead_rank_ends_an_audit_by_name_and_its_predecessor_has_no_say() -> None:
     world = World()
     commit(world, 1)
     call = world.call(m.Verify())
-    world.actions += world.scheduler.on_lost(world.now_s, 1)
+    world.actions += world.leader.on_lost(world.now_s, 1)
     fault = refusal(world, call).fault
     assert (fault.code, fault.rank) == ("LW-205", 1)
     assert "rank 1 (process 101) is gone" in fault.message
@@ -301,7 +301,7 @@ def test_a_dead_rank_ends_an_audit_by_name_and_its_predecessor_has_no_say() -> N
     digested(world, 1, held(1, 1, 2))  # from the peer that was replaced
     assert world.answer(again) is None
     body = m.LiveDigests(audit=orders(world)[-1][1].audit, rank=1, lanes=held(1, 1, 2), seconds=0.1)
-    world.tell(body, b"another")
+    world.send(body, b"another")
     assert verdict(world, again).match is True  # known by the digest of the whole alone
 
 
@@ -319,11 +319,11 @@ def test_what_a_rank_says_of_its_failure_reaches_the_caller() -> None:
         ),
     )
     assert fault.code == "LW-101"
-    world.tell(broken, b"rank1")
+    world.send(broken, b"rank1")
     assert (refusal(world, call).fault.message, refusal(world, call).fault.rank) == ("in doubt", 1)
 
 
-STEPS = ("verify", "commit", "swap 0", "swap 1", "read 0", "read 1", "tell 0", "tell 1")
+STEPS = ("verify", "commit", "swap 0", "swap 1", "read 0", "read 1", "send 0", "send 1")
 
 
 @settings(max_examples=400, deadline=None)
@@ -351,7 +351,7 @@ def test_no_order_of_events_gives_a_verdict_on_a_mixture(steps: list[str]) -> No
                 committing = None if holds == [label, label] else committing
             case "read" if orders(world) and (committing is None or holds[rank] != label):
                 readings[rank] = (orders(world)[-1][1].audit, holds[rank], swaps[rank])
-            case "tell" if (reading := readings[rank]) is not None:
+            case "send" if (reading := readings[rank]) is not None:
                 audit, content, count = reading
                 lanes = held(content, rank, 2) if count == swaps[rank] else None
                 digested(world, rank, lanes, audit=audit)

@@ -1,4 +1,4 @@
-"""One round over replicas that answer late, wrongly or not at all: what is said of it is what happened."""
+"""One round over replicas that answer late, wrongly or not at all: the report is what happened."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class Engine:
     vote_takes: Deadline | None = None
     serving: Version = OLD
     done: list[str] = field(default_factory=list)
-    told: list[tuple[Version, str]] = field(default_factory=list)
+    marked: list[tuple[Version, str]] = field(default_factory=list)
     round_id: RoundId = field(default_factory=lambda: RoundId(boot="b", epoch=1, publisher="p"))
 
     def _do(self, step: str) -> None:
@@ -52,7 +52,7 @@ class Engine:
 
     def replica_state(self, deadline: Deadline) -> m.ReplicaState:
         del deadline
-        self._do("standing")
+        self._do("replica_state")
         return m.ReplicaState(
             replica=self.name,
             boot="b",
@@ -117,7 +117,7 @@ class Engine:
     def mark_behind(self, version: Version, reason: str, deadline: Deadline) -> None:
         del deadline
         self._do("be marked behind")
-        self.told.append((version, reason))
+        self.marked.append((version, reason))
 
     def undo(self, publisher: str, deadline: Deadline) -> m.Committed:
         del publisher, deadline
@@ -142,11 +142,11 @@ def coordinator(
     mark_behind: bool = False,
     boot: str | None = None,
 ) -> list[ReplicaProgress]:
-    parts = [ReplicaProgress(engine, boot=boot) for engine in engines]
+    replicas = [ReplicaProgress(engine, boot=boot) for engine in engines]
     offer = Offer(mode="ipc", kind="frozen", source="s", layout="l", generation=1)
     with ThreadPoolExecutor(4) as pool:
         RoundCoordinator(
-            parts=parts,
+            replicas=replicas,
             order=m.Open(
                 publisher="p",
                 version=NEW,
@@ -169,7 +169,7 @@ def coordinator(
             patience=patience,
             mark_behind=mark_behind,
         ).run()
-    return parts
+    return replicas
 
 
 def refusal(rank: int) -> ReplicaRefused:
@@ -191,7 +191,7 @@ def test_a_lost_answer_to_a_commit_that_did_not_take_place_is_a_failure() -> Non
 @pytest.mark.parametrize("error", [GONE, DeadlineExceeded("an answer", 5.0)])
 def test_an_outcome_that_cannot_be_learned_is_unknown_not_failed(error: LiveWeightError) -> None:
     with pytest.raises(OutcomeUnknown, match="a was told to commit"):
-        coordinator(Engine(fails={"commit": error, "standing": GONE}))
+        coordinator(Engine(fails={"commit": error, "replica_state": GONE}))
 
 
 def test_votes_that_outlast_the_lease_fail_the_round_and_nobody_commits() -> None:
@@ -213,15 +213,15 @@ def test_one_replica_that_refuses_keeps_all_from_committing() -> None:
 
 def test_a_quorum_commits_without_the_one_that_refuses() -> None:
     good, bad = Engine(), Engine(name="b", fails={"staged": refusal(3)})
-    parts = coordinator(good, bad, quorum=1)
-    assert [progress.done for progress in parts] == [True, False]
-    assert parts[1].report().reason == "no memory"
+    replicas = coordinator(good, bad, quorum=1)
+    assert [progress.done for progress in replicas] == [True, False]
+    assert replicas[1].report().reason == "no memory"
 
 
 def test_what_fell_out_of_a_round_that_reached_its_quorum_is_aborted_after_the_commit() -> None:
     good, slow = Engine(), Engine(name="b", fails={"staged": DeadlineExceeded("rank 0", 1.0)})
     never = Engine(name="c", fails={"open": refusal(0)})
-    lost = Engine(name="d", fails={"commit": GONE, "standing": GONE})
+    lost = Engine(name="d", fails={"commit": GONE, "replica_state": GONE})
     coordinator(good, slow, never, lost, quorum=1)
     assert good.done[-1] == "commit"
     assert slow.done[-1] == "abort"
@@ -231,8 +231,8 @@ def test_what_fell_out_of_a_round_that_reached_its_quorum_is_aborted_after_the_c
 
 def test_a_part_that_fell_out_and_cannot_be_aborted_is_noted_as_one_that_may_still_read() -> None:
     slow = Engine(name="b", fails={"staged": DeadlineExceeded("rank 0", 1.0), "abort": GONE})
-    parts = coordinator(Engine(), slow, quorum=1)
-    assert parts[1].readers
+    replicas = coordinator(Engine(), slow, quorum=1)
+    assert replicas[1].readers
 
 
 def test_what_is_found_while_ranks_stage_ends_the_round_before_any_vote() -> None:
@@ -248,10 +248,10 @@ def test_what_is_found_while_ranks_stage_ends_the_round_before_any_vote() -> Non
 
 
 def test_who_looks_while_ranks_stage_can_end_the_round_and_is_not_asked_afterwards() -> None:
-    looks: list[str] = []
+    polls: list[str] = []
 
     def gone() -> None:
-        looks.append("look")
+        polls.append("poll")
         raise GONE
 
     engine = Engine(slow=3)
@@ -259,9 +259,9 @@ def test_who_looks_while_ranks_stage_can_end_the_round_and_is_not_asked_afterwar
         coordinator(engine, poll=gone)
     assert (failed.value.code, failed.value.step, failed.value.serving) == ("LW-205", "stage", "1")
     assert failed.value.retryable
-    assert (looks, engine.done) == (["look"], ["open", "staged", "abort"])
+    assert (polls, engine.done) == (["poll"], ["open", "staged", "abort"])
     coordinator(fast := Engine(), poll=gone)
-    assert (looks, fast.serving) == (["look"], NEW)
+    assert (polls, fast.serving) == (["poll"], NEW)
 
 
 def test_what_is_to_be_done_before_the_vote_is_done_once_all_have_verified() -> None:
@@ -280,7 +280,7 @@ def test_what_is_to_be_done_before_the_vote_is_done_once_all_have_verified() -> 
 def test_an_interrupted_commit_is_not_told_as_one_that_did_not_take_place() -> None:
     closed = RoundAborted("the publisher was closed")
     with pytest.raises(OutcomeUnknown):
-        coordinator(Engine(fails={"commit": closed, "standing": closed}))
+        coordinator(Engine(fails={"commit": closed, "replica_state": closed}))
 
 
 def test_the_first_failure_in_time_is_the_one_that_is_told() -> None:
@@ -305,9 +305,9 @@ def test_a_replica_whose_ranks_were_replaced_is_told_the_manifest_again() -> Non
 
 def test_a_replica_that_the_quorum_can_do_without_is_waited_for_only_so_long() -> None:
     good, slow = Engine(), Engine(name="slow", slow=1 << 30)
-    parts = coordinator(good, slow, quorum=1, patience=Deadline.after(0.2))
-    assert [progress.done for progress in parts] == [True, False]
-    fault = parts[1].fault
+    replicas = coordinator(good, slow, quorum=1, patience=Deadline.after(0.2))
+    assert [progress.done for progress in replicas] == [True, False]
+    fault = replicas[1].fault
     assert fault is not None
     assert (fault.code, fault.step) == ("LW-301", "stage")
     assert "slow to be staged" in fault.message
@@ -315,8 +315,8 @@ def test_a_replica_that_the_quorum_can_do_without_is_waited_for_only_so_long() -
 
 
 def test_a_replica_that_is_needed_has_all_of_the_rounds_time() -> None:
-    parts = coordinator(Engine(), Engine(name="slow", slow=3), patience=Deadline.after(0.0))
-    assert [progress.done for progress in parts] == [True, True]
+    replicas = coordinator(Engine(), Engine(name="slow", slow=3), patience=Deadline.after(0.0))
+    assert [progress.done for progress in replicas] == [True, True]
 
 
 def test_those_that_were_left_behind_mark_behind_if_that_is_wanted_and_no_others() -> None:
@@ -326,17 +326,17 @@ def test_those_that_were_left_behind_mark_behind_if_that_is_wanted_and_no_others
         Engine(name="lost", fails={"open": GONE}),
     )
     coordinator(good, bad, lost, quorum=1, mark_behind=True)
-    assert (good.told, [version for version, _ in bad.told], len(lost.told)) == ([], [NEW], 1)
-    unasked = Engine(name="bad", fails={"vote": GONE})
-    coordinator(Engine(), unasked, quorum=1)
-    assert unasked.told == []
+    assert (good.marked, [version for version, _ in bad.marked], len(lost.marked)) == ([], [NEW], 1)
+    unmarked = Engine(name="bad", fails={"vote": GONE})
+    coordinator(Engine(), unmarked, quorum=1)
+    assert unmarked.marked == []
 
 
 def test_nobody_stands_back_after_a_round_that_failed() -> None:
     good, bad = Engine(), Engine(name="bad", fails={"vote": GONE})
     with pytest.raises(RoundFailed):
         coordinator(good, bad, mark_behind=True)
-    assert (good.told, bad.told) == ([], [])
+    assert (good.marked, bad.marked) == ([], [])
 
 
 @pytest.mark.parametrize(("known", "restarted"), [(None, False), ("b", False), ("another", True)])

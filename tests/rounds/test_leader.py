@@ -1,4 +1,4 @@
-"""The scheduler's decisions, told by messages and time alone: fences, leases, votes, outcomes."""
+"""The leader's decisions, from messages and time alone: fences, leases, votes, outcomes."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def held(label: int, rank: int, world: int, *, flip: bool = False) -> bytes:
 
 @dataclass
 class World:
-    """A scheduler with joined ranks, a clock, and what it answered."""
+    """A leader with joined ranks, a clock, and the actions that it returned."""
 
     world: int = 2
     now_s: float = 0.0
@@ -90,7 +90,7 @@ class World:
     in_place: bool = False
 
     def __post_init__(self) -> None:
-        self.scheduler = Leader(replica="engine", boot="boot", world=self.world)
+        self.leader = Leader(replica="engine", boot="boot", world=self.world)
         for rank in range(self.world):
             self.join(rank)
         self.ask(m.Describe(structure="s", manifest=MANIFEST), m.Described)
@@ -106,14 +106,14 @@ class World:
         )
         self.seats[rank] = self.ask(body, m.Joined, peer=peer or b"rank%d" % rank).seat
 
-    def tell(self, body: m.Message, peer: bytes = PUBLISHER, call: int = 0) -> list[Action]:
-        done = self.scheduler.on_message(self.now_s, peer, call, body)
+    def send(self, body: m.Message, peer: bytes = PUBLISHER, call: int = 0) -> list[Action]:
+        done = self.leader.on_message(self.now_s, peer, call, body)
         self.actions += done
         return done
 
     def call(self, body: m.Message, peer: bytes = PUBLISHER) -> int:
         self.calls += 1
-        self.tell(body, peer, self.calls)
+        self.send(body, peer, self.calls)
         return self.calls
 
     def answer(self, call: int) -> m.Message | None:
@@ -131,7 +131,7 @@ class World:
 
     def pass_time(self, seconds: float) -> None:
         self.now_s += seconds
-        self.actions += self.scheduler.on_time(self.now_s)
+        self.actions += self.leader.on_time(self.now_s)
 
     def open(
         self, label: int = 1, *, verify: bool = True, publisher: str = "p", timeout_s: float = 10
@@ -153,14 +153,14 @@ class World:
         return round_id
 
     def staged(self, round_id: RoundId, rank: int) -> None:
-        self.tell(m.Staged(round=round_id, rank=rank, size_bytes=10, seconds=0.1), b"rank%d" % rank)
+        self.send(m.Staged(round=round_id, rank=rank, size_bytes=10, seconds=0.1), b"rank%d" % rank)
 
     def verified(self, round_id: RoundId, rank: int, label: int, *, flip: bool = False) -> None:
         lanes = held(label, rank, self.world, flip=flip)
-        self.tell(m.Verified(round=round_id, rank=rank, lanes=lanes, seconds=0.1), b"rank%d" % rank)
+        self.send(m.Verified(round=round_id, rank=rank, lanes=lanes, seconds=0.1), b"rank%d" % rank)
 
     def dropped(self, round_id: RoundId, rank: int) -> None:
-        self.tell(m.ShadowDropped(round=round_id, rank=rank), b"rank%d" % rank)
+        self.send(m.ShadowDropped(round=round_id, rank=rank), b"rank%d" % rank)
 
     def whole(self, label: int = 1) -> RoundId:
         round_id = self.opened(label)
@@ -196,10 +196,10 @@ class World:
 
     @property
     def serving(self) -> str:
-        assert isinstance(self.scheduler.state, ServingState)
-        return str(self.scheduler.state.version)
+        assert isinstance(self.leader.state, ServingState)
+        return str(self.leader.state.version)
 
-    def said(self, kind: type[events.Event]) -> list[events.AnyEvent]:
+    def emitted(self, kind: type[events.Event]) -> list[events.AnyEvent]:
         return [a.event for a in self.actions if isinstance(a, EmitEvent) and isinstance(a.event, kind)]
 
 
@@ -208,7 +208,7 @@ def test_a_commit_tells_what_every_rank_did() -> None:
     round_id = world.opened(1)
     for rank in range(2):
         staged = m.Staged(round=round_id, rank=rank, size_bytes=10 + rank, seconds=0.5 + rank)
-        world.tell(staged, b"rank%d" % rank)
+        world.send(staged, b"rank%d" % rank)
         world.verified(round_id, rank, 1)
     world.ask(m.RequestVote(round=round_id, lease_s=5), m.Vote)
     commit = world.call(m.Commit(round=round_id, timeout_s=5))
@@ -237,7 +237,7 @@ def test_a_whole_round_commits_and_can_be_undone() -> None:
     assert (str(answer.serving), answer.undo) == ("1", None)
     assert world.serving == "1"
     assert world.refused(m.Undo(publisher="p", timeout_s=5)).code == "LW-107"
-    assert [e.outcome for e in world.said(events.RoundEnded) if isinstance(e, events.RoundEnded)] == [
+    assert [e.outcome for e in world.emitted(events.RoundEnded) if isinstance(e, events.RoundEnded)] == [
         "committed",
         "committed",
         "undone",
@@ -316,7 +316,7 @@ def commit_without_norms(world: World, label: int) -> RoundId:
     for rank in range(world.world):
         world.staged(opened.round, rank)
         lanes = held(label, rank, world.world)[:16] + held(0, rank, world.world)[16:]
-        world.tell(m.Verified(round=opened.round, rank=rank, lanes=lanes, seconds=0.1), b"rank%d" % rank)
+        world.send(m.Verified(round=opened.round, rank=rank, lanes=lanes, seconds=0.1), b"rank%d" % rank)
     world.ask(m.RequestVote(round=opened.round, lease_s=5), m.Vote)
     call = world.call(m.Commit(round=opened.round, timeout_s=5))
     for rank in range(world.world):
@@ -348,7 +348,7 @@ def test_a_group_that_an_offer_may_leave_out_is_kept_and_not_compared() -> None:
         world.swapped(decide.round, rank)
     assert isinstance(world.answer(call), m.Committed)
     assert kept(world) == ()
-    assert [e.kept for e in world.said(events.RoundOpened) if isinstance(e, events.RoundOpened)] == [
+    assert [e.kept for e in world.emitted(events.RoundOpened) if isinstance(e, events.RoundOpened)] == [
         (),
         ("norms",),
     ]
@@ -362,8 +362,8 @@ def test_what_an_offer_without_a_group_does_bring_is_still_compared() -> None:
     for rank in range(2):
         world.staged(opened.round, rank)
         lanes = held(3, rank, 2)
-        world.tell(m.Verified(round=opened.round, rank=rank, lanes=lanes, seconds=0.1), b"rank%d" % rank)
-    (aborted,) = world.said(events.RoundGivenUp)
+        world.send(m.Verified(round=opened.round, rank=rank, lanes=lanes, seconds=0.1), b"rank%d" % rank)
+    (aborted,) = world.emitted(events.RoundGivenUp)
     assert isinstance(aborted, events.RoundGivenUp)
     assert aborted.code == "LW-401"
     assert "w" in aborted.reason
@@ -378,8 +378,8 @@ def test_ranks_whose_copies_of_a_kept_tensor_differ_do_not_commit() -> None:
     for rank in range(2):
         world.staged(opened.round, rank)
         lanes = held(2, rank, 2)[:16] + held(rank, rank, 2)[16:]
-        world.tell(m.Verified(round=opened.round, rank=rank, lanes=lanes, seconds=0.1), b"rank%d" % rank)
-    (aborted,) = world.said(events.RoundGivenUp)
+        world.send(m.Verified(round=opened.round, rank=rank, lanes=lanes, seconds=0.1), b"rank%d" % rank)
+    (aborted,) = world.emitted(events.RoundGivenUp)
     assert isinstance(aborted, events.RoundGivenUp)
     assert "norm" in aborted.reason
 
@@ -396,19 +396,19 @@ def test_a_part_of_a_group_is_refused_with_the_names_that_are_missing() -> None:
 
 
 def test_ranks_that_disagree_about_what_may_be_left_out_are_not_let_in() -> None:
-    scheduler = Leader(replica="engine", boot="boot", world=2)
+    leader = Leader(replica="engine", boot="boot", world=2)
     for rank, (optional, code) in enumerate([((NORMS,), None), ((), "LW-103")]):
         body = m.Join(rank=rank, pid=1, layout=layout_of(rank, 2), serving=None, optional=optional)
-        (action,) = scheduler.on_message(0.0, b"rank%d" % rank, 1, body)
+        (action,) = leader.on_message(0.0, b"rank%d" % rank, 1, body)
         assert isinstance(action, SendReply)
         assert (action.body.fault.code if isinstance(action.body, m.Refusal) else None) == code
 
 
 def test_a_group_of_tensors_that_nobody_owns_is_refused() -> None:
     strange = OptionalGroup(name="strange", tensors=("nobody's",))
-    scheduler = Leader(replica="engine", boot="boot", world=1)
+    leader = Leader(replica="engine", boot="boot", world=1)
     body = m.Join(rank=0, pid=1, layout=layout_of(0, 1), serving=None, optional=(strange,))
-    (action,) = scheduler.on_message(0.0, b"rank0", 1, body)
+    (action,) = leader.on_message(0.0, b"rank0", 1, body)
     assert isinstance(action, SendReply)
     assert isinstance(action.body, m.Refusal)
     assert "nobody's" in action.body.fault.message
@@ -456,12 +456,12 @@ def test_a_process_that_was_replaced_has_no_say_any_more() -> None:
     world.staged(round_id, 1)
     world.verified(round_id, 1, 1)
     fault = Fault(code="LW-502", message="no memory", step="stage", rank=1)
-    world.tell(m.StagingFailed(round=round_id, fault=fault), b"rank1")
+    world.send(m.StagingFailed(round=round_id, fault=fault), b"rank1")
     asked = world.ask(m.WaitFor(round=round_id, until="open", wait_s=1), m.Progress)
     assert (asked.phase, asked.missing, asked.readers) == ("open", (1,), (1,))
-    world.tell(m.Staged(round=round_id, rank=1, size_bytes=10, seconds=0.1), b"successor")
+    world.send(m.Staged(round=round_id, rank=1, size_bytes=10, seconds=0.1), b"successor")
     lanes = held(1, 1, 2)
-    world.tell(m.Verified(round=round_id, rank=1, lanes=lanes, seconds=0.1), b"successor")
+    world.send(m.Verified(round=round_id, rank=1, lanes=lanes, seconds=0.1), b"successor")
     world.ask(m.RequestVote(round=round_id, lease_s=5), m.Vote)
     commit = world.call(m.Commit(round=round_id, timeout_s=5))
     world.swapped(round_id, 0)
@@ -482,13 +482,13 @@ def test_a_dropped_of_a_process_that_was_replaced_releases_nobody() -> None:
     world.dropped(round_id, 0)
     world.dropped(round_id, 1)
     assert world.answer(abort) is None
-    world.tell(m.ShadowDropped(round=round_id, rank=1), b"successor")
+    world.send(m.ShadowDropped(round=round_id, rank=1), b"successor")
     assert isinstance(world.answer(abort), m.Aborted)
 
 
 def test_a_replica_that_waits_for_a_rank_says_that_a_retry_makes_sense() -> None:
     world = World()
-    world.actions += world.scheduler.on_lost(world.now_s, 1)
+    world.actions += world.leader.on_lost(world.now_s, 1)
     for body in (world.open(1), m.Undo(publisher="p", timeout_s=5)):
         error = world.refused(body)
         assert (error.code, error.retryable, "rank 1" in str(error)) == ("LW-108", True, True)
@@ -560,13 +560,13 @@ def test_a_lease_that_ends_aborts_and_a_later_commit_is_refused() -> None:
     world.pass_time(5)
     assert world.refused(m.Commit(round=round_id, timeout_s=5)).code == "LW-107"
     assert not [a for a in world.actions if isinstance(a, PutDecision)]
-    assert len(world.said(events.LeaseExpired)) == 1
+    assert len(world.emitted(events.LeaseExpired)) == 1
 
 
 def test_a_commit_that_is_read_after_its_lease_is_late() -> None:
     world = World()
     round_id = world.ready(1)
-    world.now_s += 5  # the scheduler's thread was held up and looks at its messages first
+    world.now_s += 5  # the leader's thread was delayed and reads its messages first
     assert world.refused(m.Commit(round=round_id, timeout_s=5)).code == "LW-107"
     assert not [a for a in world.actions if isinstance(a, PutDecision)]
 
@@ -668,7 +668,7 @@ def test_a_lost_rank_fails_the_round_at_once_and_its_successor_completes_the_rep
     world.committed(1)
     round_id = world.opened(2)
     waiting = world.call(m.WaitFor(round=round_id, until="staged", wait_s=60))
-    world.actions += world.scheduler.on_lost(world.now_s, 1)
+    world.actions += world.leader.on_lost(world.now_s, 1)
     answer = world.answer(waiting)
     assert isinstance(answer, m.Progress)
     assert answer.fault is not None
@@ -690,7 +690,7 @@ def test_a_publisher_that_did_not_hear_of_a_lost_rank_is_told_its_name(voted: bo
     world = World()
     world.committed(1)
     round_id = world.ready(2) if voted else world.whole(2)
-    world.actions += world.scheduler.on_lost(world.now_s, 1)
+    world.actions += world.leader.on_lost(world.now_s, 1)
     asked = m.Commit(round=round_id, timeout_s=5) if voted else m.RequestVote(round=round_id, lease_s=5)
     fault = world.ask(asked, m.Refusal).fault
     assert (fault.rank, fault.code) == (1, "LW-205")
@@ -703,7 +703,7 @@ def test_a_successor_that_claims_an_old_version_does_not_make_the_replica_seem_w
         world.join(rank, one)
     world.ask(m.Describe(structure="s", manifest=MANIFEST), m.Described)
     world.committed(2)
-    world.actions += world.scheduler.on_lost(world.now_s, 1)
+    world.actions += world.leader.on_lost(world.now_s, 1)
     world.join(1, one)
     world.ask(m.Describe(structure="s", manifest=MANIFEST), m.Described)
     assert world.ask(m.GetReplicaState(wait_s=1), m.ReplicaState).serving is None
@@ -719,7 +719,7 @@ def test_a_refused_join_changes_nothing() -> None:
         m.Join(rank=1, pid=1, layout=layout_of(0, 1), serving=None),
     ):
         assert world.refused(body).code == "LW-103"
-    world.actions += world.scheduler.on_lost(world.now_s, 7)
+    world.actions += world.leader.on_lost(world.now_s, 7)
     assert world.answer(commit) is None
     for rank in range(2):
         world.swapped(round_id, rank)
@@ -747,7 +747,7 @@ def test_a_rank_that_dies_after_an_abort_reads_no_more() -> None:
     round_id = world.opened(1)
     abort = world.call(m.Abort(round=round_id, reason="no", wait_s=100))
     world.dropped(round_id, 0)
-    world.actions += world.scheduler.on_lost(world.now_s, 1)
+    world.actions += world.leader.on_lost(world.now_s, 1)
     answer = world.answer(abort)
     assert isinstance(answer, m.Aborted)
     assert answer.readers == ()
@@ -782,10 +782,10 @@ def test_a_refusal_says_what_serves() -> None:
 
 
 def test_ranks_whose_regions_overlap_in_part_cannot_join() -> None:
-    scheduler = Leader(replica="engine", boot="boot", world=2)
+    leader = Leader(replica="engine", boot="boot", world=2)
     for rank, layout in enumerate([layout_of(0, 1), layout_of(1, 2)]):
         body = m.Join(rank=rank, pid=1, layout=layout, serving=None)
-        actions = scheduler.on_message(0.0, b"r", 1, body)
+        actions = leader.on_message(0.0, b"r", 1, body)
     reply = actions[-1]
     assert isinstance(reply, SendReply)
     assert isinstance(reply.body, m.Refusal)
@@ -806,8 +806,8 @@ def test_digests_of_the_wrong_number_are_refused(lanes: bytes) -> None:
     round_id = world.opened(1)
     for rank in range(2):
         world.staged(round_id, rank)
-    world.tell(m.Verified(round=round_id, rank=0, lanes=lanes, seconds=0.0), b"rank0")
-    assert len(world.said(events.PeerRefused)) == 1
+    world.send(m.Verified(round=round_id, rank=0, lanes=lanes, seconds=0.0), b"rank0")
+    assert len(world.emitted(events.PeerRefused)) == 1
     assert world.refused(m.RequestVote(round=round_id, lease_s=5)).code == "LW-107"
 
 
@@ -882,7 +882,7 @@ class Interleavings(RuleBasedStateMachine):
 
     @invariant()
     def a_round_has_one_outcome(self) -> None:
-        ended = [e for e in self.world.said(events.RoundEnded) if isinstance(e, events.RoundEnded)]
+        ended = [e for e in self.world.emitted(events.RoundEnded) if isinstance(e, events.RoundEnded)]
         assert len({e.round for e in ended}) == len(ended)
 
     @invariant()
@@ -895,7 +895,7 @@ class Interleavings(RuleBasedStateMachine):
         """Given time alone, every call is answered."""
         self.world.pass_time(100)
         assert all(self.world.answer(call) is not None for call in self.asked)
-        assert not self.world.scheduler.needs_ranks
+        assert not self.world.leader.needs_ranks
 
 
 TestInterleavings = Interleavings.TestCase

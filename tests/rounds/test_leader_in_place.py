@@ -1,4 +1,4 @@
-"""Commits in place, told by messages and time alone: what was written decides what is left."""
+"""Commits in place, from messages and time alone: what was written decides what is left."""
 
 from __future__ import annotations
 
@@ -32,10 +32,10 @@ class InPlace(World):
         assert isinstance(self.answer(commit), m.Committed)
 
     def committing(self, label: int = 2, *, verify: bool = True) -> tuple[int, RoundId]:
-        """All ranks have found the source, and the publisher was told to commit."""
+        """All ranks have located the source, and the publisher has requested the commit."""
         round_id = self.opened(label, verify=verify)
         for rank in range(self.world):
-            self.tell(m.Staged(round=round_id, rank=rank, size_bytes=0, seconds=0.1), b"rank%d" % rank)
+            self.send(m.Staged(round=round_id, rank=rank, size_bytes=0, seconds=0.1), b"rank%d" % rank)
         self.ask(m.RequestVote(round=round_id, lease_s=5), m.Vote)
         return self.call(m.Commit(round=round_id, timeout_s=5)), round_id
 
@@ -49,7 +49,7 @@ class InPlace(World):
         fault: bool = False,
         flip: bool = False,
     ) -> int:
-        """A rank tells how far it came."""
+        """A rank reports how far it came."""
         lanes = None if fault else held(label, rank, self.world, flip=flip)
         body = m.Swapped(
             boot=round_id.boot,
@@ -65,7 +65,7 @@ class InPlace(World):
     def withdrawn(self, round_id: RoundId, *, waited: bool) -> None:
         """The leader took the decision back, or came too late for that."""
         assert WithdrawDecision(round_id) in self.actions
-        self.actions += self.scheduler.on_withdrawn(self.now_s, round_id, waited=waited)
+        self.actions += self.leader.on_withdrawn(self.now_s, round_id, waited=waited)
 
     def settled(self, call: int) -> m.Settled:
         answer = self.answer(call)
@@ -121,12 +121,12 @@ def test_a_failure_after_a_rank_has_written_tears_all(how: str) -> None:
     assert all("mixture" in (world.settled(call).torn or "") for call in calls)
     assert {world.settled(call).serving for call in calls} == {None}
     assert world.failed(commit).code == "LW-601"
-    assert isinstance(world.scheduler.state, states.TornState)
+    assert isinstance(world.leader.state, states.TornState)
     assert world.refused(m.Verify()).code == "LW-601"
     assert world.refused(m.Undo(publisher="p", timeout_s=5)).code == "LW-107"
     replica_state = world.ask(m.GetReplicaState(wait_s=0), m.ReplicaState)
     assert (replica_state.serving, replica_state.state.startswith("torn by 2")) == (None, True)
-    ended = world.said(events.RoundEnded)[-1]
+    ended = world.emitted(events.RoundEnded)[-1]
     assert isinstance(ended, events.RoundEnded)
     assert ended.outcome is events.RoundOutcome.TORN
 
@@ -136,7 +136,7 @@ def torn() -> InPlace:
     _, round_id = world.committing(2)
     for rank in range(2):
         world.wrote(round_id, rank, flip=True)
-    assert isinstance(world.scheduler.state, states.TornState)
+    assert isinstance(world.leader.state, states.TornState)
     return world
 
 
@@ -145,7 +145,7 @@ def test_a_full_round_heals_and_one_that_ends_before_it_leaves_it_torn() -> None
     round_id = world.opened(3)
     assert world.refused(m.Verify()).code == "LW-601"
     world.ask(m.Abort(round=round_id, reason="no", wait_s=0), m.Aborted)
-    assert isinstance(world.scheduler.state, states.TornState)
+    assert isinstance(world.leader.state, states.TornState)
     commit, round_id = world.committing(4)
     calls = [world.wrote(round_id, rank, 4, begun=False, fault=True) for rank in range(2)]
     assert all("since 2 failed" in (world.settled(call).torn or "") for call in calls)
@@ -159,9 +159,9 @@ def test_a_full_round_heals_and_one_that_ends_before_it_leaves_it_torn() -> None
 
 def test_a_rank_that_joins_does_not_make_a_torn_replica_whole() -> None:
     world = torn()
-    world.scheduler.on_lost(world.now_s, 1)
+    world.leader.on_lost(world.now_s, 1)
     world.join(1, serving=V1, peer=b"rank1 again")
-    assert isinstance(world.scheduler.state, states.TornState)
+    assert isinstance(world.leader.state, states.TornState)
     assert "was not described" in str(world.refused(world.open(3))), "what fitted may fit no more"
 
 
@@ -198,19 +198,19 @@ def test_a_rank_that_does_not_answer_in_time_may_have_written_and_is_named() -> 
     assert world.settled(first).torn is not None
     late = world.wrote(round_id, 1, begun=False, fault=True)
     assert world.settled(late).torn == world.settled(first).torn
-    assert world.scheduler.next_s() == float("inf")
+    assert world.leader.next_s() == float("inf")
 
 
 @pytest.mark.parametrize("waited", [True, False])
 def test_a_lost_rank_ends_the_commit_and_tears_the_others_if_they_had_the_decision(waited: bool) -> None:
     world = InPlace()
     commit, round_id = world.committing(2)
-    world.actions += world.scheduler.on_lost(world.now_s, 1)
+    world.actions += world.leader.on_lost(world.now_s, 1)
     world.withdrawn(round_id, waited=waited)
     if waited:
         assert (world.failed(commit).code, world.serving) == ("LW-205", "1")
         return
-    assert world.answer(commit) is None, "the other one is still to be heard"
+    assert world.answer(commit) is None, "the other rank has not reported yet"
     call = world.wrote(round_id, 0)
     assert (world.failed(commit).code, world.failed(commit).rank) == ("LW-601", 1)
     assert world.settled(call).torn is not None
@@ -221,20 +221,20 @@ def test_a_successor_that_joins_in_the_middle_ends_the_commit_as_torn() -> None:
     commit, _ = world.committing(2)
     world.join(1, serving=V1, peer=b"rank1 again")
     assert world.failed(commit).code == "LW-601"
-    assert isinstance(world.scheduler.state, states.TornState)
+    assert isinstance(world.leader.state, states.TornState)
 
 
 def test_a_verified_round_without_digests_is_not_voted_for() -> None:
     world = InPlace()
     ring = msgspec.structs.replace(world.open(2).offer, kind="ring")
-    asked = world.open(2)
-    opened = world.ask(msgspec.structs.replace(asked, digests=None, offer=ring), m.Opened).round
+    request = world.open(2)
+    opened = world.ask(msgspec.structs.replace(request, digests=None, offer=ring), m.Opened).round
     assert opened is not None
     for rank in range(2):
         world.staged(opened, rank)
     assert world.refused(m.RequestVote(round=opened, lease_s=5)).code == "LW-107"
-    assert asked.digests is not None
-    world.ask(m.Compare(round=opened, digests=asked.digests), m.Compared)
+    assert request.digests is not None
+    world.ask(m.Compare(round=opened, digests=request.digests), m.Compared)
     world.ask(m.RequestVote(round=opened, lease_s=5), m.Vote)
 
 
@@ -258,6 +258,6 @@ def test_a_rank_that_does_not_say_what_it_holds_is_not_believed() -> None:
 def test_ranks_that_disagree_about_their_memory_are_refused() -> None:
     world = World()
     body = m.Join(
-        rank=1, pid=7, layout=world.scheduler.membership.members[1].layout, serving=None, in_place=True
+        rank=1, pid=7, layout=world.leader.membership.members[1].layout, serving=None, in_place=True
     )
     assert world.ask(body, m.Refusal, peer=b"other").fault.code == "LW-103"

@@ -1,4 +1,4 @@
-"""Rounds over NIXL through publisher and ranks, in real processes that meet on TCP, with the faults that one-sided reads bring."""
+"""Rounds over NIXL through publisher and ranks, in real processes that connect over TCP, with the faults that one-sided reads bring."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class TcpCluster:
         return ranks, trainer
 
     def trainer(self, mode: str, offer: str, **options: Any) -> Program:
-        """A trainer that has met the replica."""
+        """A trainer that is connected to the replica."""
         return self.cluster.trainer(offer=offer, transfer_mode=mode, engines=[self.address], **options)
 
 

@@ -28,7 +28,7 @@ from tests.support.stepping import engine, publisher, serving
 
 
 @pytest.mark.parametrize(
-    ("offered", "said"),
+    ("offered", "differences"),
     [
         ({"w": torch.zeros(4, 3)}, ["b missing"]),
         ({**engine(), "extra": torch.zeros(1)}, ["extra unexpected"]),
@@ -42,7 +42,7 @@ from tests.support.stepping import engine, publisher, serving
     ids=["missing", "unexpected", "dtype", "shape", "several"],
 )
 def test_a_manifest_that_does_not_fit_is_refused_when_the_publisher_is_made(
-    short_path: Path, offered: dict[str, torch.Tensor], said: list[str]
+    short_path: Path, offered: dict[str, torch.Tensor], differences: list[str]
 ) -> None:
     live, bus = engine(), Bus()
     with (
@@ -51,7 +51,7 @@ def test_a_manifest_that_does_not_fit_is_refused_when_the_publisher_is_made(
         pytest.raises(ManifestMismatch) as refused,
     ):
         publisher(offered, address, short_path)
-    assert list(refused.value.differences) == said
+    assert list(refused.value.differences) == differences
     assert not recorder.of(RoundOpened)
     assert all(not tensor.any() for tensor in live.values())
 

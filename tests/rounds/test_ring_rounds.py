@@ -31,13 +31,13 @@ def test_a_tensor_larger_than_the_ring_and_one_that_no_kernel_casts_arrive_verif
 
 
 def test_a_source_that_makes_its_tensors_one_by_one_is_frozen_and_says_why(short_path: Path) -> None:
-    held, bus, said = {"w": torch.zeros(4)}, Bus(), list[object]()
+    held, bus, emitted = {"w": torch.zeros(4)}, Bus(), list[object]()
     source = IteratorSource([("w", "float32", (4,))], lambda: iter([("w", torch.ones(4))]))
     with (
-        bus.subscribe(said.append),
+        bus.subscribe(emitted.append),
         serving(held, short_path) as address,
         publisher(source, address, short_path, offer="ring", bus=bus) as sender,
     ):
         assert sender.publish(1).offer == "frozen"
-    (why,) = [event for event in said if isinstance(event, LiveOfferImpossible)]
+    (why,) = [event for event in emitted if isinstance(event, LiveOfferImpossible)]
     assert (why.kind, "one by one" in why.reason) == ("ring", True)

@@ -34,24 +34,24 @@ WITHIN_S = 60.0
 
 
 class Operator:
-    """Somebody who asks a replica's leader what its ranks hold."""
+    """Calls a replica's leader to verify what its ranks hold."""
 
     def __init__(self, cluster: Cluster) -> None:
         self._replica = WireReplica(cluster.address(), load_or_create_secret(cluster.secret))
         self._pool = ThreadPoolExecutor(1)
 
-    def begin(self, timeout_s: float = WITHIN_S, **asked: Any) -> Future[Verdict]:
+    def begin(self, timeout_s: float = WITHIN_S, **fields: Any) -> Future[Verdict]:
         """Ask; the answer may take a while."""
-        return self._pool.submit(self.verify, timeout_s, **asked)
+        return self._pool.submit(self.verify, timeout_s, **fields)
 
-    def verify(self, timeout_s: float = WITHIN_S, **asked: Any) -> Verdict:
+    def verify(self, timeout_s: float = WITHIN_S, **fields: Any) -> Verdict:
         """Ask, and wait for the answer."""
-        return self._replica.verify(Verify(timeout_s=timeout_s, **asked), Deadline.after(timeout_s))
+        return self._replica.verify(Verify(timeout_s=timeout_s, **fields), Deadline.after(timeout_s))
 
-    def refused(self, asked: Future[Verdict]) -> LiveWeightError:
+    def refused(self, call: Future[Verdict]) -> LiveWeightError:
         """What the question was refused with."""
         with pytest.raises(ReplicaRefused) as refused:
-            asked.result(2 * WITHIN_S)
+            call.result(2 * WITHIN_S)
         return refused.value.to_error()
 
     def close(self) -> None:
@@ -91,8 +91,12 @@ def test_what_is_held_after_a_round_has_the_trainers_digest_and_after_an_undo_th
         trainer.ask("undo")
         back = operator.verify()
         assert (back.match, back.digest, str(back.found), str(back.serving)) == (True, first, "1", "1")
-        said = trainer.ask("verify")  # against what was published last, which was taken back
-        assert (said["match"], said["version"], said["replicas"][0]["digest"]) == (False, 2, first)
+        verification = trainer.ask("verify")  # against what was published last, which was taken back
+        assert (verification["match"], verification["version"], verification["replicas"][0]["digest"]) == (
+            False,
+            2,
+            first,
+        )
 
 
 @pytest.mark.parametrize(
@@ -113,8 +117,8 @@ def test_a_bit_that_flips_in_live_memory_is_named_with_its_tensor_and_its_rank(
         assert [(one.name, list(one.ranks)) for one in found.mismatches] == [(tensors[0], [1])]
         assert operator.verify(names=("layers.0.q.weight",)).match is True
         assert operator.verify(names=tuple(tensors)).match is False
-    said = trainer.ask("verify")
-    assert (said["match"], said["replicas"][0]["mismatches"]) == (False, [[tensors[0], [1]]])
+    verification = trainer.ask("verify")
+    assert (verification["match"], verification["replicas"][0]["mismatches"]) == (False, [[tensors[0], [1]]])
     trainer.ask("publish", label=2)
     assert trainer.ask("verify")["match"] is True  # a round heals it
 
@@ -123,23 +127,23 @@ def test_commits_do_not_wait_for_a_verification_which_begins_again_once(cluster:
     ranks, trainer, _ = published(cluster)
     with asking(cluster) as operator:
         ranks[1].ask("hold", event="AuditBegan")
-        asked = operator.begin()
+        call = operator.begin()
         ranks[1].held("AuditBegan")
         digest = trainer.ask("publish", label=2)["digest"]  # rank 1 reads, and steps and commits go on
         assert_holds(ranks, 2)
         ranks[1].ask("go")
-        found = asked.result(WITHIN_S)
+        found = call.result(WITHIN_S)
         assert (found.match, found.digest, str(found.found)) == (True, digest, "2")
 
         ranks[1].ask("hold", event="AuditBegan")
-        asked = operator.begin()
+        call = operator.begin()
         for label in (3, 4):
             ranks[1].held("AuditBegan")
             assert "error" not in trainer.ask("publish", label=label)
             if label == 3:
                 ranks[1].ask("hold", event="AuditBegan")
             ranks[1].ask("go")
-        error = operator.refused(asked)
+        error = operator.refused(call)
         assert (error.code, error.retryable) == ("LW-109", True)
         assert operator.verify().match is True
     assert_holds(ranks, 4)
@@ -212,14 +216,14 @@ def test_a_rank_answers_in_the_middle_of_its_staging(cluster: Cluster) -> None:
         publisher.describe("s", target.layout.manifest(), Deadline.after(WITHIN_S))
         opened = publisher.open(OPEN, Deadline.after(WITHIN_S))
         assert reader.came.acquire(timeout=WITHIN_S)
-        asked = operator.begin()
-        while not asked.done():
+        call = operator.begin()
+        while not call.done():
             reader.go.release()
             assert reader.came.acquire(timeout=WITHIN_S), "the rank staged to its end before it answered"
-            futures.wait([asked], 0.02)  # a batch, and a while for the answer, of 2048
+            futures.wait([call], 0.02)  # a batch, and a while for the answer, of 2048
         (spec,) = target.layout.tensors
         assert (
-            asked.result().digest
+            call.result().digest
             == Manifest(tensors=(spec,))
             .with_digests([digest_array(weights["w"].numpy(), spec.dtype)])
             .digest()
@@ -257,10 +261,10 @@ def test_a_killed_rank_is_named_at_once(cluster: Cluster) -> None:
     ranks, _, _ = published(cluster)
     with asking(cluster) as operator:
         ranks[1].ask("hold", event="AuditBegan")
-        asked = operator.begin()
+        call = operator.begin()
         ranks[1].held("AuditBegan")
         ranks[1].kill()
-        error = operator.refused(asked)
+        error = operator.refused(call)
         assert error.code == "LW-205"
         assert f"rank 1 (process {ranks[1].pid}) is gone" in str(error)
 
@@ -271,15 +275,18 @@ def test_a_publisher_says_of_every_engine_what_it_holds_and_waits_for_none_for_e
     assert trainer.ask("verify")["error"]["code"] == "LW-107"  # nothing was published yet
     digest = trainer.ask("publish", label=1)["digest"]
     two[0].stop()
-    said = trainer.ask("verify")
-    assert said["match"] is None
-    assert [replica["match"] for replica in said["replicas"]] == [True, None]
-    assert said["replicas"][0]["digest"] == digest
-    assert said["replicas"][1]["code"] == "LW-301"
+    verification = trainer.ask("verify")
+    assert verification["match"] is None
+    assert [replica["match"] for replica in verification["replicas"]] == [True, None]
+    assert verification["replicas"][0]["digest"] == digest
+    assert verification["replicas"][1]["code"] == "LW-301"
     two[0].signal(signal.SIGCONT)
     one[0].ask("flip", name="layers.0.norm")
-    said = trainer.ask("verify")
-    assert (said["match"], [replica["match"] for replica in said["replicas"]]) == (False, [False, True])
+    verification = trainer.ask("verify")
+    assert (verification["match"], [replica["match"] for replica in verification["replicas"]]) == (
+        False,
+        [False, True],
+    )
 
 
 def test_names_that_nobody_has_are_refused(cluster: Cluster) -> None:

@@ -58,7 +58,7 @@ def test_the_seeds_own_curl_line_works(served: Served[EchoEngine]) -> None:
     assert first["cache_clear_cost"] >= 0.0
     assert first["cache_rebuild_cost"] >= 0.0
     assert served.engine.paused == "running"
-    assert served.engine.wishes[-1].verify
+    assert served.engine.update_requests[-1].verify
 
 
 @pytest.mark.parametrize(
@@ -78,7 +78,7 @@ def test_an_update_that_is_asked_for_wrongly_is_a_400(
         answer = http.post("/v1/update_weights", json=body)
     assert (answer.status_code, answer.json()["status"]) == (400, "error")
     assert says in answer.json()["error_message"]
-    assert served.engine.wishes == []
+    assert served.engine.update_requests == []
 
 
 def test_what_the_engine_refuses_is_told_in_its_shape(served: Served[EchoEngine]) -> None:

@@ -113,17 +113,17 @@ def test_an_engine_takes_the_newest_or_a_named_version_and_answers_as_one_starte
         assert nothing.json()["error"]["offered"] == []
         digest = stage.offer("step_1", seed=1)
         answer = stage.ask()
-        told = answer.json()
-        assert (answer.status_code, told["outcome"], told["verified"]) == (200, "committed", True)
-        assert told["version"] == {"run": "run", "label": "step_1", "digest": digest}
-        assert [rank["rank"] for rank in told["results"]] == [0, 1]
-        for rank in told["results"]:
+        body = answer.json()
+        assert (answer.status_code, body["outcome"], body["verified"]) == (200, "committed", True)
+        assert body["version"] == {"run": "run", "label": "step_1", "digest": digest}
+        assert [rank["rank"] for rank in body["results"]] == [0, 1]
+        for rank in body["results"]:
             assert (rank["version"], rank["staged_bytes"] > 0) == ("step_1", True)
             assert min(rank["sync_cost"], rank["verify_s"], rank["update_cost"]) > 0
             assert rank["total_cost"] == pytest.approx(rank["stage_s"] + rank["verify_s"] + rank["swap_s"])
-            assert rank["stage_s"] <= told["steps"]["stage_s"] <= told["steps"]["total_s"]
+            assert rank["stage_s"] <= body["steps"]["stage_s"] <= body["steps"]["total_s"]
         assert said(stage.url)["text"] == expected != before
-        assert told["round"] is not None
+        assert body["round"] is not None
         again = stage.ask(version="step_1")
         assert (again.json()["outcome"], again.json()["round"]) == ("unchanged", None)
         assert again.headers[HEADER] != answer.headers[HEADER]
@@ -150,14 +150,14 @@ def test_without_a_source_an_update_fails_and_the_engine_serves_on(
         assert problem(gone) == (503, "LW-205")
         assert "source.sock" in gone.json()["error"]["message"]
         stage.assert_serves("initial")
-        successor = source_of(zygote, short_path, models.directory(), 30.0)
-        stage.source = successor
+        restarted = source_of(zygote, short_path, models.directory(), 30.0)
+        stage.source = restarted
         try:
             stage.offer("step_1", seed=1)
             assert stage.ask().json()["outcome"] == "committed"
             stage.assert_serves("step_1")
         finally:
-            successor.close()
+            restarted.close()
 
 
 def test_a_source_that_is_killed_while_ranks_stage_fails_the_round_and_the_next_succeeds(
@@ -174,14 +174,14 @@ def test_a_source_that_is_killed_while_ranks_stage_fails_the_round_and_the_next_
         assert "Still serving initial; a retry may help" in failed.json()["error"]["message"]
         stage.assert_serves("initial")
         assert said(stage.url)["text"] == before
-        successor = source_of(zygote, short_path, models.directory(), 30.0)
-        stage.source = successor
+        restarted = source_of(zygote, short_path, models.directory(), 30.0)
+        stage.source = restarted
         try:
             stage.offer("step_1", seed=1)
             assert stage.ask().json()["outcome"] == "committed"
             stage.assert_serves("step_1")
         finally:
-            successor.close()
+            restarted.close()
 
 
 def test_a_new_offer_waits_for_ranks_that_read_and_revokes_none_of_them(
@@ -192,8 +192,8 @@ def test_a_new_offer_waits_for_ranks_that_read_and_revokes_none_of_them(
         update = asking.submit(stage.ask, version="step_1")
         stage.until_open()
         stage.offer("step_2", seed=2)
-        told = update.result(WITHIN_S).json()
-        assert (told["outcome"], told["version"]["digest"]) == ("committed", digest)
+        body = update.result(WITHIN_S).json()
+        assert (body["outcome"], body["version"]["digest"]) == ("committed", digest)
         assert stage.ask().json()["version"]["label"] == "step_2"
         stage.assert_serves("step_2")
 
@@ -299,11 +299,11 @@ def test_a_publisher_with_engines_and_an_address_serves_both(
             address="tcp://127.0.0.1:0",
             secret=secret_file(short_path),
         ) as publisher,
-        live(zygote, short_path, models.directory(), source=publisher.address) as asks,
+        live(zygote, short_path, models.directory(), source=publisher.address) as asking,
     ):
         publisher.publish("step_1")
-        assert httpx.post(f"{asks.url}{UPDATE}", timeout=WITHIN_S).status_code == 200
-        assert said(asks.url)["text"] == said(driven.url)["text"]
+        assert httpx.post(f"{asking.url}{UPDATE}", timeout=WITHIN_S).status_code == 200
+        assert said(asking.url)["text"] == said(driven.url)["text"]
 
 
 def test_updates_leave_nothing_behind(models: Models, short_path: Path, zygote: Zygote) -> None:
@@ -334,9 +334,9 @@ def test_an_aborting_pause_ends_what_runs_and_the_engine_runs_on(
         stage.offer("step_1", seed=1)
         stream = Stream(stage.url, **{**ASK, "max_tokens": 1500})
         assert stream.begun.wait(WITHIN_S)
-        told = stage.ask(pause="abort").json()
+        body = stage.ask(pause="abort").json()
         stream.join(WITHIN_S)
-        assert (stream.finish, told["outcome"]) == ("abort", "committed")
+        assert (stream.finish, body["outcome"]) == ("abort", "committed")
         assert stream.chunks[0]["choices"][0]["weight_version"]["label"] == "initial"
         assert stage.weights()["paused"] == "running"
         stage.assert_serves("step_1")
@@ -437,7 +437,7 @@ def test_the_programs_serve_offer_and_update(models: Models, short_path: Path, c
 
 
 def assert_ends_well(source: Command, number: signal.Signals) -> None:
-    """At that signal, without a word."""
+    """At that signal, without a message."""
     source.send_signal(number)
     code, _ = source.ended()
     assert (code, source.errors) == (0, "")

@@ -46,7 +46,7 @@ class Health(threading.Thread):
                     self.said.append(body)
 
     def until(self, *statuses: str) -> None:
-        """Wait until exactly these were told, one after the other."""
+        """Wait until exactly these were answered, one after the other."""
         until(
             lambda: [body["status"] for body in self.said] == list(statuses), f"health that says {statuses}"
         )

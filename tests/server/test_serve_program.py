@@ -155,14 +155,14 @@ def test_what_keeps_it_from_starting_is_one_line_with_a_remedy(
         assert ". What to do: " in errors
 
 
-@pytest.mark.parametrize("way", ["argument", "file", "environment"])
+@pytest.mark.parametrize("given_by", ["argument", "file", "environment"])
 def test_the_key_comes_from_an_argument_a_file_or_the_environment(
-    tmp_path: Path, model_dir: Path, way: str, echo: Cli
+    tmp_path: Path, model_dir: Path, given_by: str, echo: Cli
 ) -> None:
     (tmp_path / "key").write_text("sk-1\n", encoding="utf-8")
     arguments = {"argument": ["--api-key", "sk-1"], "file": ["--api-key-file", str(tmp_path / "key")]}
-    environment = {"LIVEWEIGHT_API_KEY": "sk-1"} if way == "environment" else {}
-    given = [*arguments.get(way, []), "--tp", "2", "--port", "0"]
+    environment = {"LIVEWEIGHT_API_KEY": "sk-1"} if given_by == "environment" else {}
+    given = [*arguments.get(given_by, []), "--tp", "2", "--port", "0"]
     with echo.started(tmp_path, "serve", model_dir, *given, **environment) as started:
         url = url_in(started.first_line())
         statuses = [

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.engine.engines import Logits, Models
-from tests.support.engine.fleet_scene import FleetScene, Member, fleet_scene
+from tests.support.engine.fleet_scene import FleetEngine, FleetScene, fleet_scene
 from tests.support.processes.cluster import Cluster
 from tests.support.processes.fork_server import Zygote
 from tests.support.processes.stopping import stop
@@ -26,7 +26,7 @@ FAULTS = ("none", "none", "damage", "stop", "kill trainer", "restart engine")
 
 
 def afflicted(
-    fleet: FleetScene, fault: str, victim: Member, name: str, seed: int, lots: random.Random
+    fleet: FleetScene, fault: str, victim: FleetEngine, name: str, seed: int, lots: random.Random
 ) -> None:
     """One round in which that happens to that engine, or to the trainer."""
     console = victim.consoles.of[1]
@@ -67,8 +67,8 @@ def test_fifty_rounds_with_faults_by_lot(
     lots = random.Random(8)
     with fleet_scene(cluster, zygote, models, quorum=2, timeout_s=TIMEOUT_S, lease_s=LEASE_S) as fleet:
         for number in range(ROUNDS):
-            fault, victim = lots.choice(FAULTS), lots.choice(fleet.members)
-            others = [member for member in fleet.members if member is not victim]
+            fault, victim = lots.choice(FAULTS), lots.choice(fleet.engines)
+            others = [member for member in fleet.engines if member is not victim]
             began_s = time.monotonic()
             with fleet.load(*others):
                 afflicted(fleet, fault, victim, f"step_{number}", lots.randrange(1, 4), lots)

@@ -1,4 +1,4 @@
-"""Decoding in many threads at once: types that no thread has met before, as at the start of every program."""
+"""Decoding in many threads at once: types that no thread has used before, as at the start of every program."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import sys, threading
 import msgspec
 from liveweight.spec.decoding import converted, from_json, from_msgpack
 
-sys.setswitchinterval(1e-6)  # threads meet each other's half-done work
+sys.setswitchinterval(1e-6)  # threads run into each other's half-done work
 for number in range(60):
     inner = msgspec.defstruct("Inner", [(f"field{n}", list[int] | None, None) for n in range(60)])
     outer = msgspec.defstruct("Outer", [("inner", inner)])
@@ -22,8 +22,8 @@ for number in range(60):
         begin.wait()
         found.append(way())
 
-    ways = [lambda: from_json(text, outer), lambda: from_msgpack(packed, outer), lambda: converted(plain, outer)] * 2
-    threads = [threading.Thread(target=decode, args=(way,)) for way in ways]
+    decoders = [lambda: from_json(text, outer), lambda: from_msgpack(packed, outer), lambda: converted(plain, outer)] * 2
+    threads = [threading.Thread(target=decode, args=(way,)) for way in decoders]
     for thread in threads:
         thread.start()
     for thread in threads:

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from liveweight.errors import LayoutInvalid
-from liveweight.spec.region import Region, Span, box, canonical, check_tiling, count, meet, whole
+from liveweight.spec.region import Region, Span, box, canonical, check_tiling, count, intersection, whole
 from tests.support.layouts import regions, tilings
 
 SPANS = st.builds(Span, st.integers(0, 30), st.integers(0, 12), st.integers(1, 7))
@@ -26,7 +26,7 @@ def elements(region: Region) -> set[tuple[int, ...]]:
 
 @given(SPANS, SPANS)
 def test_two_spans_meet_in_exactly_their_common_positions(a: Span, b: Span) -> None:
-    assert positions(a.meet(b)) == positions(a) & positions(b)
+    assert positions(a.intersection(b)) == positions(a) & positions(b)
 
 
 @given(SPANS, SPANS)
@@ -39,7 +39,7 @@ def test_two_regions_meet_in_exactly_their_common_elements(
     data: st.DataObject, shape: tuple[int, ...]
 ) -> None:
     a, b = data.draw(regions(shape)), data.draw(regions(shape))
-    both = meet(a, b)
+    both = intersection(a, b)
     assert (set() if both is None else elements(both)) == elements(a) & elements(b)
 
 

@@ -54,7 +54,7 @@ def test_the_newest_is_told_by_labels_and_else_by_which_came_last(
     assert newest(served) == newest(reversed(served)) == expected
 
 
-def standing(serving: Version | None, boot: str = "b") -> ReplicaState:
+def state(serving: Version | None, boot: str = "b") -> ReplicaState:
     return ReplicaState(
         replica="r",
         boot=boot,
@@ -69,18 +69,18 @@ def standing(serving: Version | None, boot: str = "b") -> ReplicaState:
 def test_a_fleet_says_who_is_behind_restarted_or_out_of_reach() -> None:
     replicas = [WireReplica(f"ipc:///nowhere/{name}", Secret(b"s" * 32)) for name in "abcd"]
     gone = ChannelClosed("gone")
-    said: list[ReplicaState | LiveWeightError] = [
-        standing(version(2)),
-        standing(version(1)),
-        standing(version("initial", START_RUN), "anew"),
+    answers: list[ReplicaState | LiveWeightError] = [
+        state(version(2)),
+        state(version(1)),
+        state(version("initial", START_RUN), "anew"),
         gone,
     ]
-    found = fleet_of(replicas, said, published=None, boots=["b", "b", "b", "b"])
+    found = fleet_of(replicas, answers, published=None, boots=["b", "b", "b", "b"])
     assert found.version == version(2)
     assert found.behind == tuple(replica.name for replica in replicas[1:])
     assert [one.restarted for one in found.replicas] == [False, False, True, False]
     assert found.replicas[3].fault is gone
-    published = fleet_of(replicas, said, published=version(1), boots=[None] * 4)
+    published = fleet_of(replicas, answers, published=version(1), boots=[None] * 4)
     assert published.behind == tuple(replicas[number].name for number in (0, 2, 3))
     for replica in replicas:
         replica.close()

@@ -70,13 +70,13 @@ class Scene:
         return self.cluster.replica(WORLD, address=self.address, **self._engine, **options)
 
     def trainer(self, **options: Any) -> Program:
-        """A trainer that has met the replica."""
-        told: dict[str, Any] = {
+        """A trainer that is connected to the replica."""
+        config: dict[str, Any] = {
             "offer": self.cell.offer,
             "transfer_mode": self.cell.mode,
             "engines": [self.address],
         }
-        return self.cluster.trainer(**told | self._trainer | options)
+        return self.cluster.trainer(**config | self._trainer | options)
 
     def ready(self, **options: Any) -> tuple[list[Program], Program]:
         """A replica at version 1, and its trainer."""

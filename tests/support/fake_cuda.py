@@ -1,6 +1,6 @@
 """A double of the CUDA driver, backed by files that processes map: every line of the CUDA side but torch.cuda's own calls runs on it.
 
-It keeps the driver's rules: a handle opens once, memory is on one of several GPUs, and what is queued aside is done at the end.
+It keeps the driver's rules: a handle opens once, memory is on one of several GPUs, and what is queued on a side stream is done at the end.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class FakeDriver:
         self.synchronised: list[int] = []
         """The GPUs that were waited for, in order."""
         self.runs: list[int] = []
-        """The GPUs that work was queued aside on, in order."""
+        """The GPUs whose side streams work was queued on, in order."""
 
     def reason(self) -> str | None:
         """It can always be used."""
@@ -105,7 +105,7 @@ class FakeDriver:
         self.synchronised.append(index)
 
     @contextmanager
-    def aside(self, index: int) -> Iterator[None]:
+    def side_stream(self, index: int) -> Iterator[None]:
         """Counted."""
         self.runs.append(index)
         yield

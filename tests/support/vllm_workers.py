@@ -17,7 +17,7 @@ from typing import Any, Protocol, Self
 import torch
 
 import liveweight as lw
-from liveweight.integrations.vllm.client.connect import FOUR
+from liveweight.integrations.vllm.client.connect import REQUIRED
 from liveweight.integrations.vllm.draft_model import PREFIX, load_both, optional
 from liveweight.integrations.vllm.handshake_terms import HandshakeTerms
 from liveweight.integrations.vllm.workers.rank import Loading, VllmRank, WorkerSeat
@@ -103,7 +103,7 @@ class Worker:
         yield from (Held(self, name) for name in names)
 
     def learn(self, installed: Callable[[str], torch.Tensor]) -> None:
-        """Another version is about to be staged; what it is told that it holds, it holds."""
+        """Another version is about to be staged; the worker holds what the call says."""
         self.learned += 1
         for name, tensor in self.holds.items():
             assert torch.equal(installed(name), tensor), name
@@ -114,7 +114,7 @@ class Worker:
 
 
 class VllmWorkers:
-    """The four calls, and pausing. `on_update` runs before workers are told to install."""
+    """The four calls, and pausing. `on_update` runs before workers install."""
 
     def __init__(self, world: int, secret: Path, start: Weights) -> None:
         self.workers, self.life = [Worker(start) for _ in range(world)], secrets.token_hex(4)
@@ -131,13 +131,13 @@ class VllmWorkers:
         self._threads = ThreadPoolExecutor(world)
 
     def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
-        """Every worker meets the trainer."""
+        """Every worker connects to the trainer."""
         self._note("init")
         named = {name: init_info[name] for name in ("address", "session", "pace_bytes_per_s")}
         terms = HandshakeTerms(**named, timeout_s=init_info["timeout_s"])
         if not self.ranks:
             self.ranks = self._together(lambda rank: self._made(rank, terms))
-        self._together(lambda rank: self.ranks[rank].meet(terms))
+        self._together(lambda rank: self.ranks[rank].handshake(terms))
 
     def _made(self, rank: int, terms: HandshakeTerms) -> VllmRank:
         world, worker = len(self.workers), self.workers[rank]
@@ -208,8 +208,8 @@ class VllmWorkers:
             raise RuntimeError("a test wants no resume")
         self.paused = False
 
-    def hears(self, call: str, times: int) -> bool:
-        """Whether it is told that so many times, soon."""
+    def receives(self, call: str, times: int) -> bool:
+        """Whether it receives that call so many times, soon."""
         with self._changed:
             return self._changed.wait_for(lambda: self.calls.count(call) >= times, 60.0)
 
@@ -219,8 +219,8 @@ class VllmWorkers:
             return self._changed.wait_for(lambda: not self.active, 60.0)
 
     def restart(self, *, outlived: bool = False) -> None:
-        """As a server that was killed and started again: on the weights of its start, and met by nobody. `outlived`: its workers do not
-        know that it is gone."""
+        """As a server that was killed and started again: on the weights of its start, and connected to nobody. `outlived`: its workers
+        do not know that it is gone."""
         if outlived:
             self._orphans, self.ranks = [*self._orphans, *self.ranks], []
         self._end_ranks()
@@ -260,7 +260,7 @@ class Four:
     """The four methods of vLLM's own clients, and no more."""
 
     def __init__(self, workers: VllmWorkers) -> None:
-        for name in FOUR:
+        for name in REQUIRED:
             setattr(self, name, getattr(workers, name))
 
 

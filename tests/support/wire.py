@@ -39,7 +39,7 @@ class Pong(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag=True):
 
 
 class Say(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag=True):
-    """Orders to an echoing peer, and what it says on its own."""
+    """Orders to an echoing peer, and what it sends on its own."""
 
     text: str
     data: bytes = b""
@@ -61,10 +61,10 @@ def soon(seconds: float = 20.0) -> Deadline:
 def wait_until(what: str, holds: Callable[[], bool], deadline: Deadline | None = None) -> None:
     """Wait for a state; fail naming it."""
     deadline = deadline or soon()
-    look = threading.Event()
+    poll = threading.Event()
     while not holds():
         deadline.check(what)
-        look.wait(0.005)
+        poll.wait(0.005)
 
 
 @contextmanager
@@ -171,7 +171,7 @@ def channel(
 
 
 def echo_process(pipe: Connection, address: str, limits: WireLimits | None) -> None:
-    """The body of a child that echoes until it is killed; says its address first."""
+    """The body of a child that echoes until it is killed; sends its address first."""
     with Listener(address, SECRET, CODEC, limits) as listener:
         pipe.send(listener.address)
         while True:
@@ -179,7 +179,7 @@ def echo_process(pipe: Connection, address: str, limits: WireLimits | None) -> N
 
 
 def ping_process(pipe: Connection, address: str) -> None:
-    """The body of a child that connects, asks, says what it got, and waits to be killed."""
+    """The body of a child that connects, calls, sends what it got, and waits to be killed."""
     with Channel(address, SECRET, CODEC, deadline=soon()) as asking:
         reply = asking.request(Ping(5), soon(), "a pong")
         pipe.send(repr(reply))
@@ -203,8 +203,8 @@ def process(body: Callable[..., None], *arguments: Any) -> Iterator[tuple[Any, C
         ours.close()
 
 
-def said(pipe: Connection) -> Any:
-    """What a child says next; a child that says nothing fails the test."""
+def next_message(pipe: Connection) -> Any:
+    """The next message of a child; a child that sends nothing fails the test."""
     if not pipe.poll(20):
-        raise AssertionError("a child said nothing")
+        raise AssertionError("a child sent nothing")
     return pipe.recv()

@@ -1,4 +1,4 @@
-"""A shared module trains on as before, its parameters are the arena's bytes, and what forbids a live offer is said in words."""
+"""A shared module trains on as before, its parameters are the arena's bytes, and the reason against a live offer is given in words."""
 
 from __future__ import annotations
 

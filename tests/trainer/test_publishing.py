@@ -42,9 +42,9 @@ def test_parameters_that_were_replaced_are_frozen_and_what_lay_in_the_arena_is_n
     short_path: Path, verify: bool
 ) -> None:
     live, net, trainer_bus, engine_bus = engine(), Net(), Bus(), Bus()
-    said, rounds = Recorder(), Recorder()
+    emitted, rounds = Recorder(), Recorder()
     with (
-        trainer_bus.subscribe(said),
+        trainer_bus.subscribe(emitted),
         engine_bus.subscribe(rounds),
         serving(live, short_path, engine_bus) as address,
         lw.share_module(net) as shared,
@@ -55,11 +55,13 @@ def test_parameters_that_were_replaced_are_frozen_and_what_lay_in_the_arena_is_n
         report = sender.publish(2)
         assert (report.offer, report.verified, report.staleness) == ("frozen", verify, 0)
         assert torch.equal(live["w"], torch.full((4, 3), 5.0))
-        assert "w is no longer where share_module put it" in said.of(LiveOfferImpossible)[0].reason
+        assert "w is no longer where share_module put it" in emitted.of(LiveOfferImpossible)[0].reason
 
         net.w.fill_(6.0)
         assert sender.publish(3).offer == "frozen"
-        assert len(rounds.of(RoundOpened)) == 4  # what invalidated once is looked at before a round is opened
+        assert (
+            len(rounds.of(RoundOpened)) == 4
+        )  # after one invalidated offer, parameters are checked before a round is opened
         assert torch.equal(live["w"], torch.full((4, 3), 6.0))
 
         net.w = in_arena
@@ -99,11 +101,11 @@ def test_a_module_that_was_moved_back_to_private_memory_is_frozen(short_path: Pa
         assert torch.equal(live["w"], net.w)
 
 
-# Moments, by hand-shake.
+# Exact moments of a round.
 
 
-class Hold:
-    """A reader of events that holds whoever emits one of that kind, once, until it is told to go on."""
+class PauseAt:
+    """A reader of events that blocks the emitter of one event of that kind, once, until `go` is set."""
 
     def __init__(self, kind: type[AnyEvent]) -> None:
         self._kind = kind
@@ -137,7 +139,7 @@ def when(moment: threading.Event, act: Callable[[], None]) -> Iterator[None]:
 def test_an_interrupted_live_offer_is_ended_and_what_is_read_after_it_is_nothing(
     short_path: Path, verify: bool
 ) -> None:
-    live, net, bus, lease = engine(), Net(), Bus(), Hold(StagingBegan)
+    live, net, bus, lease = engine(), Net(), Bus(), PauseAt(StagingBegan)
     main = threading.main_thread().ident
     assert main is not None
     with (
@@ -166,7 +168,7 @@ def test_the_label_of_a_failed_round_may_be_used_again_for_other_content(short_p
         engine(),
         {"w": torch.ones(4, 3), "b": torch.ones(3)},
         Bus(),
-        Hold(StagingBegan),
+        PauseAt(StagingBegan),
     )
     with (
         bus.subscribe(lease),

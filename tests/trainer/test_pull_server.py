@@ -1,4 +1,4 @@
-"""A source's pull server and those who ask there: who is let in when, and when a hold is over. Real sockets, both halves."""
+"""The pull server and engines that pull from it: when a read lease is granted, and when it ends. Real sockets, both halves."""
 
 from __future__ import annotations
 
@@ -55,8 +55,8 @@ def pull_server(short_path: Path) -> Iterator[PullServer]:
 
 
 @contextmanager
-def held(pull_server: PullServer, version: str | None = None, **changes: Any) -> Iterator[ReadLease]:
-    """A hold that its requester does not give back: its end is the connection's."""
+def leased(pull_server: PullServer, version: str | None = None, **changes: Any) -> Iterator[ReadLease]:
+    """A read lease that its requester does not release: it ends with the connection."""
     given: dict[str, Any] = {"requester": "a", "lease_s": WITHIN_S, "deadline": Deadline.after(WITHIN_S)}
     lease = ReadLease(pull_server.address, SECRET, version=version, cancel=Waker(), **given | changes)
     try:
@@ -66,26 +66,26 @@ def held(pull_server: PullServer, version: str | None = None, **changes: Any) ->
 
 
 class Waiting(threading.Thread):
-    """Somebody who waits for the readers, and who was revoked."""
+    """A thread that waits for the readers, and the readers that were revoked."""
 
     def __init__(self, pull_server: PullServer, within_s: float = WITHIN_S) -> None:
         super().__init__()
-        self.left: list[str] = []
+        self.revoked: list[str] = []
         self._pull_server, self._within_s = pull_server, within_s
         self.start()
 
     def run(self) -> None:
-        with BUS.subscribe(self._hear):
+        with BUS.subscribe(self._on_event):
             self._pull_server.wait_for_readers(Deadline.after(self._within_s))
 
-    def _hear(self, event: AnyEvent) -> None:
+    def _on_event(self, event: AnyEvent) -> None:
         if isinstance(event, ReadersRevoked):
-            self.left += event.readers
+            self.revoked += event.readers
 
     def result(self) -> list[str]:
         self.join(WITHIN_S)
         assert not self.is_alive()
-        return self.left
+        return self.revoked
 
 
 @pytest.mark.parametrize(("label", "asked"), [("step_1", None), ("step_1", "step_1"), (7, "7"), (7, None)])
@@ -93,18 +93,18 @@ def test_a_version_is_held_by_its_label_or_as_the_newest(
     pull_server: PullServer, label: str | int, asked: str | None
 ) -> None:
     pull_server.put(on_offer(label))
-    with held(pull_server, asked) as lease:
-        said = lease.held
-    assert (said.version.label, said.structure, said.manifest) == (label, "structure", MANIFEST)
-    assert (said.digests, said.offer) == (bytes(16), on_offer(label).offer)
+    with leased(pull_server, asked) as lease:
+        grant = lease.grant
+    assert (grant.version.label, grant.structure, grant.manifest) == (label, "structure", MANIFEST)
+    assert (grant.digests, grant.offer) == (bytes(16), on_offer(label).offer)
 
 
 def test_what_is_not_offered_is_refused_with_what_is(pull_server: PullServer) -> None:
-    with pytest.raises(VersionNotOffered, match="offers nothing") as refused, held(pull_server):
+    with pytest.raises(VersionNotOffered, match="offers nothing") as refused, leased(pull_server):
         pass
     assert refused.value.offered == ()
     pull_server.put(on_offer("step_2"))
-    with pytest.raises(VersionNotOffered, match="asked for step_1") as refused, held(pull_server, "step_1"):
+    with pytest.raises(VersionNotOffered, match="asked for step_1") as refused, leased(pull_server, "step_1"):
         pass
     assert refused.value.offered == ("step_2",)
 
@@ -114,15 +114,15 @@ def test_who_asks_while_the_offer_changes_waits_for_the_next(pull_server: PullSe
     labels: list[str | int] = []
 
     def ask() -> None:
-        with held(pull_server) as lease:
-            labels.append(lease.held.version.label)
+        with leased(pull_server) as lease:
+            labels.append(lease.grant.version.label)
 
     asking = threading.Thread(target=ask)
     with pull_server.changing():
         asking.start()
         with (
             pytest.raises(DeadlineExceeded, match="to make its next offer"),
-            held(pull_server, deadline=Deadline.after(0.2)),
+            leased(pull_server, deadline=Deadline.after(0.2)),
         ):
             pass
         assert labels == []
@@ -135,13 +135,13 @@ def test_a_change_that_fails_leaves_nothing_on_offer(pull_server: PullServer) ->
     pull_server.put(on_offer("step_1"))
     with pytest.raises(ZeroDivisionError), pull_server.changing():
         raise ZeroDivisionError
-    with pytest.raises(VersionNotOffered, match="offers nothing"), held(pull_server):
+    with pytest.raises(VersionNotOffered, match="offers nothing"), leased(pull_server):
         pass
 
 
-def test_a_reader_is_waited_for_until_it_gives_its_hold_back(pull_server: PullServer) -> None:
+def test_a_reader_is_waited_for_until_it_releases_its_read_lease(pull_server: PullServer) -> None:
     pull_server.put(on_offer("step_1"))
-    with held(pull_server) as first, held(pull_server) as second:
+    with leased(pull_server) as first, leased(pull_server) as second:
         with pull_server.changing():
             waiting = Waiting(pull_server)
             first.release()
@@ -155,7 +155,7 @@ def test_a_reader_is_waited_for_until_it_gives_its_hold_back(pull_server: PullSe
 
 def test_a_reader_that_is_gone_holds_nothing(pull_server: PullServer) -> None:
     pull_server.put(on_offer("step_1"))
-    with held(pull_server):
+    with leased(pull_server):
         waiting = Waiting(pull_server)
         assert waiting.is_alive()
     assert waiting.result() == []
@@ -163,16 +163,16 @@ def test_a_reader_that_is_gone_holds_nothing(pull_server: PullServer) -> None:
 
 def test_a_lease_that_is_over_holds_nothing(pull_server: PullServer) -> None:
     pull_server.put(on_offer("step_1"))
-    with held(pull_server, lease_s=0.3):
+    with leased(pull_server, lease_s=0.3):
         assert Waiting(pull_server).result() == []
 
 
 def test_who_still_reads_at_the_deadline_is_named_and_forgotten(pull_server: PullServer) -> None:
     pull_server.put(on_offer("step_1"))
-    with held(pull_server, requester="engine, asked by operator/1") as lease:
+    with leased(pull_server, requester="engine, asked by operator/1") as lease:
         assert Waiting(pull_server, within_s=0.3).result() == ["engine, asked by operator/1"]
         assert Waiting(pull_server).result() == []
-        lease.release()  # too late, and told so; that is no error
+        lease.release()  # too late; the reply says so, and that is no error
 
 
 def channel_to(pull_server: PullServer) -> Channel[m.Message]:
@@ -203,13 +203,13 @@ def test_a_source_that_is_asked_for_something_else_says_so_and_goes_on(pull_serv
         refused = channel.request(m.GetReplicaState(wait_s=1.0), Deadline.after(WITHIN_S), "an answer")
     assert isinstance(refused, m.Refusal)
     assert refused.fault.code == MessageInvalid.code
-    with held(pull_server) as lease:
+    with leased(pull_server) as lease:
         lease.check()
 
 
 def test_a_source_that_closes_is_noticed_by_who_reads(pull_server: PullServer, short_path: Path) -> None:
     pull_server.put(on_offer("step_1"))
-    with held(pull_server) as lease:
+    with leased(pull_server) as lease:
         pull_server.close()
         pull_server.close()
         with pytest.raises(ChannelClosed, match="gone while ranks read step_1"):

@@ -44,9 +44,9 @@ def weights(value: float) -> dict[str, torch.Tensor]:
 def test_a_mode_that_ranks_cannot_read_fails_one_round_and_the_next_attempt_uses_the_next(
     short_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    held, source, bus, said = engine(), weights(1.0), Bus(), list[object]()
+    held, source, bus, emitted = engine(), weights(1.0), Bus(), list[object]()
     with (
-        bus.subscribe(said.append),
+        bus.subscribe(emitted.append),
         serving(held, short_path) as address,
         publisher(source, address, short_path, modes=MODES, bus=bus) as sender,
     ):
@@ -63,8 +63,8 @@ def test_a_mode_that_ranks_cannot_read_fails_one_round_and_the_next_attempt_uses
             assert (report.mode, report.verified) == ("ipc_snapshot", True)
             assert [(one.mode, one.code) for one in report.failed_modes] == [("gdr", "LW-501")]
             assert torch.equal(held["b"], source["b"])
-    (told,) = [event for event in said if isinstance(event, ModeFailed)]
-    assert (told.mode, told.code, told.following) == ("gdr", "LW-501", "ipc_snapshot")
+    (failure,) = [event for event in emitted if isinstance(event, ModeFailed)]
+    assert (failure.mode, failure.code, failure.following) == ("gdr", "LW-501", "ipc_snapshot")
 
 
 def test_after_the_last_mode_comes_the_first_again(short_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -90,9 +90,9 @@ def test_a_live_offer_is_frozen_over_a_mode_that_has_none(
     short_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     held, module = {"weight": torch.zeros(4, 3)}, torch.nn.Linear(3, 4, bias=False)
-    bus, said = Bus(), list[object]()
+    bus, emitted = Bus(), list[object]()
     with (
-        bus.subscribe(said.append),
+        bus.subscribe(emitted.append),
         serving(held, short_path) as address,
         lw.share_module(module) as shared,
         publisher(shared, address, short_path, modes=MODES, offer="live", bus=bus) as sender,
@@ -103,7 +103,7 @@ def test_a_live_offer_is_frozen_over_a_mode_that_has_none(
         report = sender.publish(1)
         assert (report.mode, report.offer, report.failed_modes[0].mode) == ("ipc_snapshot", "frozen", "gdr")
         assert torch.equal(held["weight"], module.weight.detach())
-    (why,) = [event for event in said if isinstance(event, LiveOfferImpossible)]
+    (why,) = [event for event in emitted if isinstance(event, LiveOfferImpossible)]
     assert why.reason == "ipc_snapshot has none"
 
 
@@ -119,7 +119,7 @@ def two_fallback(transport_source: TransportSource) -> TransferFallback:
 
 @pytest.fixture
 def transport_source(short_path: Path) -> TransportSource:
-    """Of which nothing is asked."""
+    """A transport source that no test uses."""
     return mode("ipc_snapshot").transport_source(short_path, SECRET)
 
 
@@ -169,7 +169,7 @@ def test_one_mode_alone_is_kept_whatever_fails(transport_source: TransportSource
 
 
 @pytest.mark.parametrize(
-    ("asked", "text"),
+    ("arguments", "text"),
     [
         ({"modes": ["gdr", "gdr"]}, "named twice"),
         ({"modes": ["gdr", "carrier pigeon"]}, "unknown transfer mode 'carrier pigeon'"),
@@ -177,15 +177,15 @@ def test_one_mode_alone_is_kept_whatever_fails(transport_source: TransportSource
         ({"modes": ["ipc_snapshot", "gdr"], "offer": "live"}, "ipc_snapshot has no live offers"),
         (
             {"modes": MODES, "address": "ipc:///nowhere.sock"},
-            "a source that engines ask has one transfer mode",
+            "a source that engines pull from has one transfer mode",
         ),
         ({"modes": MODES, "group": object()}, "a trainer of several ranks has one transfer mode"),
     ],
 )
 def test_modes_that_contradict_each_other_are_refused(
-    short_path: Path, asked: dict[str, Any], text: str
+    short_path: Path, arguments: dict[str, Any], text: str
 ) -> None:
     with pytest.raises(Refused, match=text):
         lw.Publisher(
-            weights(1.0), engines=["ipc:///nowhere.sock"], secret=SECRET, directory=short_path, **asked
+            weights(1.0), engines=["ipc:///nowhere.sock"], secret=SECRET, directory=short_path, **arguments
         )

@@ -1,4 +1,4 @@
-"""What every transfer mode that reads memory keeps to when several ranks of a trainer hold an offer together: every cell of the table."""
+"""What every transfer mode that reads memory keeps to for an offer of the shards of several trainer ranks: every cell of the table."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class Trainer:
     arenas: list[Arena] = field(default_factory=list)
 
     def offer(self, layouts: Sequence[Layout], tensors: dict[str, Full], stack: ExitStack) -> Offer:
-        """What the ranks hold, offered together; the stack takes it back."""
+        """The shards of all ranks as one offer; the stack withdraws it."""
         shards, self.arenas = [], []
         for rank, (transport_source, layout) in enumerate(zip(self.transport_sources, layouts, strict=True)):
             arenas = [transport_source.allocate(size) for size in layout.memories_bytes]
@@ -60,13 +60,13 @@ class Trainer:
             shards.append(
                 Shard(rank=rank, source=made.source, layout=made.layout, generation=made.generation)
             )
-        surveyor = ShardServer(f"ipc://{self.directory}/survey{id(stack):x}", SECRET, layouts)
-        stack.callback(surveyor.close)
+        shard_server = ShardServer(f"ipc://{self.directory}/shards{id(stack):x}", SECRET, layouts)
+        stack.callback(shard_server.close)
         named = "+".join(layout.fingerprint for layout in layouts)
         return Offer(
             mode=self.mode.name,
             kind="frozen",
-            source=surveyor.address,
+            source=shard_server.address,
             layout=named,
             generation=0,
             shards=tuple(shards),

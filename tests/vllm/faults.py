@@ -1,4 +1,4 @@
-"""What tests do inside vLLM's workers, through vLLM's own way for that: an extension of the worker, called by `/collective_rpc`."""
+"""Faults that tests inject into vLLM's workers: an extension of the worker, called by `/collective_rpc`."""
 
 from __future__ import annotations
 

@@ -42,7 +42,7 @@ def qwen3_moe(seed: int) -> Qwen3MoeForCausalLM:
 
 
 def saved(model: Any, directory: Path) -> Path:
-    """An HF checkpoint directory of it, with a tokenizer: vLLM tells no probabilities without one."""
+    """An HF checkpoint directory of it, with a tokenizer: vLLM returns no probabilities without one."""
     model.save_pretrained(directory)
     write_tokenizer(directory, SHAPE["vocab_size"])
     return directory

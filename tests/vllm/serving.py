@@ -44,13 +44,13 @@ class Server:
         return choice["token_ids"], choice["logprobs"]["token_logprobs"]
 
     def post(self, path: str, body: dict[str, Any] | None = None) -> Any:
-        """What it says to that; AssertionError with its words if it refuses."""
+        """The answer's body; AssertionError with its text if the server refuses."""
         said = httpx.post(self.url + path, json=body, timeout=WITHIN_S)
         assert said.status_code == 200, said.text
         return said.json()
 
     def get(self, path: str) -> Any:
-        """What it tells."""
+        """The answer's body."""
         return httpx.get(self.url + path, timeout=WITHIN_S).json()
 
     def tell_workers(self, method: str, *arguments: str) -> list[Any]:
@@ -61,7 +61,7 @@ class Server:
         return results
 
     def counted(self, what: str) -> float:
-        """What one of its counters says."""
+        """The value of one of its counters."""
         text = httpx.get(self.url + "/metrics", timeout=WITHIN_S).text
         return sum(float(found) for found in re.findall(rf"^vllm:{what}_total{{.*}} (.*)$", text, re.M))
 
@@ -91,7 +91,7 @@ def asked(tokens: int, prompt: tuple[int, ...] = (5, 6, 7, 8)) -> dict[str, Any]
 def served(
     model: Path, place: Path, *, tp: int = 1, port: int = 0, dtype: str = "auto", options: Sequence[str] = ()
 ) -> Iterator[Server]:
-    """A server of that checkpoint, ended with the block. What it says is in a file of `place`."""
+    """A server of that checkpoint, ended with the block. Its log is a file in `place`."""
     wanted = VllmServerConfig(
         python=Path(str(VLLM_PYTHON)),
         model=model,

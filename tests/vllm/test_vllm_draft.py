@@ -17,7 +17,7 @@ TOKENS = 40
 
 
 def drafting(draft: Path) -> tuple[str, str]:
-    """How vLLM is told to guess three tokens ahead with that model."""
+    """vLLM's option to guess three tokens ahead with that model."""
     return "--speculative-config", json.dumps(
         {"method": "draft_model", "model": str(draft), "num_speculative_tokens": 3}
     )
@@ -28,7 +28,7 @@ def counted(server: Server, what: str) -> float:
 
 
 def guessed(server: Server) -> float:
-    """Which part of the draft's guesses for an answer is right."""
+    """The share of the draft's guesses for an answer that is right."""
     before = counted(server, "accepted_tokens"), counted(server, "draft_tokens")
     server.answer(TOKENS, prompt=(9, 8, 7))
     return (counted(server, "accepted_tokens") - before[0]) / (counted(server, "draft_tokens") - before[1])

@@ -1,4 +1,4 @@
-"""Rounds that fail, in a real vLLM: it goes on with what it served, and the next round succeeds. Or it stays paused, and says so."""
+"""Rounds that fail, in a real vLLM: it serves the version before, the next round succeeds; or it stays paused, and the error says so."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ sys.stdin.read()
 
 
 def looked_at(server: Server) -> ReplicaState:
-    """How the server's replica stands, seen by somebody else than its publisher, who wants the same pace."""
+    """The state of the server's replica, read by another client than its publisher, with the same pace."""
     engine: VllmEngine = lw.vllm(server.url, pace_bytes_per_s=SLOW)
     replica = engine.replica(load_or_create_secret(server.secret), server.secret)
     try:

@@ -1,4 +1,4 @@
-"""The end of a server, and so the last of these tests: an install that fails, and whose way back fails, too."""
+"""The end of a server, and so the last of these tests: an install fails, and so does installing the version before."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Channels between real processes, over unix sockets and TCP: what is said arrives, once and in order."""
+"""Channels between real processes, over unix sockets and TCP: what is sent arrives, once and in order."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ from tests.support.wire import (
     channel,
     echo_process,
     leaving_nothing,
+    next_message,
     ping_process,
     process,
-    said,
     soon,
 )
 
@@ -41,7 +41,11 @@ def address(request: pytest.FixtureRequest, tmp_path: Path) -> str:
 
 
 def test_processes_ask_and_answer(address: str) -> None:
-    with leaving_nothing(), process(echo_process, address, None) as (_, pipe), channel(said(pipe)) as asking:
+    with (
+        leaving_nothing(),
+        process(echo_process, address, None) as (_, pipe),
+        channel(next_message(pipe)) as asking,
+    ):
         for n in range(200):
             assert asking.request(Ping(n), soon(), "a pong") == Pong(n)
         large = Say("large", data=os.urandom(8_000_000))
@@ -55,7 +59,7 @@ def test_many_processes_are_answered_each_its_own(address: str) -> None:
         process(ping_process, echo.address) as (_, one),
         process(ping_process, echo.address) as (_, two),
     ):
-        assert said(one) == said(two) == repr(Pong(5))
+        assert next_message(one) == next_message(two) == repr(Pong(5))
 
 
 def raw_listener(context: zmq.Context[zmq.Socket[bytes]], address: str) -> tuple[zmq.Socket[bytes], str]:
@@ -77,8 +81,8 @@ def test_notifications_that_come_before_a_reply_are_kept_in_order(address: str) 
     with Echo(address) as echo, channel(echo.address) as asking:
         assert asking.request(Say("chat", list=(50,)), soon(), "talk") == Pong(50)
         assert asking.request(Say("chat", list=(1,)), soon(), "talk") == Pong(1)
-        heard = [asking.receive(soon(), "talk") for _ in range(51)]
-        assert heard == [*(Say("aside", list=(n,)) for n in range(50)), Say("aside", list=(0,))]
+        received = [asking.receive(soon(), "talk") for _ in range(51)]
+        assert received == [*(Say("aside", list=(n,)) for n in range(50)), Say("aside", list=(0,))]
 
 
 def test_a_peer_that_talks_without_end_is_left(tmp_path: Path) -> None:
@@ -142,4 +146,4 @@ def test_the_typed_union_is_what_a_listener_gives(address: str) -> None:
         assert (body, incoming.call > 0) == (Ping(5), True)
         listener.send(incoming.peer, Pong(6), incoming.call + 1000, soon())  # the reply to no call of theirs
         listener.send(incoming.peer, Pong(5), incoming.call, soon())
-        assert said(pipe) == repr(Pong(5))
+        assert next_message(pipe) == repr(Pong(5))

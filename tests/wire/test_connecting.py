@@ -36,8 +36,8 @@ from tests.support.wire import (
     channel,
     echo_process,
     leaving_nothing,
+    next_message,
     process,
-    said,
     soon,
 )
 
@@ -119,7 +119,7 @@ def test_where_nobody_listens_the_wait_ends_at_the_deadline_and_names_the_addres
     with zmq.Context() as context, raw_listener(context, "tcp://127.0.0.1:0")[0] as free:
         closed = free.get_string(zmq.LAST_ENDPOINT)
     with process(echo_process, f"ipc://{stale}", None) as (child, pipe):
-        said(pipe)
+        next_message(pipe)
         child.kill()
         child.join()
     assert stale.exists()
@@ -134,7 +134,7 @@ def test_where_nobody_listens_the_wait_ends_at_the_deadline_and_names_the_addres
 def test_one_that_was_there_is_gone_where_nobody_listens_any_more(tmp_path: Path) -> None:
     stale = tmp_path / "stale"
     with process(echo_process, f"ipc://{stale}", None) as (child, pipe):
-        said(pipe)
+        next_message(pipe)
         with Channel(f"ipc://{stale}", SECRET, CODEC, deadline=soon(), waits=False) as asking:
             assert asking.request(Ping(1), soon(), "a pong") == Pong(1)
         child.kill()
@@ -222,10 +222,10 @@ def test_processes_that_race_for_a_secret_get_the_same_one(tmp_path: Path) -> No
     paths = [tmp_path / f"secret{n}" for n in range(2)]
     for path in paths:
         with process(create_secret, path) as (_, one), process(create_secret, path) as (_, two):
-            assert said(one) == said(two) == "ready"
+            assert next_message(one) == next_message(two) == "ready"
             one.send("go")
             two.send("go")
-            assert said(one) == said(two) == load_or_create_secret(path).derive("test")
+            assert next_message(one) == next_message(two) == load_or_create_secret(path).derive("test")
     assert sorted(tmp_path.iterdir()) == paths
 
 

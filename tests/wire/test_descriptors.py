@@ -29,8 +29,8 @@ from tests.support.wire import (
     SECRET,
     leaving_nothing,
     memory,
+    next_message,
     process,
-    said,
     soon,
     wait_until,
 )
@@ -48,7 +48,7 @@ def server(path: Path) -> Iterator[DescriptorServer]:
 
 
 def write_into(pipe: Connection, path: Path) -> None:
-    """A child that writes what it was told into what it fetched."""
+    """A child that writes into the descriptors that it fetched."""
     one, two = fetch(path, SECRET, b"pair", soon())
     os.pwrite(one, b"from the child", 0)
     pipe.send(os.pread(two, 100, 0))
@@ -59,7 +59,7 @@ def test_memory_is_shared_between_processes(server: DescriptorServer) -> None:
     with memory() as one, memory(b"from the parent") as two:
         server.register(b"pair", [one, two])
         with process(write_into, server.path) as (_, pipe):
-            assert said(pipe) == b"from the parent"
+            assert next_message(pipe) == b"from the parent"
             assert os.pread(one, 100, 0) == b"from the child"
 
 
@@ -196,7 +196,7 @@ def test_processes_fetch_at_once_while_others_register_and_withdraw(server: Desc
             for n in range(500):
                 server.register(b"u%d" % n, [held])
                 server.withdraw(b"u%d" % n)
-            assert said(one) == said(two) == "done"
+            assert next_message(one) == next_message(two) == "done"
         server.withdraw(b"t")
         assert server.refused == 0
 
@@ -209,7 +209,7 @@ def serve_forever(pipe: Connection, path: Path) -> None:
 
 def test_what_a_killed_server_left_is_replaced_and_a_living_one_is_not(path: Path) -> None:
     with process(serve_forever, path) as (child, pipe):
-        assert said(pipe) == "ready"
+        assert next_message(pipe) == "ready"
         with leaving_nothing(), pytest.raises(Unavailable, match="another process"):
             DescriptorServer(path, SECRET)
         child.kill()

@@ -32,9 +32,9 @@ from tests.support.wire import (
     channel,
     echo_process,
     leaving_nothing,
+    next_message,
     ping_process,
     process,
-    said,
     soon,
     wait_until,
 )
@@ -55,7 +55,7 @@ def test_a_peer_that_is_killed_ends_the_wait_promptly(address: str) -> None:
     with (
         leaving_nothing(),
         process(echo_process, address, None) as (child, pipe),
-        channel(said(pipe)) as asking,
+        channel(next_message(pipe)) as asking,
     ):
         killer = threading.Timer(0.2, child.kill)
         killer.start()
@@ -75,7 +75,7 @@ def test_a_peer_that_is_killed_ends_the_wait_promptly(address: str) -> None:
 
 
 def test_what_a_peer_sent_before_it_was_killed_is_still_read(address: str) -> None:
-    with process(echo_process, address, None) as (child, pipe), channel(said(pipe)) as asking:
+    with process(echo_process, address, None) as (child, pipe), channel(next_message(pipe)) as asking:
         assert asking.request(Say("chat", list=(300,)), soon(), "talk") == Pong(300)
         child.kill()
         child.join()
@@ -89,7 +89,7 @@ def test_what_a_peer_sent_before_it_was_killed_is_still_read(address: str) -> No
 def test_a_successor_at_the_same_address_gets_nothing_of_an_old_channel(tmp_path: Path) -> None:
     address = f"ipc://{tmp_path}/socket"
     with process(echo_process, address, None) as (child, pipe):
-        asking = channel(said(pipe))
+        asking = channel(next_message(pipe))
         child.kill()
         child.join()
     with asking, Listener(address, SECRET, CODEC) as successor:
@@ -174,7 +174,7 @@ def test_a_vanished_host_is_noticed_by_its_silence() -> None:
     limits = WireLimits(heartbeat_s=0.1, silence_s=0.5)
     with (
         process(echo_process, "tcp://127.0.0.1:0", None) as (child, pipe),
-        channel(said(pipe), limits=limits) as asking,
+        channel(next_message(pipe), limits=limits) as asking,
     ):
         stop(child.pid)
         with pytest.raises(ChannelClosed):
@@ -211,13 +211,13 @@ def test_a_cancelled_request_ends_promptly_and_the_channel_stays_open(address: s
     with (
         leaving_nothing(),
         process(echo_process, address, None) as (child, pipe),
-        Channel(said(pipe), SECRET, CODEC, deadline=soon(), cancel=cancel) as asking,
+        Channel(next_message(pipe), SECRET, CODEC, deadline=soon(), cancel=cancel) as asking,
     ):
         stop(child.pid)
         began = time.monotonic()
         canceller = threading.Timer(0.2, cancel.wake)
         canceller.start()
-        for _ in range(2):  # said once, it stays said
+        for _ in range(2):  # once cancelled, it stays cancelled
             with pytest.raises(ChannelClosed, match="ended from this side"):
                 asking.request(Ping(1), soon(60), "a pong")
         canceller.join()

@@ -31,7 +31,7 @@ KEEP, BACK = Settled(keep=True, serving=NEW), Settled(keep=False, serving=OLD)
 
 
 class Words:
-    """A target whose weights are words."""
+    """A target whose weights are two strings."""
 
     layout: Layout = packed([TensorSpec(name="w", dtype=DType.UINT8, shape=(1,))])
 
@@ -64,10 +64,10 @@ class Words:
 
 
 class Scene:
-    """A committer, and a leader that answers as it was told."""
+    """A committer, and a leader with prepared answers."""
 
-    def __init__(self, committer: Committer, shadow_lock: ShadowLock, heard: list[Swapped]) -> None:
-        self.committer, self.shadow_lock, self.heard = committer, shadow_lock, heard
+    def __init__(self, committer: Committer, shadow_lock: ShadowLock, received: list[Swapped]) -> None:
+        self.committer, self.shadow_lock, self.received = committer, shadow_lock, received
 
 
 @contextmanager
@@ -75,11 +75,11 @@ def scene(
     directory: Path, target: Words, hooks: Sequence[Hook], answers: Sequence[Settled | None]
 ) -> Iterator[Scene]:
     """`answers` in order; None is silence."""
-    secret, heard, stop = Secret.generate(), list[Swapped](), threading.Event()
+    secret, received, stop = Secret.generate(), list[Swapped](), threading.Event()
     codec: Codec[Message] = Codec(Message)
     listener: Listener[Message] = Listener(f"ipc://{directory}/leader", secret, codec)
 
-    def lead() -> None:
+    def answer_reports() -> None:
         left = list(answers)
         with listener:
             while not stop.is_set():
@@ -88,12 +88,12 @@ def scene(
                 except DeadlineExceeded:
                     continue
                 assert isinstance(incoming.body, Swapped)
-                heard.append(incoming.body)
+                received.append(incoming.body)
                 answer = left.pop(0)
                 if answer is not None:
                     listener.send(incoming.peer, answer, incoming.call, Deadline.after(5.0))
 
-    leader = threading.Thread(target=lead)
+    leader = threading.Thread(target=answer_reports)
     leader.start()
     shadow_lock = ShadowLock()
     shadow_lock.staged = RoundId(boot="b", epoch=1, publisher="p")
@@ -102,7 +102,7 @@ def scene(
             committer = Committer(
                 rank=1, seat=1, boot="b", target=target, hooks=hooks, channel=channel, shadow_lock=shadow_lock
             )
-            yield Scene(committer, shadow_lock, heard)
+            yield Scene(committer, shadow_lock, received)
     finally:
         stop.set()
         leader.join()
@@ -157,7 +157,7 @@ def test_a_hook_that_fails_on_the_way_back_does_not_swap_a_second_time(short_pat
         assert (target.holds, s.shadow_lock.doubt) == ("old", True)
         assert s.committer.resolve(5.0) == BACK
         assert (target.holds, target.swaps, s.shadow_lock.doubt) == ("old", 2, False)
-        assert len(s.heard) == 1
+        assert len(s.received) == 1
 
 
 def test_a_hook_that_always_fails_is_told_to_the_leader_at_once(short_path: Path) -> None:
@@ -166,7 +166,7 @@ def test_a_hook_that_always_fails_is_told_to_the_leader_at_once(short_path: Path
         with pytest.raises(RuntimeError):
             s.committer.carry_out(COMMIT)
         assert target.holds == "old"
-        fault = s.heard[0].fault
+        fault = s.received[0].fault
         assert fault is not None
         assert (fault.step, fault.rank, "this hook fails" in fault.message) == ("hooks", 1, True)
         with pytest.raises(RuntimeError):  # not fit to serve until its hooks run
@@ -178,10 +178,10 @@ def test_an_interrupt_in_a_hook_leaves_doubt_and_the_next_boundary_goes_back(sho
     with scene(short_path, target, [failing({1}, KeyboardInterrupt)], [BACK]) as s:
         with pytest.raises(KeyboardInterrupt):
             s.committer.carry_out(COMMIT)
-        assert (target.holds, s.shadow_lock.doubt, s.heard) == ("new", True, [])
+        assert (target.holds, s.shadow_lock.doubt, s.received) == ("new", True, [])
         assert s.committer.resolve(5.0) == BACK
         assert target.holds == "old"
-        assert s.heard[0].fault is not None
+        assert s.received[0].fault is not None
 
 
 def test_a_target_that_cannot_swap_reports_it_and_holds_the_old(short_path: Path) -> None:
@@ -199,7 +199,7 @@ def test_a_torn_target_never_serves_again(short_path: Path) -> None:
         with pytest.raises(Torn):
             s.committer.resolve(5.0)
         assert s.shadow_lock.doubt
-        fault = s.heard[0].fault
+        fault = s.received[0].fault
         assert fault is not None
         assert fault.code == "LW-601"
 

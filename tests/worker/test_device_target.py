@@ -144,16 +144,16 @@ def test_a_swap_with_the_host_that_fails_at_any_copy_gives_every_byte_back(
     target = TensorTarget({"a": held[0], "b": held[1]}, device=device, shadow="host")
     for memory in target.shadow():
         memory.tensor().fill_(9)
-    calls, aside = itertools.count(1), driver(device).aside
+    calls, side_stream = itertools.count(1), driver(device).side_stream
 
     @contextmanager
     def breaking(index: int) -> Iterator[None]:
-        with aside(index):
+        with side_stream(index):
             yield
         if next(calls) == failing:
             raise RuntimeError("the link is down")
 
-    driver(device).aside = breaking  # type: ignore[method-assign]
+    driver(device).side_stream = breaking  # type: ignore[method-assign]
     with pytest.raises(RuntimeError, match="the link is down"):
         target.swap()
     assert [only(tensor) for tensor in held] == [1, 0]

@@ -61,7 +61,7 @@ def begun(
 
 
 def rest_of(ahead: DigestWhileStaging) -> Lanes:
-    lanes = ahead.rest(stop=lambda: False, deadline=soon())
+    lanes = ahead.finish(stop=lambda: False, deadline=soon())
     assert not isinstance(lanes, StagingStopped)
     return lanes
 

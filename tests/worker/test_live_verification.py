@@ -1,4 +1,4 @@
-"""A rank's reading of its live weights: beside everything else, of one state, and answered whatever happens."""
+"""The live verifier: reads while the rank works, digests one state, and always answers."""
 
 from __future__ import annotations
 
@@ -47,8 +47,8 @@ class Weights:
         """It is what serves."""
 
 
-class Asked:
-    """A live verifier, and whoever hears its answers."""
+class VerifierScene:
+    """A live verifier, and the queue of its answers."""
 
     def __init__(self, on_event: Callable[[AnyEvent], None] = lambda _: None, **settings: float) -> None:
         self.weights, self.shadow_lock, self._said = Weights(), ShadowLock(), threading.Semaphore(0)
@@ -67,7 +67,7 @@ class Asked:
 
     def ask(self, names: tuple[str, ...] | None = None, timeout_s: float = WITHIN_S) -> LiveDigests:
         """One order, and its answer."""
-        self.live_verifier.ask(DigestLive(audit=7, names=names, timeout_s=timeout_s))
+        self.live_verifier.submit(DigestLive(audit=7, names=names, timeout_s=timeout_s))
         return self.answer()
 
     def answer(self) -> LiveDigests:
@@ -78,8 +78,10 @@ class Asked:
 
 
 @contextmanager
-def asked(on_event: Callable[[AnyEvent], None] = lambda _: None, **settings: float) -> Iterator[Asked]:
-    made = Asked(on_event, **settings)
+def verifier_scene(
+    on_event: Callable[[AnyEvent], None] = lambda _: None, **settings: float
+) -> Iterator[VerifierScene]:
+    made = VerifierScene(on_event, **settings)
     try:
         yield made
     finally:
@@ -90,7 +92,7 @@ def asked(on_event: Callable[[AnyEvent], None] = lambda _: None, **settings: flo
 def test_the_digests_are_those_of_the_memory_and_zero_for_what_was_not_asked(
     names: tuple[str, ...] | None,
 ) -> None:
-    with asked() as one:
+    with verifier_scene() as one:
         answer = one.ask(names)
     assert answer.lanes is not None
     specs = LAYOUT.specs()
@@ -103,7 +105,7 @@ def test_the_digests_are_those_of_the_memory_and_zero_for_what_was_not_asked(
 
 def test_nobody_pays_for_a_thread_before_the_first_question() -> None:
     before = threading.active_count()
-    with asked() as one:
+    with verifier_scene() as one:
         assert threading.active_count() == before
         one.ask()
         assert threading.active_count() == before + 1
@@ -115,7 +117,7 @@ def test_a_reading_with_a_swap_in_it_is_worth_nothing_and_the_next_one_counts() 
         if one.shadow_lock.swaps == 0:
             one.shadow_lock.swaps += 1
 
-    with asked(swap) as one:
+    with verifier_scene(swap) as one:
         spoilt = one.ask()
         assert (spoilt.lanes, spoilt.fault) == (None, None)
         assert one.ask().lanes is not None
@@ -127,7 +129,7 @@ def test_tensors_that_are_elsewhere_are_a_fault_unless_a_swap_moved_them() -> No
         one.shadow_lock.swaps += swaps
 
     swaps = 1
-    with asked(move) as one:
+    with verifier_scene(move) as one:
         answer = one.ask()
         assert (answer.lanes, answer.fault) == (None, None)
         swaps = 0
@@ -140,9 +142,9 @@ def test_tensors_that_are_elsewhere_are_a_fault_unless_a_swap_moved_them() -> No
 def test_a_swap_under_way_is_waited_for_and_a_lasting_doubt_is_told(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    with asked() as one:
+    with verifier_scene() as one:
         one.shadow_lock.doubt = True
-        one.live_verifier.ask(DigestLive(audit=7, names=None, timeout_s=WITHIN_S))
+        one.live_verifier.submit(DigestLive(audit=7, names=None, timeout_s=WITHIN_S))
         one.shadow_lock.doubt = False
         assert one.answer().lanes is not None
         monkeypatch.setattr(auditing, "DOUBT_S", 0.05)
@@ -154,9 +156,9 @@ def test_a_swap_under_way_is_waited_for_and_a_lasting_doubt_is_told(
 
 
 def test_a_reading_that_takes_too_long_says_so_and_closing_ends_one() -> None:
-    with asked(pace_bytes_per_s=1.0) as one:
+    with verifier_scene(pace_bytes_per_s=1.0) as one:
         answer = one.ask(timeout_s=0.2)
         assert answer.fault is not None
         assert answer.fault.code == "LW-301"
-        one.live_verifier.ask(DigestLive(audit=7, names=None, timeout_s=WITHIN_S))
-    assert not [t for t in threading.enumerate() if t.name.startswith("liveweight-auditor")]
+        one.live_verifier.submit(DigestLive(audit=7, names=None, timeout_s=WITHIN_S))
+    assert not [t for t in threading.enumerate() if t.name.startswith("liveweight-live-verifier")]

@@ -1,4 +1,4 @@
-"""The hand-over between the threads of a rank in place, and where its chunks end."""
+"""The overwrite queue between the threads of a rank in place, and where its chunks end."""
 
 from __future__ import annotations
 
@@ -59,20 +59,20 @@ def test_an_request_that_runs_on_at_its_deadline_may_have_written() -> None:
     assert request.begin()
     done, fault = request.wait(rank=3)
     assert (done.begun, fault is None) == (True, False)
-    request.finish(Overwritten(begun=False), None)  # too late: what was told stays
+    request.finish(Overwritten(begun=False), None)  # too late: the first result stays
     assert request.wait(rank=3) == (done, fault)
 
 
 def test_what_is_asked_of_an_staging_thread_without_that_source_or_that_has_ended_is_answered() -> None:
     overwrites, woken = OverwriteQueue(InPlaceSettings()), list[int]()
     overwrites.wake = lambda: woken.append(1)
-    request = overwrites.ask(1, Deadline.after(60.0))
+    request = overwrites.submit(1, Deadline.after(60.0))
     assert woken == [1]
     assert overwrites.take() is None
     assert request.wait(0)[1] is not None
-    waiting = overwrites.ask(2, Deadline.after(60.0))
+    waiting = overwrites.submit(2, Deadline.after(60.0))
     overwrites.close()
-    for left in (waiting, overwrites.ask(3, Deadline.after(60.0))):
+    for left in (waiting, overwrites.submit(3, Deadline.after(60.0))):
         done, fault = left.wait(0)
         assert fault is not None
         assert (done.begun, fault.code) == (False, "LW-205")

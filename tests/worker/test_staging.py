@@ -36,7 +36,7 @@ from liveweight.worker.staging import (
     StageResult,
     StagingStopped,
     cut,
-    share,
+    run_batches,
     stage,
 )
 from tests.support.layouts import Bytes, filled, fulls, placed, tilings, view
@@ -122,14 +122,14 @@ def copy_threads(request: pytest.FixtureRequest) -> Iterator[CopyThreads]:
 # The copy threads.
 
 
-def test_every_lane_of_a_copy_threads_works_once(copy_threads: CopyThreads) -> None:
+def test_every_copy_thread_works_once(copy_threads: CopyThreads) -> None:
     lanes: list[int] = []
     copy_threads.run(lanes.append)
     copy_threads.run(lanes.append)
     assert sorted(lanes) == sorted([*range(copy_threads.threads)] * 2)
 
 
-def test_a_copy_threads_of_one_works_in_the_callers_thread() -> None:
+def test_a_single_copy_thread_is_the_callers_thread() -> None:
     with CopyThreads(1) as copy_threads:
         idents: list[int] = []
         copy_threads.run(lambda _: idents.append(threading.get_ident()))
@@ -157,7 +157,7 @@ def test_errors_of_many_lanes_are_raised_as_one_after_all_have_ended(copy_thread
     copy_threads.run(ended.append)  # and the copy threads goes on
 
 
-def test_a_copy_threads_has_one_job_at_a_time(copy_threads: CopyThreads) -> None:
+def test_copy_threads_have_one_job_at_a_time(copy_threads: CopyThreads) -> None:
     def work(lane: int) -> None:
         if lane == 0:
             copy_threads.run(lambda _: None)
@@ -166,14 +166,14 @@ def test_a_copy_threads_has_one_job_at_a_time(copy_threads: CopyThreads) -> None
         copy_threads.run(work)
 
 
-def test_a_closed_copy_threads_refuses_work_and_can_be_closed_again(copy_threads: CopyThreads) -> None:
+def test_closed_copy_threads_refuse_work_and_can_be_closed_again(copy_threads: CopyThreads) -> None:
     copy_threads.close()
     copy_threads.close()
     with pytest.raises(WrongState, match="closed"):
         copy_threads.run(lambda _: None)
 
 
-def test_an_idle_copy_threads_holds_nothing_of_its_last_job(copy_threads: CopyThreads) -> None:
+def test_idle_copy_threads_hold_nothing_of_their_last_job(copy_threads: CopyThreads) -> None:
     class Held: ...
 
     def work(held: Held, _: int) -> None:
@@ -187,8 +187,8 @@ def test_an_idle_copy_threads_holds_nothing_of_its_last_job(copy_threads: CopyTh
     assert gone() is None
 
 
-def test_a_copy_threads_needs_a_thread() -> None:
-    with pytest.raises(ValueError, match="0 threads"):
+def test_copy_threads_need_a_thread() -> None:
+    with pytest.raises(ValueError, match="0 copy threads"):
         CopyThreads(0)
 
 
@@ -252,7 +252,7 @@ def test_a_staged_shadow_is_what_slicing_gives(data: st.DataObject, threads: int
         assert np.array_equal(own, digest.partial(shadow[placement.memory], placement, full.spec))
 
 
-def test_all_threads_of_a_copy_threads_read(copy_threads: CopyThreads) -> None:
+def test_all_copy_threads_read(copy_threads: CopyThreads) -> None:
     together, met = threading.Barrier(copy_threads.threads), set()
 
     def watch(_: int) -> None:
@@ -266,8 +266,8 @@ def test_all_threads_of_a_copy_threads_read(copy_threads: CopyThreads) -> None:
     assert np.array_equal(reading.targets[0], reading.sources[0])
 
 
-class Told:
-    """What works beside a stage: it hears of rows, and sees the whole of it pass."""
+class RecordedWork:
+    """Concurrent work that records which rows it was given, and whether it ended."""
 
     def __init__(self, reading: WatchedReading) -> None:
         self.reading, self.rows, self.ended = reading, list[tuple[int, int]](), False
@@ -285,18 +285,18 @@ class Told:
 
 
 def test_what_works_beside_a_stage_hears_of_every_row_once_it_is_there(copy_threads: CopyThreads) -> None:
-    told = Told(flat_reading(32 << 20))
+    work = RecordedWork(flat_reading(32 << 20))
     stage(
-        told.reading,
+        work.reading,
         copy_threads=copy_threads,
         pace_bytes_per_s=None,
         stop=never,
         deadline=soon(),
-        beside=told,
+        concurrent=work,
     )
-    assert sorted(told.rows) == sorted(told.reading.reads)
-    assert sum(last - first for first, last in told.rows) == len(told.reading.rows)
-    assert told.ended
+    assert sorted(work.rows) == sorted(work.reading.reads)
+    assert sum(last - first for first, last in work.rows) == len(work.reading.rows)
+    assert work.ended
 
 
 def test_what_works_beside_a_stage_that_fails_ends_with_it(copy_threads: CopyThreads) -> None:
@@ -304,17 +304,17 @@ def test_what_works_beside_a_stage_that_fails_ends_with_it(copy_threads: CopyThr
         if number == 3:
             raise ChannelClosed("the source is gone")
 
-    told = Told(flat_reading(32 << 20, watch=fail))
+    work = RecordedWork(flat_reading(32 << 20, watch=fail))
     with pytest.raises(ChannelClosed):
         stage(
-            told.reading,
+            work.reading,
             copy_threads=copy_threads,
             pace_bytes_per_s=None,
             stop=never,
             deadline=soon(),
-            beside=told,
+            concurrent=work,
         )
-    assert told.ended
+    assert work.ended
 
 
 def test_nothing_to_read_is_a_finished_stage(copy_threads: CopyThreads) -> None:
@@ -324,16 +324,16 @@ def test_nothing_to_read_is_a_finished_stage(copy_threads: CopyThreads) -> None:
 
 
 def test_a_stop_ends_all_threads_and_is_no_result(copy_threads: CopyThreads) -> None:
-    caller, heard = threading.get_ident(), threading.Event()
+    caller, stopped = threading.get_ident(), threading.Event()
 
     def watch(number: int) -> None:
         if number >= 3 and threading.get_ident() != caller:
-            heard.wait(60)
+            stopped.wait(60)
 
     def stop() -> bool:
         if len(reading.reads) >= 3:
-            heard.set()
-        return heard.is_set()
+            stopped.set()
+        return stopped.is_set()
 
     reading = flat_reading(64 << 20, watch=watch)
     result = stage(reading, copy_threads=copy_threads, pace_bytes_per_s=None, stop=stop, deadline=soon())
@@ -474,7 +474,7 @@ def test_a_paced_stage_takes_its_time_in_small_steps(copy_threads: CopyThreads) 
 def test_a_shared_job_reports_its_bytes(copy_threads: CopyThreads) -> None:
     done: list[int] = []
     sizes = np.full(1000, 4096, dtype=np.int64)
-    outcome = share(
+    outcome = run_batches(
         sizes,
         lambda _, first, last: done.extend(range(first, last)),
         copy_threads=copy_threads,

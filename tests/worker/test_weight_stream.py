@@ -115,13 +115,13 @@ def streams() -> list[str]:
     return [thread.name for thread in threading.enumerate() if thread.name == "liveweight-stream"]
 
 
-@pytest.mark.parametrize("way", ["break", "error", "close", "garbage", "never begun"])
+@pytest.mark.parametrize("how", ["break", "error", "close", "garbage", "never begun"])
 @pytest.mark.parametrize(("mode", "kind"), [("ipc", "frozen"), ("ipc", "ring"), ("ipc_snapshot", "frozen")])
-def test_leaving_early_frees_everything(short_path: Path, mode: str, kind: OfferKind, way: str) -> None:
+def test_leaving_early_frees_everything(short_path: Path, mode: str, kind: OfferKind, how: str) -> None:
     with leaving_nothing(), source(short_path, mode, kind) as publisher, receiving(short_path) as receiver:
         with offered(publisher, 1) as offer:
             first(receiver)
-            leave(receiver, way)
+            leave(receiver, how)
             gc.collect()
             assert streams() == []
             while not offer.done():  # a ring's, until somebody has read it
@@ -145,14 +145,14 @@ def collect_now(receiver: lw.Receiver) -> dict[str, torch.Tensor]:
     return dict(receiver.stream())
 
 
-def leave(receiver: lw.Receiver, way: str) -> None:
-    """Leave a stream in that way; of a ring, whose offer may be over by now, also one that finds nothing."""
+def leave(receiver: lw.Receiver, how: str) -> None:
+    """Leave a stream that way; of a ring, whose offer may be over by now, also one that finds nothing."""
     with suppress(VersionNotOffered):
-        leave_now(receiver, way)
+        leave_now(receiver, how)
 
 
-def leave_now(receiver: lw.Receiver, way: str) -> None:
-    match way:
+def leave_now(receiver: lw.Receiver, how: str) -> None:
+    match how:
         case "break":
             for _ in receiver.stream():
                 break
@@ -194,7 +194,7 @@ def test_errors_arrive_in_the_callers_thread(short_path: Path) -> None:
 
 
 class Counting:
-    """A reader that counts what was asked of it, and may damage what it reads. Implements Access, for a frozen offer of `ipc`."""
+    """A reader that counts its calls, and may damage what it reads. Implements OfferAccess, for a frozen offer of `ipc`."""
 
     def __init__(self, reader: Reader, offer: Offer, layout: Layout, digests: bytes) -> None:
         self.reader, self._offer, self._layout, self._digests = reader, offer, layout, digests

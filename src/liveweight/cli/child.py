@@ -1,4 +1,4 @@
-"""`liveweight`, or another module, as the child of a program that may be killed: it ends when that program does, however that ends.
+"""Runs `liveweight`, or another module, as a child process that ends with its parent, even if the parent is killed.
 
 Run as `python -m liveweight.cli.child PID COMMAND...`, or `... PID -m MODULE ARGUMENTS...`, by the process with that id.
 """
@@ -14,7 +14,7 @@ import threading
 
 
 def main() -> None:
-    """The program itself, and a thread that watches its parent."""
+    """Run the program, and a thread that watches the parent."""
     parent = int(sys.argv.pop(1))
     descriptor = os.pidfd_open(parent)
     if os.getppid() != parent:
@@ -30,7 +30,7 @@ def main() -> None:
 
 
 def _follow(descriptor: int) -> None:
-    """SIGTERM, so that it cleans up; a second one does not wait for requests."""
+    """Send SIGTERM, so that the program cleans up; a second SIGTERM does not wait for requests."""
     select.select([descriptor], [], [])
     os.kill(os.getpid(), signal.SIGTERM)
 

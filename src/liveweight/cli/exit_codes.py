@@ -1,4 +1,4 @@
-"""Exit codes, in one table: `liveweight --help` and docs/operations.md tell the same."""
+"""Exit codes, in one table, which `liveweight --help` and docs/operations.md show."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ INTERRUPTED = 130  # as shells have it
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Meaning:
-    """What a code says, of the commands that can end with it."""
+    """What a code means, and the commands that can exit with it."""
 
     code: int
     commands: str
@@ -43,7 +43,7 @@ EXITS = (
 )
 
 
-def told() -> str:
+def exit_codes_text() -> str:
     """The table in a paragraph, for `--help`."""
     return (
         "Exit codes: "

@@ -1,4 +1,4 @@
-"""How commands fail: one line with the remedy and an exit code; the traceback for those who ask for it with --debug."""
+"""How commands fail: one line with the remedy, and an exit code; with --debug, the traceback as well."""
 
 from __future__ import annotations
 
@@ -19,29 +19,29 @@ _SYSTEM = "see that the file, directory or address that it names is there, and t
 _UNEXPECTED = "run it again with --debug, and report what it says"
 
 
-def line_of(error: BaseException, told: str | None = None) -> str:
-    """An error as one line: what happened, or what is told of it, and what to do."""
+def error_line(error: BaseException, message: str | None = None) -> str:
+    """Format an error as one line: what happened (or `message` instead), and what to do."""
     match error:
         case RoundFailed():  # its text begins with the code of its cause
-            text, remedy = told or str(error), error.cause.remedy
+            text, remedy = message or str(error), error.cause.remedy
         case LiveWeightError():
-            text, remedy = told or f"{error.code} {error}", error.remedy
+            text, remedy = message or f"{error.code} {error}", error.remedy
         case OSError():
-            text, remedy = told or str(error), _SYSTEM
+            text, remedy = message or str(error), _SYSTEM
         case _:
-            text, remedy = told or f"unexpected {type(error).__name__}: {error}", _UNEXPECTED
+            text, remedy = message or f"unexpected {type(error).__name__}: {error}", _UNEXPECTED
     return f"{' '.join(text.split()).removesuffix('.')}. What to do: {remedy}."
 
 
 def reporting_errors(command: Callable[..., None]) -> Callable[..., None]:
-    """The command as typer is to have it: with --debug, and with its errors told.
+    """Wrap a command for typer: add --debug, and print its errors.
 
-    A command that tells its errors itself ends with `raise typer.Exit(code) from error`, so that --debug knows of them.
+    A command that prints an error itself ends with `raise typer.Exit(code) from error`, so that --debug can print the traceback.
     """
     own = inspect.signature(command, eval_str=True)
 
     @functools.wraps(command)
-    def told(*, debug: bool, **given: Any) -> None:
+    def wrapped(*, debug: bool, **given: Any) -> None:
         try:
             command(**given)
         except typer.Exit as ending:
@@ -51,11 +51,11 @@ def reporting_errors(command: Callable[..., None]) -> Callable[..., None]:
         except Exception as error:
             if debug:
                 traceback.print_exception(error)
-            print(line_of(error), file=sys.stderr)
+            print(error_line(error), file=sys.stderr)
             raise typer.Exit(FAILED) from error
 
     added = inspect.Parameter("debug", inspect.Parameter.KEYWORD_ONLY, default=False, annotation=Debug)
     described = own.replace(parameters=[*own.parameters.values(), added])
-    told.__signature__ = described  # type: ignore[attr-defined]
-    told.__annotations__ = {name: one.annotation for name, one in described.parameters.items()}
-    return told
+    wrapped.__signature__ = described  # type: ignore[attr-defined]
+    wrapped.__annotations__ = {name: one.annotation for name, one in described.parameters.items()}
+    return wrapped

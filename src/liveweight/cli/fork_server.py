@@ -1,4 +1,4 @@
-"""The torture's fork server as a program: which processes there are to fork. Started by lab/torture, never by people."""
+"""The torture's fork server as a program: lists the functions that it can fork. Started by lab/torture/fork_server, never by a user."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import sys
 
 
 def main() -> None:
-    """Import what is slow, then fork on request."""
+    """Import the slow modules once, then fork on request."""
     import torch
 
     import liveweight.engine.models.model

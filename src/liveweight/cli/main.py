@@ -1,4 +1,4 @@
-"""`liveweight`: the program. Collects the sub-commands; each lives in a file of its own."""
+"""`liveweight`: the program. Collects the commands; each has a file of its own."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ from liveweight.cli.commands import (
     verify,
 )
 from liveweight.cli.demo import group as demo
-from liveweight.cli.exit_codes import told
+from liveweight.cli.exit_codes import exit_codes_text
 from liveweight.cli.failures import reporting_errors
 
 app = typer.Typer(
     name="liveweight",
-    epilog=told(),
+    epilog=exit_codes_text(),
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
@@ -57,8 +57,8 @@ for name, command in COMMANDS.items():
     app.command(name)(reporting_errors(command))
 
 
-def _version(wanted: bool) -> None:
-    if wanted:
+def _version(show: bool) -> None:
+    if show:
         from importlib.metadata import version
 
         print(f"liveweight {version('liveweight')}")

@@ -10,7 +10,7 @@ from liveweight.transports.registry import TRANSPORTS
 
 
 def mode_option(help_text: str) -> Any:
-    """One of those that there are."""
+    """Check that the transfer mode exists."""
     return typer.Option(callback=_known, metavar="|".join(sorted(TRANSPORTS)), help=help_text)
 
 

@@ -1,6 +1,6 @@
-"""A round as its operator sees it: a line per engine that grows with every step.
+"""A round's progress on the terminal: one line per engine, which grows with every step.
 
-Stands between a publisher and a replica, hands every call on, and says what came of it.
+ProgressReplica wraps a replica, forwards every call, and adds its result to the line.
 """
 
 from __future__ import annotations
@@ -19,27 +19,27 @@ SEPARATOR = " · "
 
 
 class ProgressLine:
-    """The steps of one engine so far. Alone it grows as they are taken; beside others it is written when it ends."""
+    """The steps of one engine so far. The only line grows as steps are taken; one of several is written when it ends."""
 
     def __init__(self, name: str, write: Callable[[str], None], *, alone: bool) -> None:
         self._name, self._write, self._alone = name, write, alone
         self._steps: list[str] = []
 
     def add(self, step: str) -> None:
-        """A step was taken."""
+        """Append a step."""
         if self._alone:
             self._write(f"{SEPARATOR}{step}" if self._steps else step)
         self._steps.append(step)
 
     def end(self) -> None:
-        """No more steps. Twice is fine."""
+        """End the line. May be called twice."""
         if self._steps:
             self._write("\n" if self._alone else f"{self._name}: {SEPARATOR.join(self._steps)}\n")
         self._steps = []
 
 
 class ProgressReplica:
-    """A replica whose line says how far its round has come. `ranks` is how many of them it has."""
+    """A replica that writes its progress to a line. `ranks` is the number of its ranks."""
 
     def __init__(self, replica: Replica, line: ProgressLine, *, ranks: int, verify: bool) -> None:
         self._replica, self._line, self._ranks, self._verify = replica, line, ranks, verify

@@ -1,4 +1,4 @@
-"""Keys and secrets as commands take them: by themselves, from the environment, or from a file that others cannot read."""
+"""Keys and secrets of commands: from an option, the environment, or a file that other users cannot read."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ SecretFile: TypeAlias = Annotated[
 
 
 def key_of(given: str | None, file: Path | None, what: str = "key") -> str | None:
-    """The key from its argument, the environment or a file; not from two of them, and not an empty one."""
+    """Return the key from its option, the environment or a file. Refuses two of them, and an empty key."""
     if given is not None and file is not None:
         raise EngineConfigInvalid(f"the {what} is given twice, by itself and by a file")
     if file is not None:

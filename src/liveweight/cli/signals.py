@@ -1,4 +1,4 @@
-"""Signals that end a program without interrupting it anywhere: they are handed to a thread, which tells it to stop."""
+"""Signals that end a program without interrupting it anywhere: a thread reads them, and calls `stop`."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 @contextmanager
 def stopped_by_signals(stop: Stop) -> Iterator[None]:
-    """In this block, Ctrl-C and its like call `stop`, on a thread of their own: a handler must not take locks. Main thread only."""
+    """In this block, Ctrl-C and its like call `stop` on a thread of their own, since a handler must not take locks. Main thread only."""
     ours, theirs = socket.socketpair()
     theirs.setblocking(False)
     listening = threading.Thread(target=_listen, args=(ours, stop), name="signals")
@@ -36,6 +36,6 @@ def stopped_by_signals(stop: Stop) -> Iterator[None]:
 
 
 def _listen(end: socket.socket, stop: Stop) -> None:
-    while heard := end.recv(64):
-        if any(number in heard for number in ENDING):
+    while numbers := end.recv(64):
+        if any(number in numbers for number in ENDING):
             stop.stop()

@@ -33,9 +33,9 @@ def bound_copy(rows: Table, sources: Sequence[Memory], targets: Sequence[Memory]
     empty = (outer == 0) | (inner == 0) | (chunk == 0)
     read = _extent(table, [(outer, table[:, 5]), (inner, table[:, 8])], chunk)
     written = _extent(table, [(outer, table[:, 6]), (inner, table[:, 9])], chunk)
-    _seat(table, 0, 1, np.where(empty, 0, read), sources, writes=False)
-    _seat(table, 2, 3, np.where(empty, 0, written), targets, writes=True)
-    _refuse(table, ~empty & _meet(table[:, 1], read, table[:, 3], written), "copies memory onto itself")
+    _resolve_addresses(table, 0, 1, np.where(empty, 0, read), sources, writes=False)
+    _resolve_addresses(table, 2, 3, np.where(empty, 0, written), targets, writes=True)
+    _refuse(table, ~empty & _overlap(table[:, 1], read, table[:, 3], written), "copies memory onto itself")
     return _frozen(table)
 
 
@@ -43,7 +43,7 @@ def bound_digest(rows: Table, memories: Sequence[Memory], slots: int) -> Table:
     """A digest table with addresses in place of offsets."""
     table = _checked(rows, DIGEST_COLUMNS)
     read = _check_rectangles(table, table[:, 10], slots)
-    _seat(table, 0, 1, read, memories, writes=False)
+    _resolve_addresses(table, 0, 1, read, memories, writes=False)
     return _frozen(table)
 
 
@@ -57,15 +57,15 @@ def bound_freeze(rows: Table, sources: Sequence[Memory], targets: Sequence[Memor
     read = _check_rectangles(table, np.where(cast > 0, 4, item), slots)
     empty = read == 0
     written = np.where(empty, 0, _extent(table, [(count, table[:, 14]), (columns, item)], item))
-    _seat(table, 0, 1, read, sources, writes=False)
-    _seat(table, 12, 13, written, targets, writes=True)
+    _resolve_addresses(table, 0, 1, read, sources, writes=False)
+    _resolve_addresses(table, 12, 13, written, targets, writes=True)
     _refuse(table, ~empty & (count > 1) & (table[:, 14] < columns * item), "writes lines that overlap")
-    _refuse(table, ~empty & _meet(table[:, 1], read, table[:, 13], written), "freezes memory onto itself")
+    _refuse(table, ~empty & _overlap(table[:, 1], read, table[:, 13], written), "freezes memory onto itself")
     return _frozen(table)
 
 
 def _checked(rows: Table, columns: int) -> Table:
-    """The table, one's own and contiguous."""
+    """A contiguous copy of the table."""
     if rows.ndim != 2 or rows.shape[1] != columns or rows.dtype != np.int64:
         raise LayoutInvalid(
             f"a table of {rows.dtype} and shape {rows.shape}, not of int64 with {columns} columns"
@@ -111,7 +111,7 @@ def _refuse_endless(table: Table, *counts: Table) -> None:
     _refuse(table, steps >= _LIMIT, "has more steps than anybody can wait for")
 
 
-def _seat(
+def _resolve_addresses(
     table: Table, number: int, offset: int, extent: Table, memories: Sequence[Memory], *, writes: bool
 ) -> None:
     """Refuse rows that leave their memory; turn offsets into addresses. Rows of no bytes may point anywhere."""
@@ -133,7 +133,7 @@ def _seat(
     table[:, offset] = np.where(used, addresses[which] + start, 0)
 
 
-def _meet(a: Table, a_size: Table, b: Table, b_size: Table) -> Flags:
+def _overlap(a: Table, a_size: Table, b: Table, b_size: Table) -> Flags:
     """Whether what is read and what is written lie over each other. Strided ones that interleave count as well."""
     return np.asarray((a < b + b_size) & (b < a + a_size))
 

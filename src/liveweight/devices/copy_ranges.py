@@ -1,6 +1,6 @@
-"""Work shared over threads: ranges of rows of about equal bytes, run by kernels that release the GIL.
+"""Copy ranges: rows of a table in ranges of about equal bytes, run on several threads by kernels that release the GIL.
 
-The threads live as long as one call; the caller's is one of them. What the rows mean is the caller's.
+The threads live as long as one call; the caller's thread is one of them. The caller knows what the rows mean.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ ROW_BYTES = 1 << 20
 ALONE_BYTES = 1 << 20
 """Less than this is not worth a second thread."""
 
-TURNS = 4
-"""Ranges per thread: one that is held up leaves its later ranges to the others."""
+RANGES_PER_THREAD = 4
+"""A few, so that the other threads can take the later ranges of a slow one."""
 
 
 def threads_for(given: int | None, device: Device) -> int:
@@ -46,7 +46,7 @@ def ranges(sizes_bytes: Table, threads: int) -> list[Range]:
     total = int(ends[-1])
     if threads <= 1 or total <= ALONE_BYTES:
         return [(0, rows)]
-    marks = np.arange(1, threads * TURNS) * (total / (threads * TURNS))
+    marks = np.arange(1, threads * RANGES_PER_THREAD) * (total / (threads * RANGES_PER_THREAD))
     cuts = np.unique([0, *np.searchsorted(ends, marks).tolist(), rows]).tolist()
     return list(itertools.pairwise(cuts))
 
@@ -55,13 +55,13 @@ def run_shared(run: Callable[[int, int], Result], shares: Sequence[Range], threa
     """Every range once, by that many threads. Returns, or raises the first failure, when no thread runs any more."""
     if threads <= 1 or len(shares) <= 1:
         return [run(first, last) for first, last in shares]
-    turns, done = WorkQueue(len(shares)), dict[int, Result]()
+    queue, done = WorkQueue(len(shares)), dict[int, Result]()
 
     def work(_: int, number: int) -> None:
         done[number] = run(*shares[number])
 
     lanes = min(threads, len(shares))
-    run_once(lanes, lambda lane: turns.work_through(lane, work), name="liveweight-share")
+    run_once(lanes, lambda lane: queue.work_through(lane, work), name="liveweight-share")
     return [done[number] for number in range(len(shares))]
 
 

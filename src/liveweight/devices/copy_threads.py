@@ -1,7 +1,7 @@
-"""Copy threads: a few threads that do one job together, then wait for the next; and turns, by which they share a job out.
+"""Copy threads: a few threads that do one job together, then wait for the next; and the work queue, by which they share a job.
 
-Owns threads: their start, their idleness, their end. What the job is, and when it stops, is the job's matter. Both the rank's
-staging and the trainer's freeze work this way, with kernels that release the GIL.
+Owns the threads: they start, wait for jobs and end here. The job decides what is done and when it stops. The rank's staging and the
+trainer's freeze both work this way, with kernels that release the GIL.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class _Job:
             self.errors.append(error)
 
     def wait(self, helpers: int) -> None:
-        """Until so many helpers have ended; an interrupt comes after that."""
+        """Wait until that many helpers have ended; an interrupt is raised after that."""
         while helpers:
             try:
                 self.ended.get()
@@ -49,12 +49,12 @@ _Jobs: TypeAlias = "queue.SimpleQueue[_Job | None]"
 class CopyThreads:
     """`threads` lanes: the thread that calls `run`, and helpers that live until `close`. One job at a time.
 
-    Copy threads of one has no helpers: its jobs run in the caller's thread, without a hand-over.
+    With one thread there are no helpers: jobs run in the caller's thread.
     """
 
-    def __init__(self, threads: int, *, name: str = "liveweight-crew") -> None:
+    def __init__(self, threads: int, *, name: str = "liveweight-copy") -> None:
         if threads < 1:
-            raise ValueError(f"copy threads of {threads} threads")
+            raise ValueError(f"{threads} copy threads")
         self.threads = threads
         self._jobs: list[_Jobs] = []
         self._helpers: list[threading.Thread] = []
@@ -62,12 +62,12 @@ class CopyThreads:
         self._closed = False
         try:
             for lane in range(1, threads):
-                self._hire(lane, f"{name}-{lane}")
-        except BaseException:  # no more threads to be had: those that were are let go
+                self._start_helper(lane, f"{name}-{lane}")
+        except BaseException:  # no more threads can start: end those that have
             self.close()
             raise
 
-    def _hire(self, lane: int, name: str) -> None:
+    def _start_helper(self, lane: int, name: str) -> None:
         jobs: _Jobs = queue.SimpleQueue()
         helper = threading.Thread(target=_help, args=(jobs, lane), name=name, daemon=True)
         helper.start()
@@ -81,10 +81,10 @@ class CopyThreads:
         a job must end its lanes itself when one of them fails.
         """
         if not self._busy.acquire(blocking=False):
-            raise WrongState("copy threads is at work", "a second job")
+            raise WrongState("the copy threads are at work", "a second job")
         try:
             if self._closed:
-                raise WrongState("copy threads is closed", "a job")
+                raise WrongState("the copy threads are closed", "a job")
             job = _Job(work)
             for jobs in self._jobs:
                 jobs.put(job)
@@ -115,7 +115,7 @@ class CopyThreads:
 
 
 def run_once(threads: int, work: Work, *, name: str) -> None:
-    """What copy threads of so many does with one job, without one: the helpers begin with it at once, and end with it."""
+    """Run one job as CopyThreads would, without keeping the threads: the helpers start and end with the job."""
     job, helpers = _Job(work), list[threading.Thread]()
     try:
         for lane in range(1, threads):
@@ -135,17 +135,17 @@ def run_once(threads: int, work: Work, *, name: str) -> None:
 
 
 class WorkQueue:
-    """Numbers from 0 on, each handed out once, in order, to whichever lane of copy threads is free; until some lane ends it."""
+    """Numbers from 0 on, each handed out once, in order, to the next free lane of the copy threads; until a lane ends it."""
 
     def __init__(self, count: int) -> None:
-        self._count, self._taken = count, 0
+        self._count, self._handed_out = count, 0
         self._lock = threading.Lock()
         self._ended = threading.Event()
 
     def work_through(self, lane: int, work: Callable[[int, int], None]) -> None:
         """One lane's part: `work(lane, number)` for number after number. An error of any lane ends all of them."""
         try:
-            while (number := self._take()) is not None:
+            while (number := self._next()) is not None:
                 work(lane, number)
         except BaseException:
             self.end()
@@ -156,13 +156,13 @@ class WorkQueue:
         self._ended.set()
 
     def ended(self, within_s: float = 0.0) -> bool:
-        """Whether somebody has ended it, or does so in that time."""
+        """Whether a lane has ended it, or does so within `within_s`."""
         return self._ended.wait(within_s) if within_s > 0 else self._ended.is_set()
 
-    def _take(self) -> int | None:
+    def _next(self) -> int | None:
         with self._lock:
-            number = self._taken
-            self._taken += 1
+            number = self._handed_out
+            self._handed_out += 1
         return number if number < self._count and not self._ended.is_set() else None
 
 

@@ -1,7 +1,7 @@
-"""Host memory for shadows: anonymous, page aligned, faulted in when it is had.
+"""Host memory for shadows: anonymous, page aligned, faulted in when it is allocated.
 
-Owns the pages of an allocation, and how pages are faulted in for whoever maps memory (arenas too). What lies in them is the
-caller's. Pages live as long as anybody can reach them: a `Memory`, and every array or tensor that was made from its owner, holds them.
+Owns the pages of an allocation, and how pages are faulted in for whoever maps memory (arenas too). The caller decides
+what lies in them. Pages live as long as a `Memory`, or an array or tensor that was made from its owner, keeps them.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _madvise.restype = ctypes.c_int
 
 
 class Allocation:
-    """Anonymous pages of this process, writable. The one who allocated closes it; who holds its Memory or a view keeps the pages."""
+    """Anonymous pages of this process, writable. Whoever allocated it closes it; a Memory or a view keeps the pages."""
 
     def __init__(self, mapping: mmap.mmap, size_bytes: int) -> None:
         """Called by `allocate`, which hands the mapping over."""
@@ -54,7 +54,7 @@ class Allocation:
         return self._memory
 
     def close(self) -> None:
-        """Let go. The pages are given back now, or, if a Memory or a view still holds them, when the last of those is gone."""
+        """Release the pages: now, or, if a Memory or a view still holds them, when the last of those is gone."""
         self._memory = None
 
     def __enter__(self) -> Self:
@@ -67,7 +67,7 @@ class Allocation:
 
 
 def allocate(size_bytes: int, what: str = "a shadow") -> Allocation:
-    """That many bytes of zeros, faulted in. OutOfMemory where they cannot be had; nothing is left behind then."""
+    """That many bytes of zeros, faulted in. Raises OutOfMemory, and then leaves nothing behind."""
     check_available(what, size_bytes)
     try:
         mapping = mmap.mmap(-1, max(size_bytes, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
@@ -104,7 +104,7 @@ def allocate_tensors(
 def mapped(mapping: mmap.mmap, offset_bytes: int, size_bytes: int, *, writable: bool) -> Memory:
     """A part of a mapping as a Memory that holds it: the pages are unmapped with the last of it and the views of its owner.
 
-    So nobody calls `mapping.close()`. A view of the mapping itself would be no hold for torch, which keeps the object and not the buffer.
+    So nobody calls `mapping.close()`. A view of the mapping itself would not do for torch, which keeps the object and not the buffer.
     """
     part: npt.NDArray[np.uint8] = np.frombuffer(mapping, np.uint8, size_bytes, offset_bytes)
     address = address_of(mapping) + offset_bytes
@@ -112,7 +112,7 @@ def mapped(mapping: mmap.mmap, offset_bytes: int, size_bytes: int, *, writable: 
 
 
 def address_of(mapping: mmap.mmap) -> int:
-    """Where a mapping begins. The number holds nothing: who keeps it must keep the mapping."""
+    """Where a mapping begins. The number keeps nothing alive: keep the mapping, too."""
     return int(np.frombuffer(mapping, np.uint8).ctypes.data)
 
 
@@ -130,7 +130,7 @@ def populate(address: int, size_bytes: int, *, writable: bool) -> None:
 
 
 def give_back(memory: Memory) -> int:
-    """Let the kernel have the whole pages inside a private memory; so many bytes. What lay there is zeros from now on."""
+    """Return the whole pages inside a private memory to the kernel. Returns how many bytes. The pages read as zeros from now on."""
     start = -(-memory.address // PAGE_BYTES) * PAGE_BYTES
     size = (memory.address + memory.size_bytes) // PAGE_BYTES * PAGE_BYTES - start
     if size <= 0:
@@ -159,7 +159,7 @@ def check_available(what: str, size_bytes: int) -> None:
 
 
 def _available_bytes() -> int | None:
-    """What can be had without killing anybody, by the kernel's estimate; None where it gives none."""
+    """The kernel's estimate of what can be allocated without killing a process; None if it gives none."""
     try:
         lines = _MEMINFO.read_text(encoding="ascii").splitlines()
     except OSError:

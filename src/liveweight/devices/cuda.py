@@ -1,7 +1,7 @@
-"""CUDA devices: memory had on one that is named, and lent between processes by IPC handle.
+"""CUDA devices: memory on a GPU, and its IPC handles for other processes.
 
 Owns the CUDA half of the device port, and in `TorchDriver` the few calls that only a machine with a GPU can run. The bytes of a
-handle are cuda_handle's; what is copied and digested is torch_kernels'. This module imports anywhere, and imports no torch.
+handle are in cuda_handle.py; copying and digesting in torch_kernels.py. This module imports anywhere, and imports no torch.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class Driver(Protocol):
     def synchronise(self, index: int) -> None:
         """Wait for everything queued by this process, on all streams."""
 
-    def aside(self, index: int) -> AbstractContextManager[None]:
+    def side_stream(self, index: int) -> AbstractContextManager[None]:
         """What is queued inside goes to a side stream, behind what the current stream holds, and is done at the end."""
 
 
@@ -145,7 +145,7 @@ class TorchDriver:
         torch.cuda.synchronize(index)
 
     @contextmanager
-    def aside(self, index: int) -> Iterator[None]:
+    def side_stream(self, index: int) -> Iterator[None]:
         """A stream of torch's pool: on the default one, decoding would wait for what is queued here."""
         import torch
 
@@ -161,8 +161,8 @@ class TorchDriver:
 class CudaDevice:
     """One GPU, by its index. ValueError for a name without one: the current device is nobody's choice.
 
-    `handles` is itself. torch counts the handles: memory whose handle was never opened, or whose reader was killed, is not had
-    back before this process ends. A process cannot open its own.
+    `handles` is itself. torch counts the handles: memory whose handle was never opened, or whose reader was killed, is not
+    freed before this process ends. A process cannot open its own.
     """
 
     def __init__(self, name: str, driver: Driver | None = None) -> None:
@@ -188,7 +188,9 @@ class CudaDevice:
         from liveweight.devices.torch_kernels import TorchKernels
 
         return ChosenKernels(
-            kernels=TorchKernels(self.torch_device, aside=lambda: self._driver.aside(self._index)),
+            kernels=TorchKernels(
+                self.torch_device, side_stream=lambda: self._driver.side_stream(self._index)
+            ),
             name=f"torch ({self.name})",
             reason=f"the native ones do not reach the memory of {self.name}",
         )
@@ -222,7 +224,7 @@ class CudaDevice:
         """torch's, on a side stream of the device."""
         from liveweight.devices.torch_kernels import TorchKernels
 
-        return TorchKernels("cpu", aside=lambda: self._driver.aside(self._index))
+        return TorchKernels("cpu", side_stream=lambda: self._driver.side_stream(self._index))
 
     def give_back(self, memories: Sequence[Memory]) -> int:
         """See Device: torch's allocator does not part with pages and keep their addresses."""

@@ -1,6 +1,6 @@
 """CUDA IPC handles as bytes: what crosses between two processes that share a GPU's memory.
 
-Owns the bytes and their checks: torch makes none of what it is given to open. Making and opening handles is cuda's.
+Owns the bytes and their checks: torch does not check what it is given to open. cuda.py makes and opens handles.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The port of a device: what differs between host memory and a GPU's, for a rank's shadow and for a source's arena.
 
-Owns the port, the host's implementation and what a name means. The GPU's is cuda's, imported when one is named: where the device is
-the host, nothing of CUDA is touched. How memory that others may read travels is transports/'s.
+Owns the port, the host's implementation and what a name means. The GPU's implementation is in cuda.py, imported when a GPU is named: with
+the host as device, nothing of CUDA is touched. transports/ shares the memory with other processes.
 """
 
 from __future__ import annotations
@@ -50,7 +50,8 @@ class Device(Protocol):
         """The kernels that write and digest its memory. A run is over when it returns: no read or write of it is still queued."""
 
     def allocate(self, sizes_bytes: Sequence[int], what: str) -> list[torch.Tensor]:
-        """So many bytes of zeros each, as tensors that keep them, aligned; `what` is for the error. OutOfMemory: none is left."""
+        """So many bytes of zeros each, as tensors that keep them, aligned; `what` is for the error. Raises OutOfMemory, and
+        then leaves nothing."""
 
     def allocate_host(self, sizes_bytes: Sequence[int], what: str) -> list[torch.Tensor]:
         """As `allocate`, in host memory from and to which the device copies at its full rate: pinned, where that matters."""
@@ -59,8 +60,8 @@ class Device(Protocol):
         """Kernels that write the host's memory with what lies on the device. A run is over when it returns."""
 
     def give_back(self, memories: Sequence[Memory]) -> int:
-        """Let the system have the pages of these memories; so many bytes. Addresses stay; what lay there is lost. Unavailable where the
-        device cannot."""
+        """Return the pages of these memories to the system. Returns how many bytes. Addresses stay; the contents are lost. Raises
+        Unavailable if the device cannot do that."""
 
     def synchronise(self) -> None:
         """Wait until all that this process has queued on the device is done: before its weights are swapped, or offered."""

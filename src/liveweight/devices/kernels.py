@@ -1,7 +1,7 @@
 """The port of the kernels, and which implementation this machine gets.
 
 A table of plan/ is bound to memories once, which checks that no row leaves them, and then run as often as needed, range by range.
-Ranges may run in several threads at once: whether they write the same bytes is the plan's matter.
+Ranges may run in several threads at once: the plan makes sure that they do not write the same bytes.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class BoundCopy(Protocol):
 
 
 class BoundDigest(Protocol):
-    """Readings, bound to their memories, which it keeps alive."""
+    """A digest table, bound to its memories, which it keeps alive."""
 
     @property
     def rows(self) -> Table:
@@ -89,7 +89,7 @@ class ChosenKernels:
 
 
 def choose() -> ChosenKernels:
-    """The native kernels, or NumPy's where those were not built. Importing decides it, so it is the same all day."""
+    """The native kernels, or NumPy's where those were not built. Importing decides it, so it does not change while the process runs."""
     try:
         from liveweight.devices.native_kernels import NativeKernels
     except ImportError as error:
@@ -101,7 +101,7 @@ def choose() -> ChosenKernels:
 
 
 def choose_kernels(bus: Bus | None = None, chosen: ChosenKernels | None = None) -> Kernels:
-    """The kernels to use: the host's, or those that a device chose. With a bus, it is said which."""
+    """The kernels to use: the host's, or those that a device chose. With a bus, emits KernelsChosen."""
     chosen = choose() if chosen is None else chosen
     if bus is not None:
         bus.emit(KernelsChosen(name=chosen.name, reason=chosen.reason))

@@ -1,6 +1,6 @@
 """Memory: a run of bytes of this process, by address, and what keeps it alive.
 
-Owns no pages. Who allocates them, maps them or closes them is the owner's matter; a Memory only holds on to its owner.
+Owns no pages: the owner allocates, maps and closes them. A Memory only keeps its owner alive.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ class Memory:
 
 
 class _Interface:
-    """A memory in the words of NumPy's array interface: the array keeps this object, and this object the memory."""
+    """A memory with NumPy's array interface: the array keeps this object, and this object the memory."""
 
     def __init__(self, memory: Memory) -> None:
         self.memory = memory

@@ -1,7 +1,7 @@
 """The kernels in plain torch, on any device: for memory that the host's kernels cannot reach. The same tables, the same bits, slower.
 
-Rows become strided views of a memory's bytes; digests are torch_digest's. A run is over when it returns, on other devices too.
-Who allocates the memory is not decided here. Importing this module needs torch.
+Rows become strided views of a memory's bytes; digests are in torch_digest.py. A run is over when it returns, on other devices, too.
+The memory is allocated elsewhere. Importing this module needs torch.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from liveweight.spec.region import Span
 Bases: TypeAlias = tuple[torch.Tensor, ...]
 """The storages' bytes in which memories lie, as many as memories, in their order."""
 
-Aside: TypeAlias = Callable[[], AbstractContextManager[None]]
+SideStream: TypeAlias = Callable[[], AbstractContextManager[None]]
 """Where a run queues its work; at the end of the context the work is done."""
 
 _BLOCK_ITEMS = 1 << 20
@@ -60,13 +60,13 @@ class TorchCopy:
 
     rows: Table
     keep: tuple[Memory, ...]
-    aside: Aside
+    side_stream: SideStream
     sources: Bases
     targets: Bases
 
     def run(self, first: int, last: int) -> None:
         """Execute rows [first, last)."""
-        with self.aside():
+        with self.side_stream():
             for row in _range(self.rows, first, last):
                 source, address, target, to, outer, out_s, out_t, inner, in_s, in_t, chunk = row
                 if outer and inner and chunk:
@@ -80,14 +80,14 @@ class TorchDigest:
 
     rows: Table
     keep: tuple[Memory, ...]
-    aside: Aside
+    side_stream: SideStream
     memories: Bases
     slots: int
 
     def run(self, first: int, last: int) -> Lanes:
         """The partial digests of rows [first, last)."""
         lanes = np.zeros((self.slots, SEEDS), dtype=np.uint32)
-        with self.aside():
+        with self.side_stream():
             for row in _range(self.rows, first, last):
                 if row[4] and row[8]:
                     lanes[row[11]] += _digest(self.memories[row[0]], row)
@@ -100,7 +100,7 @@ class TorchFreeze:
 
     rows: Table
     keep: tuple[Memory, ...]
-    aside: Aside
+    side_stream: SideStream
     sources: Bases
     targets: Bases
     slots: int
@@ -108,7 +108,7 @@ class TorchFreeze:
     def run(self, first: int, last: int) -> Lanes:
         """Move rows [first, last); their partial digests."""
         lanes = np.zeros((self.slots, SEEDS), dtype=np.uint32)
-        with self.aside():
+        with self.side_stream():
             for row in _range(self.rows, first, last):
                 if row[4] and row[8]:
                     source, target = self.sources[row[0]], self.targets[row[12]]
@@ -119,7 +119,7 @@ class TorchFreeze:
 
     def move(self, first: int, last: int) -> None:
         """Move rows [first, last) without a digest."""
-        with self.aside():
+        with self.side_stream():
             for row in _range(self.rows, first, last):
                 if row[4] and row[8]:
                     _move(self.sources[row[0]], self.targets[row[12]], row)
@@ -128,23 +128,23 @@ class TorchFreeze:
 class TorchKernels:
     """Writes and digests memory of one device, named with its index. What is copied from may lie on the host or another device.
 
-    Work is queued on the stream that is current for the calling thread, or `aside`, and waited for.
+    Work is queued on the stream that is current for the calling thread, or on `side_stream`, and waited for.
     """
 
-    def __init__(self, device: str | torch.device, aside: Aside | None = None) -> None:
+    def __init__(self, device: str | torch.device, side_stream: SideStream | None = None) -> None:
         self.device = torch.device(device)
         if self.device.type == "cpu":
             self.device = torch.device("cpu")
         elif self.device.index is None:
             raise ValueError(f"device {self.device} has no index: name one, as in {self.device}:0")
-        self._aside = (lambda: _here(self.device)) if aside is None else aside
+        self._side_stream = (lambda: _here(self.device)) if side_stream is None else side_stream
 
     def bind_copy(self, rows: Table, sources: Sequence[Memory], targets: Sequence[Memory]) -> TorchCopy:
         """A copy table, checked."""
         return TorchCopy(
             rows=bound_copy(rows, sources, targets),
             keep=(*sources, *targets),
-            aside=self._aside,
+            side_stream=self._side_stream,
             sources=tuple(map(_base, sources)),
             targets=self._own(targets),
         )
@@ -153,7 +153,11 @@ class TorchKernels:
         """A digest table, checked."""
         table = bound_digest(rows, memories, slots)
         return TorchDigest(
-            rows=table, keep=tuple(memories), aside=self._aside, memories=self._own(memories), slots=slots
+            rows=table,
+            keep=tuple(memories),
+            side_stream=self._side_stream,
+            memories=self._own(memories),
+            slots=slots,
         )
 
     def bind_freeze(self, rows: Table, sources: Memories, targets: Memories, slots: int) -> TorchFreeze:
@@ -161,7 +165,7 @@ class TorchKernels:
         return TorchFreeze(
             rows=bound_freeze(rows, sources, targets, slots),
             keep=(*sources, *targets),
-            aside=self._aside,
+            side_stream=self._side_stream,
             sources=tuple(map(_base, sources)),
             targets=self._own(targets),
             slots=slots,

@@ -20,10 +20,10 @@ DraftWeights: TypeAlias = Literal["required", "keep"]
 class Updates(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """How an engine takes live updates: where publishers and ranks find its leader, and what a round may cost the ranks.
 
-    `kv_policy` is for commits whose publisher does not say. `draft_weights` says what happens where an offer has none of the MTP
+    `kv_policy` is for commits whose publisher names none. `draft_weights` says what happens where an offer has none of the MTP
     layer's tensors: it is refused, or the draft stays as it is. `shadow` is where each rank keeps the second copy of its weights; with
     `none` there is none, and a commit overwrites the weights, `chunk_bytes` at a time, those of the MTP layer `draft_chunk_bytes`.
-    `source` is where an operator's updates are read from, `transfer_mode` how, unless the operator says; None: as the source offers them.
+    `source` is where an operator's updates are read from, `transfer_mode` how, unless a request names one; None: as the source offers.
     """
 
     address: str
@@ -54,10 +54,10 @@ class Updates(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 
 
 class Snapshots(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Where an engine keeps the versions that it serves, in files: every so many commits it writes one, and keeps the last ones.
+    """Where an engine keeps the versions that it serves, in files: it writes one after `every` commits, and keeps the last `keep`.
 
-    `resume`: it starts from the newest that is complete. `timeout_s` is for writing one. `address` is the engine's own to set: where its
-    ranks hear what to write.
+    `resume`: it starts from the newest that is complete. `timeout_s` is for writing one. The engine sets `address` itself: its
+    ranks connect there to receive what to write.
     """
 
     directory: str
@@ -75,8 +75,8 @@ class Snapshots(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
 
 class Restarts(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """How often an engine starts its ranks again after one was lost: so often within that time, and so often in a row without
-    coming to serve. After a start that failed it waits, each time twice as long."""
+    """How often an engine restarts its ranks after losing one: at most `limit` times within `window_s`, and `attempts` times in a row
+    without serving. After a failed start it waits `wait_s`, then twice as long each time."""
 
     limit: int = 20
     window_s: float = 600.0

@@ -1,4 +1,7 @@
-"""The engine: a checkpoint served by its ranks. What programs call; the work is the engine loop's, and the deciding the scheduler's."""
+"""The engine that programs start and call: a checkpoint, served by rank processes.
+
+Steps are the engine loop's (serving/engine_loop); which requests run is the scheduler's (serving/scheduler).
+"""
 
 from __future__ import annotations
 
@@ -53,12 +56,12 @@ class Engine:
             self._awaiting = AwaitingWeights(bus, begins=config.await_weights)
             stack.callback(self._awaiting.close)
             self._update_services = update_services = UpdateServices(config, self.name, inbox, bus, stack)
-            self._leader_client, self._saving = update_services.leader_client, update_services.saving
-            told = config if self._saving is None else self._saving.told(config)
-            ranks = RankProcesses(told, blocks=blocks, context=self.context, launch=launch)
+            self._leader_client, self._saver = update_services.leader_client, update_services.saver
+            rank_config = config if self._saver is None else self._saver.config_for_ranks(config)
+            ranks = RankProcesses(rank_config, blocks=blocks, context=self.context, launch=launch)
             self._resources = stack.pop_all()
         self.start = ranks.begin.version
-        """What it was started on."""
+        """The version that the engine was started on."""
         inbox.on_decision(ranks.wake)
         self._engine_loop = EngineLoop(
             self._scheduler(blocks, weights_text(self.start)),
@@ -70,9 +73,9 @@ class Engine:
             outlives_torn=config.restarts is None,
         )
         self._pauses = Pauses(self._engine_loop, self._check_open)
-        self._sleeping = self._sleeper()
-        self._requested = update_services.requested(self._pauses, self._resources)
-        self._verifying = update_services.verifying(self._resources)
+        self._sleep = self._make_sleep()
+        self._requested_updates = update_services.requested_updates(self._pauses, self._resources)
+        self._verifier = update_services.verifier(self._resources)
         self._thread = threading.Thread(
             target=self._engine_loop.run, args=(self._resources.close,), name="engine", daemon=True
         )
@@ -85,7 +88,7 @@ class Engine:
 
     @property
     def served(self) -> Version | None:
-        """What it served at last, by the word of its leader, once it has stopped."""
+        """The version that the engine served last, as its leader recorded it; valid once the engine has stopped."""
         leader = self._update_services.leader
         return self.start if leader is None else leader.served
 
@@ -109,7 +112,7 @@ class Engine:
         sequence = Running(number, list(prompt), sampling, sink, TextStream(self.tokenizer, sampling.stop))
         with self._engine_loop.lock:
             self._check_open()
-            self._engine_loop.check_whole()
+            self._engine_loop.check_not_torn()
             self._awaiting.check()
             self._engine_loop.scheduler.add(sequence)
         self._engine_loop.ranks.wake()
@@ -125,14 +128,12 @@ class Engine:
         """How the engine is now."""
         with self._engine_loop.lock:
             scheduler = self._engine_loop.scheduler
-            word, waits = self._engine_loop.word, None
-            if word == "running":
+            state, waits = self._engine_loop.reported_state, None
+            if state == "running":
                 waits = self._awaiting.fault
-                word = (
-                    "asleep" if self._sleeping.asleep else "running" if waits is None else "pending_weights"
-                )
+                state = "asleep" if self._sleep.asleep else "running" if waits is None else "pending_weights"
             return Status(
-                state=word,
+                state=state,
                 running=scheduler.running,
                 waiting=scheduler.waiting,
                 blocks_total=scheduler.pool.count,
@@ -140,22 +141,22 @@ class Engine:
                 fault=self._engine_loop.fault or self._engine_loop.torn or waits,
                 weights=scheduler.weights,
                 paused=scheduler.pausing,
-                asleep=self._sleeping.asleep,
+                asleep=self._sleep.asleep,
                 counts=scheduler.counts.copy(),
             )
 
     @property
     def paused(self) -> Pausing:
-        """Whether requests run, still finish, or stand still."""
+        """Whether requests run, still finish, or are paused."""
         return self._engine_loop.scheduler.pausing
 
     @property
     def paused_by_operator(self) -> bool:
-        """Whether it is an operator who lets them."""
+        """Whether an operator paused the requests."""
         return self._pauses.by_operator
 
     def pause(self, mode: PauseMode, timeout_s: float) -> None:
-        """Let no step follow the present ones; new requests wait. Returns when requests stand still.
+        """Let no step follow the present ones; new requests wait. Returns when no request runs.
 
         DeadlineExceeded if they do not in time: the engine goes on towards its pause. Twice is fine, also with another mode.
         """
@@ -166,23 +167,23 @@ class Engine:
         self._pauses.resume()
 
     def sleep(self, tags: Collection[Tag], timeout_s: float) -> SleepResult:
-        """Give the memory of these back: requests stand still until it is taken again. RoundOpen while a round is open."""
+        """Release the memory of these: requests pause until `wake`. RoundOpen while a round is open."""
         with self._engine_loop.lock:
             self._check_open()
-            self._engine_loop.check_whole()
-        return self._sleeping.sleep(tags, timeout_s)
+            self._engine_loop.check_not_torn()
+        return self._sleep.sleep(tags, timeout_s)
 
     def wake(self, tags: Collection[Tag], timeout_s: float) -> SleepResult:
-        """Take the memory of these again; requests go on when nothing is asleep any more. Errors leave it asleep."""
+        """Restore the memory of these; requests go on when nothing is asleep any more. After an error the engine is still asleep."""
         with self._engine_loop.lock:
             self._check_open()
-        return self._sleeping.wake(tags, timeout_s)
+        return self._sleep.wake(tags, timeout_s)
 
     def drop_cache(self, timeout_s: float) -> int:
-        """Give the cache's memory back for a moment; requests that run are filled again. So many bytes. WrongState while it sleeps."""
+        """Release the cache's memory for a moment; running requests are filled again. Returns the bytes. WrongState while it sleeps."""
         with self._engine_loop.lock:
             self._check_open()
-        return self._sleeping.drop_cache(timeout_s)
+        return self._sleep.drop_cache(timeout_s)
 
     def abort_requests(self, requests: Sequence[int] | None = None) -> int:
         """End these requests (None: all of them, waiting ones too) with what they have; how many of them there were."""
@@ -194,9 +195,9 @@ class Engine:
         return len(ended)
 
     def update_status(self) -> UpdateStatus:
-        """What the engine's leader says of its rounds and versions. WrongState without live updates."""
+        """Rounds and versions, as the engine's leader reports them. WrongState without live updates."""
         update_status = self._with_leader_client("a question about live updates").update_status()
-        saving = None if self._saving is None else self._saving.status()
+        saving = None if self._saver is None else self._saver.status()
         return replace(update_status, snapshots=saving, pending=self._awaiting.reason)
 
     def await_weights(self, reason: str) -> None:
@@ -207,25 +208,25 @@ class Engine:
         """Go back to the version before; what serves then. WrongState where there is none, as after an undo."""
         return self._with_leader_client("an undo").undo(timeout_s)
 
-    def verify(self, question: VerificationRequest) -> VerificationResult:
-        """Digest what all ranks hold now, and compare it. WrongState without live updates; see Verifying."""
-        if self._verifying is None:
+    def verify(self, request: VerificationRequest) -> VerificationResult:
+        """Digest what all ranks hold now, and compare it. WrongState without live updates; see Verifier."""
+        if self._verifier is None:
             raise WrongState("started without live updates", "a verification")
         try:
-            return self._verifying.verify(question)
+            return self._verifier.verify(request)
         except (RoundAborted, WireError):
             with self._engine_loop.lock:
-                self._check_open()  # where the engine has lost a rank, that is the better word
+                self._check_open()  # where the engine has lost a rank, RankLost says more
             raise
 
-    def update_weights(self, wish: RequestedVersion) -> UpdateResult:
-        """Take the engine to a version of its source. WrongState without one; RoundFailed where it serves what it served."""
+    def update_weights(self, request: RequestedVersion) -> UpdateResult:
+        """Update the engine to a version of its source. WrongState without a source; after RoundFailed it serves the version it had."""
         self._with_leader_client("an update")
-        if self._requested is None:
+        if self._requested_updates is None:
             raise WrongState("started without a source (--weights-from)", "an update that is asked for")
         with self._engine_loop.lock:
             self._check_open()
-        return self._requested.update(wish)
+        return self._requested_updates.update(request)
 
     def on_failure(self, callback: OnFailure) -> None:
         """Call back, on the engine's thread, when a rank was lost; at once if that has happened."""
@@ -269,18 +270,18 @@ class Engine:
         )
         return Scheduler(limits, weights=weights, ends=frozenset(self.spec.eos_ids))
 
-    def _sleeper(self) -> EngineSleep:
+    def _make_sleep(self) -> EngineSleep:
         leader_client, config = self._leader_client, self.config
-        sleeping = EngineSleep(
+        sleep = EngineSleep(
             self._engine_loop,
             self._pauses,
             leader_client,
             world=config.tp,
             start=self.start,
-            place=config.sleep_directory,
+            directory=config.sleep_directory,
         )
-        self._resources.callback(sleeping.close)
-        return sleeping
+        self._resources.callback(sleep.close)
+        return sleep
 
     def _with_leader_client(self, wanted: str) -> LeaderClient:
         if self._leader_client is None:

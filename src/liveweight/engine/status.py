@@ -1,4 +1,4 @@
-"""How an engine is: values for those who ask."""
+"""The states of an engine, as values: running, paused, asleep, saving, recovered."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from liveweight.errors import LiveWeightError
 from liveweight.spec.manifest import Version
 
 State: TypeAlias = Literal["running", "asleep", "torn", "pending_weights", "stopping", "failed", "stopped"]
-"""`asleep`: memory was given back; `torn`: an update in place failed, and no weights may serve; `pending_weights`: a rank was lost, and its
-successors do not hold the version yet, or a publisher is waited for."""
+"""`asleep`: memory was released; `torn`: an update in place failed, and no weights may serve; `pending_weights`: a rank was lost, and the
+replacement ranks do not hold the version yet, or the engine waits for a publisher."""
 Pausing: TypeAlias = Literal["running", "draining", "paused"]
 PauseMode: TypeAlias = Literal["keep", "wait", "abort"]
-"""What a pause does to requests that run: they stand still and go on later; they finish first; they end with what they have."""
+"""What a pause does to requests that run: they stop and go on later; they finish first; they end with what they have."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Status:
-    """How the engine is, at one moment."""
+    """The engine at one moment."""
 
     state: State
     running: int
@@ -35,8 +35,8 @@ class Status:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SavingStatus:
-    """How an engine's snapshots are. `newest` is the last that this process wrote or found complete, `writing` what is being written;
-    `failed` says why the last one that was tried came to nothing."""
+    """An engine's snapshots. `newest` is the last that this process wrote or found complete, `writing` the version being written;
+    `failed` says why the last attempt failed."""
 
     directory: str
     every: int
@@ -48,7 +48,7 @@ class SavingStatus:
 
 
 Origin: TypeAlias = Literal["snapshot", "offer", "publisher", "checkpoint"]
-"""Where a replica that lost a rank has its weights from: `publisher`, a round that came before its own; `checkpoint`, its start."""
+"""Where a replica that lost a rank got its weights: `publisher`, a round that came before its own; `checkpoint`, its start."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

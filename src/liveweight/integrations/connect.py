@@ -1,4 +1,4 @@
-"""How a publisher reaches the engines that its user names: an address, a URL, a vLLM, or a replica of one's own."""
+"""Turns the engines that a user names (an address, a URL, `vllm(...)` or a Replica) into replicas that a publisher drives."""
 
 from __future__ import annotations
 
@@ -12,24 +12,24 @@ from liveweight.server.client import is_url, wire_address
 from liveweight.wire.credentials import Secret
 
 Engine: TypeAlias = str | VllmEngine | Replica
-"""A leader's address, the URL of an engine that says its own, `vllm(...)`, or what drives one."""
+"""A leader's address, the URL of an engine (whose server knows the leader's address), `vllm(...)`, or a Replica."""
 
 
 def connect(
     engines: Sequence[Engine], *, secret: Secret, secret_file: Path | None, key: str | None
 ) -> list[Replica]:
-    """The engines as they are driven; nobody is spoken to yet."""
-    return [_one(engine, secret, secret_file, key) for engine in engines]
+    """Return one Replica per engine. Opens no connection yet."""
+    return [_connect_one(engine, secret, secret_file, key) for engine in engines]
 
 
-def _one(engine: Engine, secret: Secret, secret_file: Path | None, key: str | None) -> Replica:
+def _connect_one(engine: Engine, secret: Secret, secret_file: Path | None, key: str | None) -> Replica:
     match engine:
         case VllmEngine():
             return engine.replica(secret, secret_file)
         case str() if is_url(engine):
-            # One that is started again may listen elsewhere: whenever it is connected to, it is asked where.
+            # A restarted engine may listen at another address: ask its server before every connection.
             return WireReplica(
-                "", secret, name=engine, found=lambda deadline: wire_address(engine, key, deadline)
+                "", secret, name=engine, locate=lambda deadline: wire_address(engine, key, deadline)
             )
         case str():
             return WireReplica(engine, secret)

@@ -1,6 +1,6 @@
 """Streams for a program's own loader: a version that a source holds ready, as an iterator of (name, tensor).
 
-Composes a hold of the source with the reader of its transfer mode, whichever that is; both are the stream's own.
+Composes a read lease (rounds/read_lease) with the reader of the source's transfer mode. The stream owns both.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ MARGIN_S = 5.0
 
 
 class HeldOffer:
-    """One version of a source, held while it is streamed. Implements the stream's Access."""
+    """One version of a source, under a read lease while it is streamed. Implements OfferAccess (worker/weight_stream)."""
 
     def __init__(self, source: str, secret: Secret, version: str | int | None) -> None:
         self._source, self._secret = source, secret
@@ -32,7 +32,7 @@ class HeldOffer:
         self._stack = ExitStack()
 
     def open(self, deadline: Deadline) -> ReadableOffer:
-        """Ask the source for the version, and make a reader of its mode."""
+        """Acquire a read lease on the version, and open a reader of its transfer mode."""
         lease = ReadLease(
             self._source,
             self._secret,
@@ -43,7 +43,7 @@ class HeldOffer:
             cancel=self._cancel,
         )
         self._stack.enter_context(lease)
-        held, kernels = lease.held, CPU.choose().kernels
+        held, kernels = lease.grant, CPU.choose().kernels
         reader = mode(held.offer.mode).reader(self._secret, kernels, CPU)
         self._stack.callback(reader.close)
         digests, tensors = held.digests, len(held.manifest.tensors)
@@ -56,31 +56,31 @@ class HeldOffer:
         )
 
     def interrupt(self) -> None:
-        """End the wait for a source that does not answer."""
+        """End the wait for a source that does not answer. For any thread."""
         self._cancel.wake()
 
     def release(self) -> None:
-        """Give the version back: the source may go on."""
+        """Release the read lease: the source may reuse the memory."""
         self._stack.close()
         self._cancel.close()
 
 
 class Streaming:
-    """What a receiver with a source can do beside rounds. For the main thread."""
+    """The `stream` method of lw.Receiver. For the main thread."""
 
     _streams_from: tuple[str, Secret] | None = None
 
     def stream(
         self, version: str | int | None = None, *, prefetch: int = 2, timeout_s: float = 60.0
     ) -> WeightStream:
-        """All tensors of a version that the source (`weights_from`) holds, as (name, tensor), one after the other; None: the newest.
+        """Iterate over all tensors of a version that the source (`weights_from`) holds, as (name, tensor). None is the newest version.
 
             for name, tensor in receiver.stream("step_100"):
                 load(name, tensor)
 
-        In every transfer mode alike: whole tensors in the manifest's order, in host memory, read `prefetch` chunks ahead by a thread, each
-        compared with its digest where the source knows it. What goes wrong is raised here, in the loop. Leaving the loop frees everything.
-        It touches neither the receiver's weights nor its version.
+        Every transfer mode yields whole tensors in the manifest's order, in host memory. A thread reads `prefetch` chunks ahead, and
+        compares each tensor with its digest if the source knows it. Errors are raised in the loop. Leaving the loop frees everything.
+        The receiver's weights and version do not change.
         """
         if self._streams_from is None:
             raise WrongState("without weights_from, the address of a source", "stream")

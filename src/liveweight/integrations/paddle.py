@@ -1,7 +1,7 @@
-"""A Paddle layer as a source: its parameters are read where they lie. The trainer's environment needs Paddle, and no torch.
+"""A Paddle layer as a source: its parameters are read in place, without a copy. The trainer's environment needs Paddle, not torch.
 
-Owns what is particular to Paddle: which weights it keeps transposed, and what of its tensors cannot be read. Everything else is the
-publisher's.
+Owns what is particular to Paddle: which weights Paddle stores transposed, and which of its tensors cannot be read. Everything else is the
+publisher's (trainer/).
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def paddle_source(
     Parameters in host memory are read where they lie when an offer is frozen, whatever their dtype, bfloat16 too. Those on a
     device are copied to the host first, one after another.
     """
-    paddle = sys.modules.get("paddle")  # where it is not loaded, nothing is a layer of it
+    paddle = sys.modules.get("paddle")  # if Paddle is not imported, `layer` cannot be one of its layers
     if paddle is None or not isinstance(layer, Mapping | paddle.nn.Layer):
         raise Refused(f"a Paddle source is a paddle.nn.Layer or a state dict, not {type(layer).__name__}")
     return PaddleSource(paddle, layer, transpose, rename)
@@ -58,15 +58,15 @@ class PaddleSource:
 
     @property
     def held(self) -> bool:
-        """Whether all of it lies in host memory; what does not is copied there one after another."""
+        """Whether all parameters lie in host memory. Others are copied there, one after another."""
         return all(_on_host(tensor) for tensor in self._state().values())
 
     def manifest(self) -> Manifest:
-        """Later passes follow, and are compared with, this manifest."""
+        """Describe the parameters. Later passes yield tensors in this manifest's order, and are compared with it."""
         return self._take()[1].manifest
 
     def tensors(self) -> Iterator[tuple[str, HostTensor]]:
-        """The parameters as they are now; a layer that was rebuilt since its manifest is refused."""
+        """Yield the current parameters. Raises ManifestInvalid if the layer's names changed since `manifest()`."""
         names, unique_tensors = self._taken or self._take()
         state = self._state()
         differing = sorted(set(names) ^ set(state))
@@ -95,7 +95,7 @@ class PaddleSource:
         return found
 
     def _described(self, name: str, tensor: Any) -> HostTensor:
-        """Where the tensor lies, on whatever device: the address of one that is not in host memory tells only whether it is tied."""
+        """Describe the tensor's memory. An address on a device serves only to recognise tied tensors."""
         problem = _problem(self._paddle, tensor, name in self._transposed)
         if problem is not None:
             raise ManifestInvalid(f"{name} {problem}")
@@ -149,6 +149,6 @@ def _dtype(name: str, tensor: Any) -> DType:
 
 
 def _on_host(tensor: Any) -> bool:
-    """Whether its bytes are there to be read. What has none is named by `_problem`."""
+    """Whether the tensor's bytes are in host memory. `_problem` reports tensors without memory."""
     place = getattr(tensor, "place", None)
     return place is None or bool(place.is_cpu_place())

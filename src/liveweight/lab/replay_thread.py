@@ -1,4 +1,4 @@
-"""A thread that judges what clients were sent, one answer after the other, while they are sent more."""
+"""A thread that replays the answers that clients received, one after the other, while they receive more."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ T = TypeVar("T")
 
 
 class ReplayThread(Generic[T]):
-    """Hands what is put to `judge`. `put` is for any thread, and waits while `backlog` are behind (0: never); it ends with the `with`."""
+    """Passes every item to `judge`. `put` is for any thread, and waits while `backlog` items wait (0: never). Ends with the `with`."""
 
     def __init__(self, judge: Callable[[T], None], *, backlog: int = 0) -> None:
         self._judge = judge
@@ -28,12 +28,12 @@ class ReplayThread(Generic[T]):
         self._thread = threading.Thread(target=self._run, name="replay", daemon=True)
 
     def put(self, item: T) -> None:
-        """One that nothing is added to any more."""
+        """Queue a complete item."""
         self._items.put(item)
 
     def finish(self, deadline: Deadline) -> None:
-        """Everything that was put is judged on return."""
-        with suppress(queue.Full):  # then it is alive below
+        """Wait until every item is judged."""
+        with suppress(queue.Full):  # a full queue: the thread is still alive, which raises below
             self._items.put(None, timeout=deadline.remaining_s())
         self._thread.join(deadline.remaining_s())
         if self._fault is not None:
@@ -48,7 +48,7 @@ class ReplayThread(Generic[T]):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Whoever leaves by an error does not wait for what is behind; the thread is daemonic, and at most in one answer."""
+        """After an error, do not wait for queued items: the thread is a daemon, and busy with at most one answer."""
         self._left = True
         with suppress(queue.Full):
             self._items.put(None, timeout=LEAVE_S)
@@ -58,7 +58,6 @@ class ReplayThread(Generic[T]):
             if self._fault is None and not self._left:
                 try:
                     self._judge(item)
-                except (
-                    Exception
-                ) as error:  # told by `finish`; what comes after it is let go, so that nobody waits to put it
+                # `finish` raises it; later items are discarded, so that nobody waits in `put`.
+                except Exception as error:
                     self._fault = error

@@ -1,7 +1,7 @@
-"""The bus: carries events from those who say them to those who read them, inside one process.
+"""The bus: carries events from emitters to readers, inside one process.
 
-Owns the list of readers and their isolation. Whoever composes a program makes one bus and hands it down;
-there is no global one. A bus without readers costs a look at an empty tuple.
+Owns the list of readers and their isolation. A program makes one bus and hands it down; there is no global one. Emitting on a bus without
+readers only loops over an empty tuple.
 """
 
 from __future__ import annotations
@@ -25,23 +25,23 @@ _LOGGER = logging.getLogger("liveweight")
 
 
 class Subscription:
-    """One reader's place on a bus. Leaving the `with`, or `close()`, ends it."""
+    """One reader's subscription to a bus. Leaving the `with`, or `close()`, ends it."""
 
-    def __init__(self, reader: Reader, leave: Callable[[Subscription], None]) -> None:
-        self._reader, self._leave = reader, leave
+    def __init__(self, reader: Reader, unsubscribe: Callable[[Subscription], None]) -> None:
+        self._reader, self._unsubscribe = reader, unsubscribe
         self._lock = threading.Lock()
-        self._complained = False
+        self._failure_logged = False
 
     def deliver(self, event: AnyEvent) -> None:
         """Hand the event to the reader. The bus calls it; what the reader raises ends here."""
         try:
             self._reader(event)
         except Exception:
-            self._complain(event)
+            self._log_failure(event)
 
     def close(self) -> None:
-        """Hear nothing more, but for an event that another thread is emitting right now. Twice is fine."""
-        self._leave(self)
+        """Deliver no more events, but for one that another thread is emitting right now. May be called twice."""
+        self._unsubscribe(self)
 
     def __enter__(self) -> Self:
         return self
@@ -51,9 +51,9 @@ class Subscription:
     ) -> None:
         self.close()
 
-    def _complain(self, event: AnyEvent) -> None:
+    def _log_failure(self, event: AnyEvent) -> None:
         with self._lock:
-            first, self._complained = not self._complained, True
+            first, self._failure_logged = not self._failure_logged, True
         if first:
             name = type(event).__name__
             _LOGGER.exception(
@@ -69,24 +69,24 @@ class Bus:
         self._subscriptions: tuple[Subscription, ...] = ()  # replaced, never changed: emit() needs no lock
 
     def emit(self, event: AnyEvent) -> None:
-        """Say it. Returns when all readers have heard it; never raises what one of them raised."""
+        """Hand the event to all readers, and return when all are done. Never raises what a reader raised."""
         for subscription in self._subscriptions:
             subscription.deliver(event)
 
     def subscribe(self, reader: Reader) -> Subscription:
-        """Let it hear all events from now on, until the subscription is closed."""
-        subscription = Subscription(reader, self._leave)
+        """Hand all events to the reader from now on, until the subscription is closed."""
+        subscription = Subscription(reader, self._unsubscribe)
         with self._lock:
             self._subscriptions = (*self._subscriptions, subscription)
         return subscription
 
-    def _leave(self, leaving: Subscription) -> None:
+    def _unsubscribe(self, ended: Subscription) -> None:
         with self._lock:
-            self._subscriptions = tuple(s for s in self._subscriptions if s is not leaving)
+            self._subscriptions = tuple(s for s in self._subscriptions if s is not ended)
 
 
 class Recorder:
-    """A reader that keeps all it hears, and lets other threads wait for a moment. Grows without limit."""
+    """A reader that keeps all events, and lets other threads wait for one. Grows without limit."""
 
     def __init__(self) -> None:
         self._events: list[AnyEvent] = []
@@ -99,7 +99,7 @@ class Recorder:
 
     @property
     def events(self) -> tuple[AnyEvent, ...]:
-        """All events so far, in the order in which they were heard."""
+        """All events so far, in the order in which they were emitted."""
         with self._changed:
             return tuple(self._events)
 
@@ -115,13 +115,13 @@ class Recorder:
         The predicate sees each event once, under the recorder's lock: it must not emit.
         """
         began_s = time.monotonic()
-        looked_at = 0
+        seen = 0
         with self._changed:
             while True:
-                for event in self._events[looked_at:]:
+                for event in self._events[seen:]:
                     if predicate(event):
                         return event
-                looked_at = len(self._events)
+                seen = len(self._events)
                 left_s = began_s + within_s - time.monotonic()
                 if left_s <= 0:
                     raise DeadlineExceeded(waiting_for, time.monotonic() - began_s)

@@ -1,7 +1,7 @@
 """The closed set of events: frozen values that carry facts and no text.
 
-Owns what can be said. Who reads it, and in which words, is the readers' (log, metrics, reports).
-An event is said once, after the fact, by the one who knows it first hand.
+Owns the set of events. The readers (log, metrics, reports) own the words.
+An event is emitted once, after the fact, where it happened.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class RoundEvent(Event):
 
 
 class RoundFacts(TypedDict):
-    """What every event of a round says, for those who say several."""
+    """The fields of every event of a round, for code that emits several."""
 
     replica: str
     round: str
@@ -48,7 +48,7 @@ class RoundFacts(TypedDict):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class MemberEvent(RoundEvent):
+class RankOrReplicaEvent(RoundEvent):
     """A step that ranks take, and then their replica. `rank` is None where the whole replica is meant."""
 
     rank: int | None = None
@@ -89,14 +89,14 @@ class RankStaged(RoundEvent):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RankVerified(MemberEvent):
+class RankVerified(RankOrReplicaEvent):
     """What lies in the shadow has the manifest's digests."""
 
     took_s: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class VoteCast(MemberEvent):
+class VoteCast(RankOrReplicaEvent):
     """A vote was cast. `objection` is None for a yes, which holds for `lease_s`."""
 
     lease_s: float
@@ -104,14 +104,14 @@ class VoteCast(MemberEvent):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RoundCommitted(MemberEvent):
+class RoundCommitted(RankOrReplicaEvent):
     """The new weights are live. `stall_s` is how long decoding stood still for it."""
 
     stall_s: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RoundGivenUp(MemberEvent):
+class RoundGivenUp(RankOrReplicaEvent):
     """The round was given up before its commit and its shadow dropped. `rank` is who failed, if one did."""
 
     step: str
@@ -129,7 +129,7 @@ class RoundUndone(RoundEvent):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LeaseExpired(RoundEvent):
-    """A replica was ready and heard no decision within its lease; it aborts."""
+    """A replica was ready and received no decision within its vote lease; it aborts."""
 
     lease_s: float
 
@@ -146,7 +146,7 @@ class RoundEnded(RoundEvent):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AuditBegan(Event):
-    """A rank reads its live weights, to say what they are."""
+    """A rank reads its live weights, to digest them."""
 
     replica: str
     rank: int
@@ -156,7 +156,7 @@ class AuditBegan(Event):
 class Audited(Event):
     """What a replica holds was compared with what it should be; `match` None: there was nothing to compare with.
 
-    `differing` names the first tensors that differ, of so many in all; `took_s` is that of the slowest rank.
+    `differing` names the first tensors that differ, `count` is how many there are in all; `took_s` is that of the slowest rank.
     """
 
     replica: str
@@ -169,7 +169,7 @@ class Audited(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OfferMade(Event):
-    """A source holds a version ready to be read."""
+    """A source offers a version."""
 
     version: str
     kind: OfferKind
@@ -253,7 +253,7 @@ class SnapshotFailed(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RecoveryBegan(Event):
-    """A rank was lost, or its successors were: they are started again."""
+    """A rank was lost, or its replacement was: the ranks are started again."""
 
     replica: str
     reason: str
@@ -273,7 +273,7 @@ class Recovered(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FleetEvent(Event):
-    """A publisher has said something of a version outside a round."""
+    """A publisher sent a notice about a version outside a round."""
 
     replica: str
     version: str

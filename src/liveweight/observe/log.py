@@ -32,7 +32,7 @@ def log(event: ev.AnyEvent) -> None:
 
 
 def logging_bus() -> Bus:
-    """A bus whose events are log lines: what a program gets that hands none in."""
+    """A bus whose events are log lines: the default for a program that gives none."""
     bus = Bus()
     bus.subscribe(log)
     return bus
@@ -43,7 +43,7 @@ def line_of(event: ev.AnyEvent) -> tuple[int, str]:
     match event:
         case ev.RoundEvent():
             level, text = _step(event)
-            return level, f"{_who(event)}, round {event.round}: {text}"
+            return level, f"{_subject(event)}, round {event.round}: {text}"
         case ev.AuditBegan():
             return DEBUG, f"{event.replica} rank {event.rank}: digesting what it holds"
         case ev.Audited(match=False):
@@ -69,10 +69,10 @@ def line_of(event: ev.AnyEvent) -> tuple[int, str]:
             | ev.RecoveryBegan()
             | ev.Recovered()
         ):
-            level, text = _kept(event)
+            level, text = _snapshot_or_recovery(event)
             return level, f"{event.replica}: {text}"
         case ev.VersionConfirmed() | ev.MarkedBehind():
-            return _found(event)
+            return _fleet(event)
         case ev.PeerRefused():
             return WARNING, f"{event.code} refused a peer: {event.reason}"
         case ev.KernelsChosen(reason=None):
@@ -83,7 +83,7 @@ def line_of(event: ev.AnyEvent) -> tuple[int, str]:
             assert_never(event)
 
 
-def _found(event: ev.VersionConfirmed | ev.MarkedBehind) -> tuple[int, str]:
+def _fleet(event: ev.VersionConfirmed | ev.MarkedBehind) -> tuple[int, str]:
     match event:
         case ev.VersionConfirmed():
             return DEBUG, f"{event.replica}: {event.version} was installed already"
@@ -118,7 +118,7 @@ def _step(event: ev.AnyStep) -> tuple[int, str]:
         case ev.RoundUndone():
             return INFO, f"took back {event.version}, {event.serving} serves again"
         case ev.LeaseExpired():
-            return WARNING, f"heard no decision on {event.version} within {event.lease_s:.1f} s"
+            return WARNING, f"received no decision on {event.version} within {event.lease_s:.1f} s"
         case ev.RoundEnded():
             return _LEVEL_OF[event.outcome], _ending(event)
         case _:
@@ -152,7 +152,7 @@ def _source(
             return WARNING, f"revoked the offer before {late}"
 
 
-def _kept(
+def _snapshot_or_recovery(
     event: ev.SnapshotSaved | ev.SnapshotAbandoned | ev.SnapshotFailed | ev.RecoveryBegan | ev.Recovered,
 ) -> tuple[int, str]:
     match event:
@@ -180,13 +180,13 @@ def _ending(event: ev.RoundEnded) -> str:
     return f"{event.outcome} after {event.took_s:.3f} s{checked}, serving {_named(event.serving)}"
 
 
-def _who(event: ev.AnyStep) -> str:
+def _subject(event: ev.AnyStep) -> str:
     match event:
         case (
             ev.StagingBegan(rank=rank)
             | ev.OverwritingBegan(rank=rank)
             | ev.RankStaged(rank=rank)
-            | ev.MemberEvent(rank=int(rank))
+            | ev.RankOrReplicaEvent(rank=int(rank))
         ):
             return f"{event.replica} rank {rank}"
         case _:

@@ -1,6 +1,6 @@
 """Prometheus metrics: the table of what is counted, and the reader that counts it.
 
-Owns names, labels and buckets. The registry is handed in, and how it is served is the program's.
+Owns names, labels and buckets. The program gives the registry, and serves it.
 Labels are few and bounded: round ids and peers never become labels.
 """
 
@@ -82,7 +82,7 @@ MODES_FAILED = Metric(
 LEASES_EXPIRED = Metric(
     name="liveweight_leases_expired_total",
     kind="counter",
-    meaning="ready replicas that heard no decision in time",
+    meaning="ready replicas that received no decision in time",
 )
 AUDITS = Metric(
     name="liveweight_audits_total",
@@ -188,7 +188,7 @@ class MetricsReader:
             case ev.PeerRefused() | ev.Recovered() | ev.ModeFailed():
                 self._add(*_counted(event))
             case ev.StagingBegan() | ev.OverwritingBegan() | ev.AuditBegan() | ev.FleetEvent():
-                pass  # what comes of them is counted, or told by the state
+                pass  # their outcome is counted, or part of the state
             case (
                 ev.RoundOpened()
                 | ev.VoteCast()

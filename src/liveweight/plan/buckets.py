@@ -1,6 +1,6 @@
 """Bucket plans: how a stream of tensors is cut into buckets.
 
-Deterministic, in layer order, aligned; a tensor may span buckets. Who packs and hands over buckets is transports/'s.
+Deterministic, in layer order, aligned; a tensor may span buckets. transports/ packs the buckets and hands them over.
 """
 
 from __future__ import annotations

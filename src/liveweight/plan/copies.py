@@ -16,7 +16,7 @@ from liveweight.errors import LayoutInvalid, ManifestMismatch
 from liveweight.plan.loops import Loop, merged, unrolled
 from liveweight.spec.layout import Layout, Placement
 from liveweight.spec.manifest import TensorSpec
-from liveweight.spec.region import Region, count, meet, show
+from liveweight.spec.region import Region, count, intersection, show
 from liveweight.spec.table import Table
 
 COLUMNS = (
@@ -121,7 +121,7 @@ def _fill(target: Placement, sources: Sequence[Placement], spec: TensorSpec) -> 
     """The rows that fill one placement."""
     tables, filled, wanted = [], 0, count(target.region)
     for source in sources:
-        shared = meet(source.region, target.region) if wanted else None
+        shared = intersection(source.region, target.region) if wanted else None
         if shared is not None:
             filled += count(shared)
             tables.append(copy_rows(source, target, shared, spec.dtype.size_bytes))
@@ -133,8 +133,8 @@ def _fill(target: Placement, sources: Sequence[Placement], spec: TensorSpec) -> 
 
 def copy_rows(source: Placement, target: Placement, shared: Region, item_bytes: int) -> Table:
     """The rows that copy a region which both placements hold."""
-    from_offset, from_strides = seat(source, shared)
-    to_offset, to_strides = seat(target, shared)
+    from_offset, from_strides = part_offset_and_strides(source, shared)
+    to_offset, to_strides = part_offset_and_strides(target, shared)
     nest = [(span.count, a, b) for span, a, b in zip(shared, from_strides, to_strides, strict=True)]
     nest.sort(key=lambda loop: (-loop[2], -loop[1]))  # the target is written forwards
     loops = merged(nest)
@@ -156,7 +156,7 @@ def _rows(
     return rows
 
 
-def seat(placement: Placement, shared: Region) -> tuple[int, list[int]]:
+def part_offset_and_strides(placement: Placement, shared: Region) -> tuple[int, list[int]]:
     """Where a part of a placement's region begins, and its strides."""
     offset, strides = placement.offset_bytes, []
     for own, part, stride in zip(placement.region, shared, placement.strides_bytes, strict=True):

@@ -1,7 +1,7 @@
-"""Digesting ahead: how many of a table's copies must be done before a reading of the digest sees nothing but their result.
+"""The order of digesting while copying: how many of a table's copies must be done before a row of a digest table may be read.
 
-Made from where the copies write, all of them, and not from what they are meant for: a copy that goes astray holds the readings back whose
-bytes it touches, and shows in their digest.
+Computed from where the copies write, and not from what they are meant for: a copy to a wrong place delays the digest rows whose bytes it
+touches, and shows in their digest.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ _MEMORY = 1 << 48
 
 
 def copies_before(readings: Table, copies: Table) -> Table:
-    """For each row of a digest table: the copies of a copy table, counted from its first, after which its bytes are written no more."""
+    """For each row of a digest table: the number of copies, from the table's first, after which no copy writes the row's bytes."""
     starts, ends = _written(copies)
     lows, highs = _read(readings)
     order = np.argsort(starts, kind="stable")

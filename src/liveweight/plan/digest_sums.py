@@ -1,6 +1,7 @@
-"""Tallies: how the partial digests of a replica's ranks become the digests of full tensors.
+"""Digest sums: how the partial digests of a replica's ranks become the digests of full tensors.
 
-Made once per set of rank layouts: regions that overlap in part, or leave elements to nobody, are refused here, before any round.
+Made once per set of rank layouts: regions that overlap in part, or leave elements without an owner, are refused here, before any
+round.
 """
 
 from __future__ import annotations
@@ -68,8 +69,8 @@ class DigestSums:
             for numbers, lanes in zip(tensors, partials, strict=True)
         ]
 
-    def holders(self, partials: Sequence[Lanes], parts: Sequence[Lanes]) -> Mapping[int, list[int]]:
-        """By the tensor's number, the ranks whose partials are not these parts."""
+    def differing_ranks(self, partials: Sequence[Lanes], parts: Sequence[Lanes]) -> Mapping[int, list[int]]:
+        """By tensor number, the ranks whose partials differ from these parts."""
         ranks: dict[int, list[int]] = defaultdict(list)
         for rank, (groups, lanes, own) in enumerate(zip(self._groups, partials, parts, strict=True)):
             for number in np.unique(self._tensors[groups[(lanes != own).any(axis=1)]]).tolist():
@@ -114,7 +115,7 @@ def _union(layouts: Sequence[Layout]) -> Manifest:
 
 
 def lanes_to_bytes(lanes: Lanes) -> bytes:
-    """Lanes as they travel: 16 bytes each, little-endian."""
+    """Lanes as bytes of a message: 16 bytes each, little-endian."""
     return lanes.astype("<u4").tobytes()
 
 

@@ -43,7 +43,7 @@ class DigestPlan:
 
 
 def plan_digests(layout: Layout) -> DigestPlan:
-    """The readings that digest every placement of a layout."""
+    """The rows that digest every placement of a layout."""
     specs = layout.specs()
     tables = [
         digest_rows(slot, p, specs[p.name]) for slot, p in enumerate(layout.placements) if count(p.region)

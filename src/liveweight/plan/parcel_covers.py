@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from liveweight.spec.layout import Layout
-from liveweight.spec.region import Region, meet
+from liveweight.spec.region import Region, intersection
 
 Mask = npt.NDArray[np.bool_]
 
@@ -25,19 +25,19 @@ def covers(streams: Sequence[Layout]) -> list[Mask]:
         mask = np.zeros(len(stream.placements), dtype=np.bool_)
         for number, parcel in enumerate(stream.placements):
             known = chosen[parcel.name]
-            if parcel.region not in known and not _meets(parcel.region, known):
+            if parcel.region not in known and not _overlaps(parcel.region, known):
                 known[parcel.region] = None
                 mask[number] = True
         masks.append(mask)
     return masks
 
 
-def _meets(region: Region, others: dict[Region, None]) -> bool:
+def _overlaps(region: Region, others: dict[Region, None]) -> bool:
     """Whether it shares elements with one of them. Most lie before or behind it in their first dimension."""
     if not region:
         return bool(others)
     first, last = region[0].start, region[0].last
     return any(
-        other[0].start <= last and other[0].last >= first and meet(region, other) is not None
+        other[0].start <= last and other[0].last >= first and intersection(region, other) is not None
         for other in others
     )

@@ -14,10 +14,10 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from liveweight.errors import LayoutInvalid, ManifestMismatch
-from liveweight.plan.copies import COLUMNS, copy_rows, seat
+from liveweight.plan.copies import COLUMNS, copy_rows, part_offset_and_strides
 from liveweight.spec.layout import ALIGNMENT_BYTES, Layout, Placement, align
 from liveweight.spec.manifest import TensorSpec
-from liveweight.spec.region import Region, Span, canonical, count, counts, meet, show
+from liveweight.spec.region import Region, Span, canonical, count, counts, intersection, show
 from liveweight.spec.table import Table
 
 
@@ -64,7 +64,7 @@ def cut_out(held: Layout, stream: Layout) -> Layout:
         home = next((p for p in found[spec.name] if _inside(parcel.region, p.region)), None) if spec else None
         if home is None:
             raise LayoutInvalid(f"{parcel.name}: the source does not hold {show(parcel.region)} in one place")
-        offset, strides = seat(home, parcel.region)
+        offset, strides = part_offset_and_strides(home, parcel.region)
         placements.append(
             Placement(
                 name=parcel.name,
@@ -78,7 +78,7 @@ def cut_out(held: Layout, stream: Layout) -> Layout:
 
 
 def _inside(region: Region, other: Region) -> bool:
-    return meet(region, other) == canonical(region)
+    return intersection(region, other) == canonical(region)
 
 
 def _by_tensor(source: Layout) -> dict[str, list[Placement]]:
@@ -108,7 +108,7 @@ def _parcels(
     """The parcels that fill one placement; those of a region that was asked for before are the same."""
     filled, wanted = 0, count(target.region)
     for placement in held if wanted else ():
-        shared = meet(placement.region, target.region)
+        shared = intersection(placement.region, target.region)
         if shared is not None:
             filled += count(shared)
             yield from build.placed(spec, shared)

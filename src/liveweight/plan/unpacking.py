@@ -57,17 +57,17 @@ def plan_unpacking(plan: ParcelPlan) -> Unpacking:
     """Every home of every parcel is filled, and every parcel digested once."""
     buckets, specs = len(plan.stream.memories_bytes), plan.stream.specs()
     slots, counts = _slots(plan.stream)
-    moves, reads, rest = dict[_Seat, Table](), list[Table](), list[Table]()
+    moves, reads, rest = dict[_ParcelKey, Table](), list[Table](), list[Table]()
     for parcel, home in plan.homes:
-        spec, seat = specs[parcel.name], _seat(parcel)
+        spec, key = specs[parcel.name], _parcel_key(parcel)
         there = _part(home, parcel)
-        if seat not in moves and _contiguous(there, spec):
-            moves[seat] = freezes.freeze_rows(slots[seat], parcel, there, spec)
+        if key not in moves and _contiguous(there, spec):
+            moves[key] = freezes.freeze_rows(slots[key], parcel, there, spec)
         else:
             rest.append(copies.copy_rows(parcel, home, parcel.region, spec.dtype.size_bytes))
     for parcel in plan.stream.placements:
-        if _seat(parcel) not in moves:
-            reads.append(digests.digest_rows(slots[_seat(parcel)], parcel, specs[parcel.name]))
+        if _parcel_key(parcel) not in moves:
+            reads.append(digests.digest_rows(slots[_parcel_key(parcel)], parcel, specs[parcel.name]))
     return Unpacking(
         moves=InBuckets.of(_together(list(moves.values()), freezes.COLUMNS), 0, buckets),
         reads=InBuckets.of(_together(reads, digests.COLUMNS), 0, buckets),
@@ -76,26 +76,26 @@ def plan_unpacking(plan: ParcelPlan) -> Unpacking:
     )
 
 
-_Seat = tuple[int, int]
+_ParcelKey = tuple[int, int]
 
 
-def _seat(parcel: Placement) -> _Seat:
+def _parcel_key(parcel: Placement) -> _ParcelKey:
     """Bucket and offset: no two parcels share them."""
     return parcel.memory, parcel.offset_bytes
 
 
-def _slots(stream: Layout) -> tuple[dict[_Seat, int], list[int]]:
+def _slots(stream: Layout) -> tuple[dict[_ParcelKey, int], list[int]]:
     counts = [0] * len(stream.memories_bytes)
     slots = {}
     for parcel in stream.placements:
-        slots[_seat(parcel)] = counts[parcel.memory]
+        slots[_parcel_key(parcel)] = counts[parcel.memory]
         counts[parcel.memory] += 1
     return slots, counts
 
 
 def _part(home: Placement, parcel: Placement) -> Placement:
     """Where a parcel's region lies in the placement that it is a part of."""
-    offset, strides = copies.seat(home, parcel.region)
+    offset, strides = copies.part_offset_and_strides(home, parcel.region)
     return Placement(
         name=parcel.name,
         region=parcel.region,

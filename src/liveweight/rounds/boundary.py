@@ -1,7 +1,7 @@
-"""The boundary: how the ranks of a replica come to the same step, and the slot that a decision waits in until they do.
+"""The boundary: how all ranks of a replica learn of a decision at the same step, and the slot in which a decision waits for that step.
 
-A port with two implementations: one process alone, and an SPMD program whose ranks broadcast rank 0's decision as one CPU tensor over
-a gloo group that was made and checked once. A collective that failed means a new group; it is never tried again on the old one.
+A port with two implementations: a single process, and an SPMD program whose ranks broadcast rank 0's decision as one CPU tensor over
+a gloo group. The group is checked once. After a failed collective the ranks need a new group; the old one is never used again.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ _NONE, _COMMIT, _UNDO = 0, 1, 2
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """What the scheduler decided, for all ranks to carry out at one step: swap shadow and live weights, or overwrite these.
+    """The leader's decision, which all ranks carry out at one step: swap shadow and live weights, or overwrite the live weights.
 
-    `kv_policy` is for programs that keep requests; ranks have no use for it.
+    `kv_policy` is for programs that keep requests; ranks do not use it.
     """
 
     epoch: int
@@ -33,30 +33,30 @@ class Decision:
 
 
 class DecisionSink(Protocol):
-    """Where a leader leaves what was decided, from its own thread. At most one waits at a time."""
+    """Takes the leader's decisions, on the leader's thread. At most one decision waits at a time."""
 
     def put(self, round_id: RoundId, decision: Decision) -> None:
-        """Let the next boundary carry it out."""
+        """Let the next boundary carry the decision out."""
 
     def withdraw(self, round_id: RoundId) -> bool:
-        """Take it back, if it still waits; whether it did."""
+        """Take the decision back if it still waits. Returns whether it did."""
 
 
 class DecisionSlot:
-    """Where the leader puts a decision and rank 0's main thread takes it. At most one waits at a time."""
+    """The leader puts a decision here, and rank 0's main thread takes it. At most one decision waits at a time."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
         self._waiting: tuple[RoundId, Decision] | None = None
 
     def put(self, round_id: RoundId, decision: Decision) -> None:
-        """Let the next boundary carry it out. Called from the leader's thread."""
+        """Let the next boundary carry the decision out. Called from the leader's thread."""
         with self._changed:
             self._waiting = (round_id, decision)
             self._changed.notify_all()
 
     def withdraw(self, round_id: RoundId) -> bool:
-        """Take it back, if it still waits; whether it did."""
+        """Take the decision back if it still waits. Returns whether it did."""
         with self._changed:
             waits = self._waiting is not None and self._waiting[0] == round_id
             if waits:
@@ -64,7 +64,7 @@ class DecisionSlot:
             return waits
 
     def take(self, idle_s: float) -> Decision | None:
-        """The decision that waits; with `idle_s`, one that comes within that time. Called from rank 0's main thread."""
+        """Take the waiting decision, or wait up to `idle_s` for one. None if there is none. Called from rank 0's main thread."""
         if self._waiting is None and idle_s <= 0:
             return None  # the normal state: no lock, no wait
         with self._changed:
@@ -77,15 +77,15 @@ class DecisionSlot:
 class Boundary(Protocol):
     """Called by every rank's main thread, at the same step of the program."""
 
-    def meet(self, decision: Decision | None) -> Decision | None:
-        """Rank 0 brings the decision or None; every rank returns with rank 0's."""
+    def broadcast(self, decision: Decision | None) -> Decision | None:
+        """Return rank 0's decision, or None, on every rank. The argument counts on rank 0 only."""
 
 
 class SingleProcessBoundary:
-    """A replica of one process: nobody to meet."""
+    """A replica of one process: there are no other ranks."""
 
-    def meet(self, decision: Decision | None) -> Decision | None:
-        """What was brought."""
+    def broadcast(self, decision: Decision | None) -> Decision | None:
+        """Return the decision."""
         return decision
 
 
@@ -103,23 +103,23 @@ class BroadcastBoundary:
         found = (dist.get_rank(group), dist.get_world_size(group))
         if found != (rank, world):
             raise WrongState(
-                f"rank {found[0]} of {found[1]} in its group", f"meeting as rank {rank} of {world}"
+                f"rank {found[0]} of {found[1]} in its group", f"a boundary for rank {rank} of {world}"
             )
         self._group, self._dist = group, dist
         self._source = 0 if group is None else dist.get_global_rank(group, 0)
-        self._word = torch.zeros(3, dtype=torch.int64)
+        self._buffer = torch.zeros(3, dtype=torch.int64)
 
-    def meet(self, decision: Decision | None) -> Decision | None:
-        """Rank 0's decision, on every rank; ChannelClosed once the group has failed."""
-        word = self._word
+    def broadcast(self, decision: Decision | None) -> Decision | None:
+        """Return rank 0's decision on every rank. Raises ChannelClosed once the group has failed."""
+        buffer = self._buffer
         if decision is None:
-            word[0] = _NONE
+            buffer[0] = _NONE
         else:
-            word[0] = _UNDO if decision.undo else _COMMIT
-            word[1], word[2] = decision.epoch, int(decision.timeout_s * 1000)
+            buffer[0] = _UNDO if decision.undo else _COMMIT
+            buffer[1], buffer[2] = decision.epoch, int(decision.timeout_s * 1000)
         try:
-            self._dist.broadcast(word, src=self._source, group=self._group)
+            self._dist.broadcast(buffer, src=self._source, group=self._group)
         except RuntimeError as error:
             raise ChannelClosed(f"the process group failed, make a new one: {error}") from error
-        kind, epoch, timeout_ms = word.tolist()
+        kind, epoch, timeout_ms = buffer.tolist()
         return None if kind == _NONE else Decision(epoch, kind == _UNDO, timeout_ms / 1000)

@@ -1,4 +1,4 @@
-"""A fleet: how each of a publisher's replicas is, and which of them are behind. Asked of the replicas themselves, outside a round."""
+"""The state of a publisher's fleet: what each replica serves, and which are behind. Requested from the replicas, outside a round."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from liveweight.wire.messages import ReplicaState
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplicaStatus:
-    """How one replica is. `boot` names its incarnation; `restarted`: the publisher knew another one. `behind`: it does not serve the
-    fleet's version, or cannot say so, and then `fault` says why."""
+    """One replica's status. `boot` names its incarnation; `restarted`: the publisher knew another one. `behind`: it does not serve the
+    fleet's version, or cannot be asked; `fault` then says why."""
 
     name: str
     serving: Version | None
@@ -42,7 +42,7 @@ class Fleet:
 
 
 def get_state(replica: Replica, deadline: Deadline) -> ReplicaState | LiveWeightError:
-    """How it is now, or why that cannot be learned."""
+    """The replica's state, or the error if it cannot be learned."""
     try:
         return replica.replica_state(deadline)
     except ReplicaRefused as refused:
@@ -53,13 +53,13 @@ def get_state(replica: Replica, deadline: Deadline) -> ReplicaState | LiveWeight
 
 def fleet_of(
     replicas: Sequence[Replica],
-    said: Iterable[ReplicaState | LiveWeightError],
+    states: Iterable[ReplicaState | LiveWeightError],
     *,
     published: Version | None,
     boots: Sequence[str | None],
 ) -> Fleet:
-    """What the replicas said, put together. `boots` are the incarnations that were known before."""
-    answers = list(said)
+    """The fleet from the replicas' states. `boots` are the incarnations that the publisher knew before."""
+    answers = list(states)
     served = [(one.serving, one.serving_s) for one in answers if isinstance(one, ReplicaState)]
     known = [(version, age_s) for version, age_s in served if version is not None]
     version = newest(known) if published is None else published
@@ -73,9 +73,9 @@ def fleet_of(
 
 
 def _replica_state(
-    name: str, said: ReplicaState | LiveWeightError, version: Version | None, boot: str | None
+    name: str, answer: ReplicaState | LiveWeightError, version: Version | None, boot: str | None
 ) -> ReplicaStatus:
-    if not isinstance(said, ReplicaState):
+    if not isinstance(answer, ReplicaState):
         return ReplicaStatus(
             name=name,
             serving=None,
@@ -83,13 +83,13 @@ def _replica_state(
             boot=None,
             restarted=False,
             behind=version is not None,
-            fault=said,
+            fault=answer,
         )
     return ReplicaStatus(
         name=name,
-        serving=said.serving,
-        state=said.state,
-        boot=said.boot,
-        restarted=boot not in (None, said.boot),
-        behind=version is not None and said.serving != version,
+        serving=answer.serving,
+        state=answer.state,
+        boot=answer.boot,
+        restarted=boot not in (None, answer.boot),
+        behind=version is not None and answer.serving != version,
     )

@@ -1,7 +1,7 @@
-"""The leader: the thread that runs a replica's scheduler, in rank 0's process or in an engine's.
+"""The leader server: the thread and the sockets around a replica's leader, in rank 0's process or in an engine's.
 
-Owns the listener that publishers and ranks reach, and the watch over their processes. It carries out what the scheduler
-decides and decides nothing itself; a decision for the ranks goes where the program takes it from, at a boundary.
+Owns the listener that publishers and ranks connect to, and the process watch over them. It carries out the actions of
+rounds/leader and decides nothing itself. A decision for the ranks goes to a DecisionSink, from which the program takes it at a boundary.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ IDLE_S = 60.0
 WATCH_S = 0.2
 SEND_S = 5.0
 PUBLISHER = -1
-"""In the place of a rank's number: whoever opened the round."""
+"""Stands for the process that opened the round, where a rank's number is expected."""
 
 
 class LeaderServer:
@@ -53,11 +53,11 @@ class LeaderServer:
         decisions: DecisionSink,
         takes_over: bool = False,
     ) -> None:
-        """`takes_over`: it is known to be the one that peers want at that address, whoever listens there now."""
+        """`takes_over`: listen at `address` even if another process listens there now, because peers want this one."""
         self._decisions, self._bus = decisions, bus
-        self._scheduler = Leader(replica=replica, boot=boot, world=world)
+        self._leader = Leader(replica=replica, boot=boot, world=world)
         self._watch: ProcessWatch[int] = ProcessWatch()
-        self._look_s = 0.0
+        self._next_check_s = 0.0
         self._closing = False
         listener: Listener[Message] = Listener(address, secret, Codec(Message), takes_over=takes_over)
         self.address, self._waker = listener.address, listener.waker()
@@ -68,11 +68,11 @@ class LeaderServer:
 
     @property
     def served(self) -> Version | None:
-        """What all ranks held by its last decision, when it has been closed. A swap whose outcome nobody was told does not count,
+        """After `close`: the version that all ranks held after the last decision. A swap whose outcome no rank was told does not count,
         nor does one that tore a rank."""
-        state = self._scheduler.state
+        state = self._leader.state
         if torn_by(state) is not None:
-            members = self._scheduler.membership.members.values()
+            members = self._leader.membership.members.values()
             return next((member.serving for member in members), None)
         match state:
             case SwappingState(base=base) | OverwritingState(base=base):
@@ -82,9 +82,9 @@ class LeaderServer:
             case _:
                 return serving_version(state)
 
-    def met(self, by: str) -> None:
-        """Say from now on that those who control the engine have told it this. For any thread."""
-        self._scheduler.membership.met.append(by)
+    def note_handshake(self, token: str) -> None:
+        """Report this token in `ReplicaState.met` from now on: a controller of the engine sent it to the engine. For any thread."""
+        self._leader.membership.handshakes.append(token)
 
     def close(self) -> None:
         """End the thread; peers learn that the replica is gone."""
@@ -101,45 +101,47 @@ class LeaderServer:
             self._watch.close()
 
     def _next(self, listener: Listener[Message]) -> list[Action]:
-        """Wait for a message or for time to pass, and let the scheduler say what follows."""
+        """Wait for a message or a timeout, and return the leader's actions."""
         now_s = time.monotonic()
-        until_s = min(self._scheduler.next_s() - now_s, IDLE_S)
-        if self._scheduler.needs_ranks:
-            until_s = min(until_s, self._look_s - now_s)  # only then does a rank's death matter at once
+        until_s = min(self._leader.next_s() - now_s, IDLE_S)
+        if self._leader.needs_ranks:
+            until_s = min(
+                until_s, self._next_check_s - now_s
+            )  # only then does the death of a rank matter at once
         try:
             incoming = listener.receive_or_wake(Deadline.after(max(0.0, until_s)), "a message")
         except DeadlineExceeded:
             incoming = None
         now_s = time.monotonic()
         if incoming is None:
-            return self._deaths(now_s) + self._scheduler.on_time(now_s)
-        actions = self._scheduler.on_message(now_s, incoming.peer, incoming.call, incoming.body)
-        self._watch_over(incoming)
-        return actions + self._deaths(now_s)
+            return self._check_processes(now_s) + self._leader.on_time(now_s)
+        actions = self._leader.on_message(now_s, incoming.peer, incoming.call, incoming.body)
+        self._watch_peer(incoming)
+        return actions + self._check_processes(now_s)
 
-    def _watch_over(self, incoming: Incoming[Message]) -> None:
+    def _watch_peer(self, incoming: Incoming[Message]) -> None:
         match incoming.body:
             case Join(rank=rank, host=host, pid=pid):
-                member = self._scheduler.membership.members.get(rank)
+                member = self._leader.membership.members.get(rank)
                 if member is not None and member.peer == incoming.peer:  # otherwise it was refused
-                    self._watch.over(rank, host, pid)
-            case Open(host=host, pid=pid) as asked:
-                if self._scheduler.asked is asked:
-                    self._watch.over(PUBLISHER, host, pid)
+                    self._watch.watch(rank, host, pid)
+            case Open(host=host, pid=pid) as request:
+                if self._leader.open_request is request:
+                    self._watch.watch(PUBLISHER, host, pid)
             case _:
                 return
 
-    def _deaths(self, now_s: float) -> list[Action]:
-        """Now and then, however many messages come: others may ask all the time."""
-        if now_s < self._look_s:
+    def _check_processes(self, now_s: float) -> list[Action]:
+        """Check for ended processes every WATCH_S, however many messages arrive in between."""
+        if now_s < self._next_check_s:
             return []
-        self._look_s = now_s + WATCH_S
+        self._next_check_s = now_s + WATCH_S
         actions: list[Action] = []
         for who in self._watch.ended():
             if who == PUBLISHER:
-                actions += self._scheduler.on_publisher_lost(now_s)
+                actions += self._leader.on_publisher_lost(now_s)
             else:
-                actions += self._scheduler.on_lost(now_s, who)
+                actions += self._leader.on_lost(now_s, who)
         return actions
 
     def _carry_out(self, listener: Listener[Message], actions: list[Action]) -> None:
@@ -149,19 +151,19 @@ class LeaderServer:
                 case SendReply(peer=peer, call=call, body=body):
                     self._send(listener, peer, body, call)
                 case NotifyRank(rank=rank, body=body):
-                    member = self._scheduler.membership.members.get(rank)
+                    member = self._leader.membership.members.get(rank)
                     if member is not None and not self._send(listener, member.peer, body, 0):
-                        todo.extend(self._scheduler.on_lost(time.monotonic(), rank))
+                        todo.extend(self._leader.on_lost(time.monotonic(), rank))
                 case PutDecision(round=round_id, undo=undo, timeout_s=timeout_s, kv_policy=policy):
                     self._decisions.put(round_id, Decision(round_id.epoch, undo, timeout_s, policy))
                 case WithdrawDecision(round=round_id):
                     waited = self._decisions.withdraw(round_id)
-                    todo.extend(self._scheduler.on_withdrawn(time.monotonic(), round_id, waited=waited))
+                    todo.extend(self._leader.on_withdrawn(time.monotonic(), round_id, waited=waited))
                 case EmitEvent(event=event):
                     self._bus.emit(event)
 
     def _send(self, listener: Listener[Message], peer: bytes, body: Message, call: int) -> bool:
-        """Whether the peer was there to take it. A caller that is gone needs no answer."""
+        """Returns whether the peer took it. A caller that is gone needs no answer."""
         try:
             listener.send(peer, body, call, Deadline.after(SEND_S))
         except (ChannelClosed, DeadlineExceeded):

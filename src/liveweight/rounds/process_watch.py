@@ -1,4 +1,4 @@
-"""A watch over processes of this host, by their ids: who has ended is known at once, without a message."""
+"""A watch over processes of this host, by process id: learns that a process has ended without a message from it."""
 
 from __future__ import annotations
 
@@ -15,36 +15,36 @@ class ProcessWatch(Generic[Who]):
     """For one thread. Ends with `close`."""
 
     def __init__(self) -> None:
-        self._over: dict[Who, int] = {}
+        self._descriptors: dict[Who, int] = {}
 
-    def over(self, who: Who, host: str, pid: int) -> None:
-        """Watch over that process in the place of the one before. One that cannot be seen from here has only its deadlines."""
+    def watch(self, who: Who, host: str, pid: int) -> None:
+        """Watch that process instead of the previous one of `who`. A process of another host is not watched: only deadlines apply to it."""
         self.forget(who)
         if not host or host != this_host():
             return
         try:
-            self._over[who] = os.pidfd_open(pid)
+            self._descriptors[who] = os.pidfd_open(pid)
         except OSError:
             return  # it has ended already, and its channel says so
 
     def forget(self, who: Who) -> None:
-        """It matters no more."""
-        descriptor = self._over.pop(who, None)
+        """Stop watching that process."""
+        descriptor = self._descriptors.pop(who, None)
         if descriptor is not None:
             os.close(descriptor)
 
     def ended(self) -> list[Who]:
-        """Those that have ended since; each is told once."""
+        """The processes that have ended since the last call; each is returned once."""
         poll = select.poll()
-        for descriptor in self._over.values():
+        for descriptor in self._descriptors.values():
             poll.register(descriptor, select.POLLIN)
         over = {descriptor for descriptor, _ in poll.poll(0)}
-        gone = [who for who, descriptor in self._over.items() if descriptor in over]
+        gone = [who for who, descriptor in self._descriptors.items() if descriptor in over]
         for who in gone:
             self.forget(who)
         return gone
 
     def close(self) -> None:
-        """Watch over nobody."""
-        for who in list(self._over):
+        """Stop watching all processes."""
+        for who in list(self._descriptors):
             self.forget(who)

@@ -1,6 +1,7 @@
-"""A read lease: one version of a source, kept readable for a requester while its ranks read it. The client of the pull server.
+"""A read lease: one version of a source, kept readable for a requester while its ranks read it. The client of the pull server
+(trainer/offers/pull_server).
 
-Owns the connection to the source: as long as it stands, the source is there, and waits a while for us before it goes on.
+Owns the connection to the source. While it is open, the source is alive, and waits for a while before it overwrites the version.
 """
 
 from __future__ import annotations
@@ -30,14 +31,14 @@ from liveweight.wire.messages.source import (
 from liveweight.wire.waker import Waker
 
 CONNECT_S = 5.0
-"""A source that is not there by then is not there."""
+"""How long to wait for the source to listen."""
 RELEASE_S = 2.0
 GRACE_S = 2.0
-"""A source answers at the deadline that it was told; the one who asked waits for that answer."""
+"""A source answers at the deadline of the request; the requester waits so much longer for that answer."""
 
 
 class ReadLease:
-    """Used by one thread. `held` is what the source said; leaving the `with` gives it back."""
+    """Used by one thread. `grant` is the source's answer; leaving the `with` releases the lease."""
 
     def __init__(
         self,
@@ -50,39 +51,40 @@ class ReadLease:
         deadline: Deadline,
         cancel: Waker,
     ) -> None:
-        """Ask for that label, or None for the newest. VersionNotOffered says what there is; ChannelClosed, that no source is there."""
+        """Acquire the version of that label, or the newest if None. Raises VersionNotOffered with the offered versions, or ChannelClosed if
+        no source listens."""
         self._address = address
         self._channel = _connected(address, secret, deadline, cancel)
-        self._replica_state = True
+        self._active = True
         try:
             body = AcquireReadLease(
                 requester=requester, version=version, lease_s=lease_s, wait_s=deadline.remaining_s()
             )
-            self.held = self._ask(body, deadline)
+            self.grant = self._acquire(body, deadline)
         except BaseException:
             self._channel.close()
             raise
 
     def check(self) -> None:
-        """Raise ChannelClosed if the source is gone. Costs nothing; what the source notifies is read here."""
+        """Raise ChannelClosed if the source is gone. Does not wait; reads and drops the source's notifications."""
         try:
             while self._channel.receive_now() is not None:
                 continue
         except ChannelClosed as error:
             raise ChannelClosed(
-                f"the source at {self._address} is gone while ranks read {self.held.version}"
+                f"the source at {self._address} is gone while ranks read {self.grant.version}"
             ) from error
 
     def release(self) -> None:
-        """Nobody reads any more: the source may go on. One that is gone needs not be told. Twice is fine."""
-        if not self._replica_state:
+        """Tell the source that nobody reads any more. Ignores a source that is gone. May be called twice."""
+        if not self._active:
             return
-        self._replica_state = False
+        self._active = False
         with suppress(LiveWeightError):
             self._channel.request(
-                ReleaseReadLease(lease=self.held.lease),
+                ReleaseReadLease(lease=self.grant.lease),
                 Deadline.after(RELEASE_S),
-                f"the source at {self._address} to take {self.held.version} back",
+                f"the source at {self._address} to take {self.grant.version} back",
                 cancellable=False,
             )
 
@@ -93,7 +95,7 @@ class ReadLease:
         self.release()
         self._channel.close()
 
-    def _ask(self, body: AcquireReadLease, deadline: Deadline) -> ReadLeaseGranted:
+    def _acquire(self, body: AcquireReadLease, deadline: Deadline) -> ReadLeaseGranted:
         wanted = "its newest version" if body.version is None else body.version
         later = Deadline(deadline.ends_s + GRACE_S, deadline.began_s)
         reply = self._channel.request(body, later, f"the source at {self._address} to hold {wanted}")

@@ -1,6 +1,6 @@
-"""The port through which a publisher drives one replica, and the implementation for a leader on our wire.
+"""The port to one replica, which the coordinator uses, and its implementation for a leader on our wire.
 
-Each method takes the round's deadline, says in its error whom it waited for, and raises what the replica refused with.
+Each method takes the round's deadline, names in its error what it waited for, and raises the replica's refusal.
 """
 
 from __future__ import annotations
@@ -34,15 +34,15 @@ class ReplicaRefused(Exception):
 
 
 class Replica(Protocol):
-    """One engine. Called by one thread at a time (`interrupt`: by any); raises ReplicaRefused, or a LiveWeightError where it cannot
+    """One engine. Called by one thread at a time (`interrupt`: by any). Raises ReplicaRefused, or a LiveWeightError if the replica cannot
     be reached."""
 
     @property
     def name(self) -> str:
-        """What reports and errors call it."""
+        """The replica's name in reports and errors."""
 
     def replica_state(self, deadline: Deadline) -> m.ReplicaState:
-        """What it expects and serves; waits until all its ranks have joined."""
+        """The tensors it expects and the version it serves; waits until all its ranks have joined."""
 
     def describe(self, structure: str, manifest: Manifest, deadline: Deadline) -> None:
         """Compare manifests, in both directions, and let rounds name this one by `structure`."""
@@ -54,19 +54,19 @@ class Replica(Protocol):
         """Wait until the round has come that far, or failed, or the deadline is over."""
 
     def compare(self, round_id: RoundId, digests: bytes, deadline: Deadline) -> None:
-        """Tell the digests of a round that was opened without them; `status` says how the comparison ended."""
+        """Send the digests of a round that was opened without them; `status` says how the comparison ended."""
 
     def vote(self, round_id: RoundId, lease_s: float, deadline: Deadline) -> None:
-        """Ask for its yes; a no is raised."""
+        """Request a yes vote; a no is raised."""
 
     def commit(self, round_id: RoundId, deadline: Deadline) -> m.Committed:
         """Make the version visible on all its ranks, or on none."""
 
     def abort(self, round_id: RoundId, reason: str, deadline: Deadline) -> tuple[int, ...]:
-        """Give the round up; the ranks that may still be reading the source."""
+        """Abort the round. Returns the ranks that may still be reading the source."""
 
     def mark_behind(self, version: Version, reason: str, deadline: Deadline) -> None:
-        """Tell it to take no requests before a round has brought it a version: the others serve this one. It does not answer."""
+        """Tell the replica that the others serve `version`: it takes no requests until a round has updated it. There is no answer."""
 
     def undo(self, publisher: str, deadline: Deadline) -> m.Committed:
         """Go back to the version before."""
@@ -84,8 +84,8 @@ class Replica(Protocol):
 class WireReplica:
     """A replica whose leader listens on our wire (a Receiver's rank 0). Reconnects after the leader was replaced.
 
-    `found` says anew where the leader listens whenever a connection is made, for one whose address changes when it is started again; then
-    `name` is what it is called whatever its address.
+    `locate` returns the leader's address whenever a connection is made, for a leader whose address changes when it is started again; `name`
+    then names the replica whatever its address.
     """
 
     def __init__(
@@ -94,10 +94,10 @@ class WireReplica:
         secret: Secret,
         *,
         name: str | None = None,
-        found: Callable[[Deadline], str] | None = None,
+        locate: Callable[[Deadline], str] | None = None,
     ) -> None:
         self._address, self._secret = address, secret
-        self._name, self._found = name, found
+        self._name, self._locate = name, locate
         self._interrupt = Waker()
         self._channel: Channel[m.Message] | None = None
 
@@ -108,78 +108,78 @@ class WireReplica:
 
     @property
     def address(self) -> str:
-        """Where its leader listened when it was last reached; empty before, if it was never found."""
+        """The leader's address at the last connection; empty if it was never located."""
         return self._address
 
     @property
     def connected(self) -> bool:
         """Whether its leader has been reached, and has not ended since."""
-        self._leave_the_dead()
+        self._drop_ended_channel()
         return self._channel is not None
 
     def replica_state(self, deadline: Deadline) -> m.ReplicaState:
         """See Replica."""
-        self._leave_the_dead()
-        return self._ask(
+        self._drop_ended_channel()
+        return self._request(
             m.GetReplicaState(wait_s=deadline.remaining_s()), m.ReplicaState, deadline, "say what it expects"
         )
 
     def describe(self, structure: str, manifest: Manifest, deadline: Deadline) -> None:
         """See Replica."""
-        self._ask(
+        self._request(
             m.Describe(structure=structure, manifest=manifest), m.Described, deadline, "compare manifests"
         )
 
     def open(self, body: m.Open, deadline: Deadline) -> m.Opened:
         """See Replica."""
-        self._leave_the_dead()
-        return self._ask(body, m.Opened, deadline, "open the round")
+        self._drop_ended_channel()
+        return self._request(body, m.Opened, deadline, "open the round")
 
     def status(self, round_id: RoundId, until: m.Phase, deadline: Deadline) -> m.Progress:
         """See Replica. The answer is due at the deadline; the wait for it lasts a little longer."""
         body = m.WaitFor(round=round_id, until=until, wait_s=deadline.remaining_s())
-        return self._ask(body, m.Progress, _with_grace(deadline), f"be {until}")
+        return self._request(body, m.Progress, _with_grace(deadline), f"be {until}")
 
     def compare(self, round_id: RoundId, digests: bytes, deadline: Deadline) -> None:
         """See Replica."""
-        self._ask(m.Compare(round=round_id, digests=digests), m.Compared, deadline, "compare digests")
+        self._request(m.Compare(round=round_id, digests=digests), m.Compared, deadline, "compare digests")
 
     def vote(self, round_id: RoundId, lease_s: float, deadline: Deadline) -> None:
         """See Replica."""
-        self._ask(m.RequestVote(round=round_id, lease_s=lease_s), m.Vote, deadline, "vote")
+        self._request(m.RequestVote(round=round_id, lease_s=lease_s), m.Vote, deadline, "vote")
 
     def commit(self, round_id: RoundId, deadline: Deadline) -> m.Committed:
         """See Replica."""
         body = m.Commit(round=round_id, timeout_s=deadline.remaining_s())
-        return self._ask(body, m.Committed, _with_grace(deadline), "commit")
+        return self._request(body, m.Committed, _with_grace(deadline), "commit")
 
     def abort(self, round_id: RoundId, reason: str, deadline: Deadline) -> tuple[int, ...]:
-        """See Replica. Where only the connection was lost, the leader hears it over another one; a successor refuses: it knows
-        nothing of the round."""
+        """See Replica. If only the connection was lost, the abort goes over a new one; a successor of the leader refuses it, because it
+        does not know the round."""
         body = m.Abort(round=round_id, reason=reason, wait_s=deadline.remaining_s())
         later = _with_grace(deadline)
         if self._channel is None:
             self._channel = self._connect(later, waits=False)
-        return self._ask(body, m.Aborted, later, "abort", interruptible=False).readers
+        return self._request(body, m.Aborted, later, "abort", interruptible=False).readers
 
     def mark_behind(self, version: Version, reason: str, deadline: Deadline) -> None:
-        """See Replica. A connection that is gone is not made anew for it."""
+        """See Replica. Does not reconnect."""
         if self._channel is not None:
             self._channel.send(m.MarkBehind(version=version, reason=reason), deadline)
 
     def undo(self, publisher: str, deadline: Deadline) -> m.Committed:
         """See Replica."""
         body = m.Undo(publisher=publisher, timeout_s=deadline.remaining_s())
-        return self._ask(body, m.Committed, _with_grace(deadline), "undo")
+        return self._request(body, m.Committed, _with_grace(deadline), "undo")
 
     def verify(self, body: m.Verify, deadline: Deadline) -> m.Verdict:
         """See Replica."""
-        self._leave_the_dead()
-        return self._ask(body, m.Verdict, _with_grace(deadline), "say what it holds")
+        self._drop_ended_channel()
+        return self._request(body, m.Verdict, _with_grace(deadline), "say what it holds")
 
-    def rest(self, body: m.Sleep | m.Wake, deadline: Deadline) -> None:
-        """Tell the leader that its engine gives memory back, or has it again. For the engine's own process."""
-        self._ask(body, m.SleepNoted, deadline, "note that it sleeps or wakes up")
+    def note_sleep(self, body: m.Sleep | m.Wake, deadline: Deadline) -> None:
+        """Tell the leader that its engine gives memory back, or has restored it. For the engine's own process."""
+        self._request(body, m.SleepNoted, deadline, "note that it sleeps or wakes up")
 
     def interrupt(self) -> None:
         """See Replica."""
@@ -190,7 +190,7 @@ class WireReplica:
         self.disconnect()
         self._interrupt.close()
 
-    def _ask(
+    def _request(
         self,
         body: m.Message,
         kind: type[Answer],
@@ -214,8 +214,8 @@ class WireReplica:
             raise MessageInvalid(f"{self.name} answered {type(body).__name__} with {type(answer).__name__}")
         return answer
 
-    def _leave_the_dead(self) -> None:
-        """Before a round: a channel whose leader has ended meanwhile gives way to one to its successor."""
+    def _drop_ended_channel(self) -> None:
+        """Before a round: drop a channel whose leader has ended, so that the next request connects to its successor."""
         if self._channel is None:
             return
         try:
@@ -225,8 +225,8 @@ class WireReplica:
 
     def _connected(self, deadline: Deadline) -> Channel[m.Message]:
         if self._channel is None:
-            if self._found is not None:
-                self._address = self._found(deadline)
+            if self._locate is not None:
+                self._address = self._locate(deadline)
             self._channel = self._connect(deadline)
         return self._channel
 
@@ -248,7 +248,7 @@ class WireReplica:
 
 
 def _with_grace(deadline: Deadline) -> Deadline:
-    """A replica answers at the deadline that it was told; the one who asked waits for that answer."""
+    """A replica answers at the deadline of the request; the requester waits so much longer for that answer."""
     return Deadline(deadline.ends_s + GRACE_S, deadline.began_s)
 
 

@@ -1,4 +1,4 @@
-"""One replica's part of a round at its publisher: how far it came, and what its line in the report says."""
+"""One replica's progress in a round, as the coordinator knows it, and its line in the report."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ from liveweight.wire.messages.values import Fault, RoundId
 
 @dataclass(slots=True)
 class ReplicaProgress:
-    """One replica's part of the round so far. `serving`: what it served when last heard of; `fault`: why it is out, since `failed_s`.
+    """How far one replica has come. `serving`: the version it served at its last answer; `fault`: why it left the round, at `failed_s`;
+    `unanswered`: it was told to commit and has not answered.
 
     `boot` is the replica's incarnation as far as it is known; `restarted`: in this round it was another one than before.
     """
@@ -29,7 +30,7 @@ class ReplicaProgress:
     in_place: bool = False
     fault: Fault | None = None
     failed_s: float = 0.0
-    unheard: bool = False
+    unanswered: bool = False
     reached: m.Progress | None = None
     committed: m.Committed | None = None
     readers: bool = False
@@ -46,20 +47,20 @@ class ReplicaProgress:
         """What it serves, as far as is known."""
         return self.serving if self.committed is None else self.committed.serving
 
-    def opened(self, said: m.Opened) -> None:
-        """It answered the open."""
-        self.serving, self.round_id, self.unchanged = said.serving, said.round, said.round is None
-        self.kept, self.in_place = said.kept, said.in_place
-        if said.round is not None:
-            self.restarted = self.boot not in (None, said.round.boot)
-            self.boot = said.round.boot
+    def on_opened(self, answer: m.Opened) -> None:
+        """The replica has answered Open."""
+        self.serving, self.round_id, self.unchanged = answer.serving, answer.round, answer.round is None
+        self.kept, self.in_place = answer.kept, answer.in_place
+        if answer.round is not None:
+            self.restarted = self.boot not in (None, answer.round.boot)
+            self.boot = answer.round.boot
 
     def fail(self, fault: Fault) -> None:
-        """It is out of the round."""
+        """The replica leaves the round."""
         self.fault, self.failed_s = fault, time.monotonic()
 
     def _last_progress(self) -> m.Progress | None:
-        """How far it came; in place, all of it during the commit."""
+        """The last progress; of a replica in place, with the times and bytes of its commit."""
         if not self.in_place or self.reached is None or self.committed is None:
             return self.reached
         ranks = self.committed.ranks

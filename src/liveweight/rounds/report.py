@@ -1,4 +1,4 @@
-"""What a publisher reports of a round: a frozen value, and flat numbers for a logger."""
+"""The report of a round: a frozen value, and flat numbers for a logger."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from liveweight.spec.manifest import Version
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplicaReport:
-    """One replica's part: what it serves now, whether it committed, how long it took. `reason` says why it did not.
+    """One replica's line: the version it serves now, whether it committed, how long it took. `reason` says why it did not.
 
     `kept` names the optional groups, such as `draft`, that the offer left out: of them the replica keeps what it had. `restarted`: it was
-    started anew since the publisher last heard of it. `read` is what was compared with the trainer's weights, as far as is known: all that
+    restarted since its last answer to the publisher. `read` is what was compared with the trainer's weights, as far as is known: all that
     the replica computes with (`installed`), or of some tensors only the copy that they were installed from (`staged`).
     """
 
@@ -33,7 +33,7 @@ class ReplicaReport:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FailedMode:
-    """A transfer mode that is passed over, since it failed: with that code, for that reason."""
+    """A transfer mode that is not used any more because it failed: with that code, for that reason."""
 
     mode: str
     code: str

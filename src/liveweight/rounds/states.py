@@ -2,7 +2,7 @@
 
 Serving ── open ──▶ Staging ── verified ──▶ Ready ── commit ──▶ Serving(undo) ── undo ──▶ Serving
 In place: Ready ── overwrite ──▶ Overwriting ── ok ──▶ Serving, or Torn; a torn one stays torn until a round has overwritten it whole.
-A sum type: data exists only where it means something. Pausing is the scheduler's matter and no part of this.
+A sum type: data exists only where it means something. Pausing requests is the engine's (engine/serving/pauses), not a state here.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class TornState:
 
 @dataclass(frozen=True, slots=True)
 class StagingState:
-    """A round reads into the shadow; live weights are the base's, or `torn`. In place it has only found its source."""
+    """A round reads into the shadow; live weights are the base's, or `torn`. In place it has only located its source."""
 
     base: Version | None
     target: Version

@@ -1,4 +1,4 @@
-"""Errands: what a publisher asks of one replica outside a round: to go back, to stop reading, to say what it holds."""
+"""A publisher's calls to one replica outside a round: undo, stop reading a source, verify live weights."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from liveweight.wire.messages.values import RoundId
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplicaVerdict:
-    """What one replica's ranks hold, beside what was published. `verdict` None: it could not be learned, and `fault` says why."""
+    """One replica's live weights, compared with the published version. `verdict` None: they could not be compared, and `fault` says why."""
 
     name: str
     verdict: Verdict | None
@@ -23,7 +23,7 @@ class ReplicaVerdict:
 
     @property
     def match(self) -> bool | None:
-        """Whether it holds exactly what was published; None: it could not be learned."""
+        """Whether the replica holds exactly the published version; None: unknown."""
         return None if self.verdict is None else self.verdict.match
 
     @property
@@ -41,13 +41,13 @@ class Verification:
 
     @property
     def match(self) -> bool | None:
-        """True: all hold it. False: one does not. None: none is known not to, and of one it is not known."""
+        """True: all replicas hold it. False: at least one does not. None: at least one is unknown, and the others hold it."""
         matches = [replica.match for replica in self.replicas]
         return False if False in matches else None if None in matches else True
 
 
 def undo_replica(replica: Replica, publisher: str, deadline: Deadline) -> Version | None:
-    """Undo; what it serves then. RoundFailed where it refuses, OutcomeUnknown where it does not answer."""
+    """Undo, and return the version that serves then. Raises RoundFailed if the replica refuses, OutcomeUnknown if it does not answer."""
     try:
         return replica.undo(publisher, deadline).serving
     except ReplicaRefused as refused:
@@ -65,17 +65,17 @@ def undo_replica(replica: Replica, publisher: str, deadline: Deadline) -> Versio
 
 
 def may_still_read(replica: Replica, round_id: RoundId, deadline: Deadline) -> bool:
-    """Ask it to stop reading what a round offered; whether some rank of it may still do so."""
+    """Tell the replica to stop reading a round's source. Returns whether one of its ranks may still read."""
     try:
         return bool(replica.abort(round_id, "the source is needed", deadline))
     except ReplicaRefused:
-        return False  # the round ended there
+        return False  # the round has ended there
     except LiveWeightError:
         return True
 
 
 def verify_replica(replica: Replica, manifest: Manifest, deadline: Deadline) -> ReplicaVerdict:
-    """What its ranks hold now, compared with the manifest. Raises nothing of ours: what went wrong is in the answer."""
+    """Compare the live weights of its ranks with the manifest. Raises no LiveWeightError: the error is in the result."""
     body = Verify(manifest=manifest, timeout_s=deadline.remaining_s())
     try:
         return ReplicaVerdict(name=replica.name, verdict=replica.verify(body, deadline))

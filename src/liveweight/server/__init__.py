@@ -1,4 +1,4 @@
-"""HTTP: the OpenAI routes of the embedded engine, its health and its metrics.
+"""HTTP: the OpenAI routes of the embedded engine, the routes for operators, health and metrics.
 
-Owns schemas, status codes and streams. What is computed, and in which order, is engine/'s; argv and exit codes are cli/'s.
+Owns schemas, status codes and streams. Computation is engine/'s; argv and exit codes are cli/'s.
 """

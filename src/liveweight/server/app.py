@@ -1,4 +1,4 @@
-"""The app: routes, guard and the telling of errors, put together around one engine."""
+"""The app: routes, request guard and error handlers around one engine."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from liveweight.server import health
 from liveweight.server.admin import routes as admin_routes
 from liveweight.server.admin import sleep_routes, update_routes, verify_routes
 from liveweight.server.admin.call_ids import CallIds
-from liveweight.server.engine_bridge import Post
+from liveweight.server.engine_bridge import DeltaDispatcher
 from liveweight.server.engine_port import EnginePort
 from liveweight.server.errors import ApiError, error_response, http_response
 from liveweight.server.metrics import register
@@ -37,17 +37,20 @@ WAITERS = 64
 def build_app(
     engine: EnginePort, *, registry: CollectorRegistry, access: AccessRules, first: Sequence[APIRouter] = ()
 ) -> FastAPI:
-    """An app that serves the engine. Its lifespan must run; the engine is its caller's to stop. Routes of `first` go before ours."""
+    """An app that serves the engine. Its lifespan must run; the caller stops the engine. Routes of `first` come before the others."""
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
-        post, waiters = Post(asyncio.get_running_loop()), ThreadPoolExecutor(WAITERS, "liveweight-control")
-        app.state.service = RouteContext(
-            engine=engine, post=post, registry=registry, waiters=waiters, created=int(time.time())
+        dispatcher, waiters = (
+            DeltaDispatcher(asyncio.get_running_loop()),
+            ThreadPoolExecutor(WAITERS, "liveweight-control"),
+        )
+        app.state.context = RouteContext(
+            engine=engine, dispatcher=dispatcher, registry=registry, waiters=waiters, created=int(time.time())
         )
         try:
             yield
-        finally:  # who still waits is told by the engine, which has stopped
+        finally:  # calls that still wait get an error from the engine, which has stopped
             waiters.shutdown(wait=False, cancel_futures=True)
 
     app = FastAPI(
@@ -63,26 +66,26 @@ def build_app(
     app.include_router(health.router)
     app.add_middleware(Guard, access=access)
     app.add_middleware(Unexpected)
-    app.add_middleware(CallIds, paths=access.control_paths)  # added last, so it stands first
-    app.add_exception_handler(RequestValidationError, _told_invalid)
-    app.add_exception_handler(HTTPException, _told_http)
-    for told in (ApiError, LiveWeightError):
-        app.add_exception_handler(told, _told)
+    app.add_middleware(CallIds, paths=access.control_paths)  # added last, so it runs first
+    app.add_exception_handler(RequestValidationError, _invalid_response)
+    app.add_exception_handler(HTTPException, _http_response)
+    for kind in (ApiError, LiveWeightError):
+        app.add_exception_handler(kind, _response)
     register(engine, registry)
     return app
 
 
-async def _told(request: Request, error: Exception) -> Response:
+async def _response(request: Request, error: Exception) -> Response:
     del request
     return error_response(error)
 
 
-async def _told_invalid(request: Request, error: Exception) -> Response:
+async def _invalid_response(request: Request, error: Exception) -> Response:
     del request
     return error_response(refusal(error) if isinstance(error, RequestValidationError) else error)
 
 
-async def _told_http(request: Request, error: Exception) -> Response:
+async def _http_response(request: Request, error: Exception) -> Response:
     if not isinstance(error, HTTPException):
         return error_response(error)
     return http_response(error, f"{request.method} {request.url.path}")

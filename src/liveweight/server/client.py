@@ -1,6 +1,6 @@
-"""The client of the control routes: asks an engine by its URL what it serves and where its leader listens, and tells it what to do.
+"""The client of an engine's operator routes (server/admin): state of its weights, address of its leader, update, undo, pause, sleep.
 
-Owns URLs, the key and the telling of what came back. Rounds themselves go over the wire, not through here.
+Owns URLs, the key and the errors of a response. Rounds do not go over HTTP.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ from liveweight.spec.decoding import from_json
 
 ANSWER_BYTES_MAX = 64 << 20
 GRACE_S = 2.0
-"""How much longer than the engine its client waits: the engine's own word on a deadline is better."""
+"""How much longer than the engine its client waits: the engine's own timeout error says more."""
 
 FIND_S = 10.0
-"""An engine that does not say by then where its leader listens is out of reach."""
+"""How long an engine may take to return the address of its leader."""
 
 LAST_STEPS_S = 30.0
-"""How much longer than its own time an update may take: votes and a commit that were begun in time are ended."""
+"""How much longer than its own timeout an update may take: a vote or commit that began in time is finished."""
 
 
 def is_url(text: str) -> bool:
@@ -43,12 +43,12 @@ def is_url(text: str) -> bool:
 
 
 def wire_address(url: str, key: str | None, deadline: Deadline) -> str:
-    """Where the leader of the engine at that URL listens. A WireError, DeadlineExceeded or WrongState if it cannot be had."""
+    """Where the leader of the engine at that URL listens. A WireError, DeadlineExceeded or WrongState if it cannot be found out."""
     return leader_of(url, EngineClient(url, key).weights(deadline.within(FIND_S)))
 
 
 def leader_of(url: str, weights: Mapping[str, Any]) -> str:
-    """The address in what the engine at that URL said of its weights, if it can be used from here."""
+    """The leader's address in an engine's `/v1/weights` answer. ChannelClosed if it cannot be reached from this host."""
     address = weights.get("address")
     if address is None:
         raise WrongState("it serves without live updates", f"an update of {url}")
@@ -73,55 +73,55 @@ class EngineClient:
             raise MessageInvalid(f"{url} is no URL of an engine, such as http://127.0.0.1:8000")
 
     def weights(self, deadline: Deadline) -> dict[str, Any]:
-        """What it serves, and how its rounds went."""
-        answer = self._ask("GET", "/v1/weights", None, deadline)
+        """What the engine serves, and its last rounds."""
+        answer = self._call("GET", "/v1/weights", None, deadline)
         if not {"state", "version", "address"} <= answer.keys():
             raise MessageInvalid(f"{self.url} is no engine of ours: it does not say what it serves")
         return answer
 
     def undo(self, deadline: Deadline) -> dict[str, Any]:
-        """Take it back to the version before; what it serves then."""
-        return self._ask("POST", "/v1/weights/undo", {"timeout_s": _left_s(deadline)}, deadline)
+        """Undo to the version before; returns what the engine serves then."""
+        return self._call("POST", "/v1/weights/undo", {"timeout_s": _left_s(deadline)}, deadline)
 
-    def update(self, wish: Mapping[str, Any], timeout_s: float) -> dict[str, Any]:
-        """Take it to a version of its source, in that time; what came of it. `wish` are the fields of the route that are not left out."""
+    def update(self, fields: Mapping[str, Any], timeout_s: float) -> dict[str, Any]:
+        """Update to a version of the engine's source; returns the route's answer. `fields` are the fields of the route's body."""
         deadline = Deadline.after(timeout_s + LAST_STEPS_S)
-        answer = self._ask("POST", "/v1/update_weights", {**wish, "timeout_s": timeout_s}, deadline)
+        answer = self._call("POST", "/v1/update_weights", {**fields, "timeout_s": timeout_s}, deadline)
         if not {"version", "outcome", "results"} <= answer.keys():
             raise MessageInvalid(f"{self.url} is no engine of ours: it does not say what came of the update")
         return answer
 
-    def verify(self, question: Mapping[str, Any], timeout_s: float) -> dict[str, Any]:
-        """Digest what it holds now, and compare it; what came of it. `question` are the fields of the route."""
-        body = {**question, "timeout_s": timeout_s}
-        answer = self._ask("POST", "/v1/weights/verify", body, Deadline.after(timeout_s))
+    def verify(self, fields: Mapping[str, Any], timeout_s: float) -> dict[str, Any]:
+        """Digest live weights and compare them; returns the route's answer. `fields` are the fields of the route's body."""
+        body = {**fields, "timeout_s": timeout_s}
+        answer = self._call("POST", "/v1/weights/verify", body, Deadline.after(timeout_s))
         if not {"match", "version", "digest", "mismatches"} <= answer.keys():
             raise MessageInvalid(f"{self.url} is no engine of ours: it does not say what it found")
         return answer
 
     def pause(self, mode: str, deadline: Deadline) -> dict[str, Any]:
-        """Let it take no step; how it is then."""
-        return self._ask("POST", "/v1/pause", {"mode": mode, "timeout_s": _left_s(deadline)}, deadline)
+        """Pause requests."""
+        return self._call("POST", "/v1/pause", {"mode": mode, "timeout_s": _left_s(deadline)}, deadline)
 
     def resume(self, deadline: Deadline) -> dict[str, Any]:
-        """Let it go on."""
-        return self._ask("POST", "/v1/resume", None, deadline)
+        """Resume requests."""
+        return self._call("POST", "/v1/resume", None, deadline)
 
     def sleep(self, tags: Sequence[str] | None, timeout_s: float) -> dict[str, Any]:
-        """Let it give memory back; what is asleep then."""
-        return self._ask(
+        """Release memory; returns what is asleep then."""
+        return self._call(
             "POST", "/v1/sleep", {"tags": tags, "timeout_s": timeout_s}, Deadline.after(timeout_s)
         )
 
     def wakeup(self, tags: Sequence[str] | None, timeout_s: float) -> dict[str, Any]:
-        """Let it take its memory again; what is still asleep then."""
-        return self._ask(
+        """Restore memory; returns what is still asleep then."""
+        return self._call(
             "POST", "/v1/wakeup", {"tags": tags, "timeout_s": timeout_s}, Deadline.after(timeout_s)
         )
 
-    def _ask(self, method: str, path: str, body: object, deadline: Deadline) -> dict[str, Any]:
+    def _call(self, method: str, path: str, body: object, deadline: Deadline) -> dict[str, Any]:
         try:
-            status, raw = exchange(self._parts, method, path, self._key, body, deadline)
+            status, raw = call_once(self._parts, method, path, self._key, body, deadline)
         except TimeoutError:
             raise deadline.exceeded(f"{self.url} to answer {method} {path}") from None
         except OSError as error:
@@ -130,10 +130,10 @@ class EngineClient:
             raise MessageInvalid(
                 f"{self.url} is no engine of ours: {error or type(error).__name__}"
             ) from error
-        return self._told(status, raw)
+        return self._checked(status, raw)
 
-    def _told(self, status: int, raw: bytes) -> dict[str, Any]:
-        """The answer; the engine's own error, if it is one."""
+    def _checked(self, status: int, raw: bytes) -> dict[str, Any]:
+        """The parsed answer. Raises the engine's own error, if the answer is one."""
         try:
             answer = from_json(raw, dict[str, Any])
         except msgspec.DecodeError:
@@ -148,16 +148,16 @@ class EngineClient:
         raise _error(problem.get("code"), f"{self.url}: {problem.get('message')}")
 
 
-def exchange(
+def call_once(
     url: SplitResult, method: str, path: str, key: str | None, body: object, deadline: Deadline
 ) -> tuple[int, bytes]:
-    """One request, one answer. Raises what http.client raises; TimeoutError at the deadline and a little."""
-    with closing(PendingCall(url, method, path, key, body, deadline)) as asked:
-        return asked.answer()
+    """One request, one response. Raises what http.client raises; TimeoutError GRACE_S after the deadline."""
+    with closing(PendingCall(url, method, path, key, body, deadline)) as call:
+        return call.answer()
 
 
 class PendingCall:
-    """A request that has been sent, for whoever sends another before the answer comes. Raises as `exchange` does."""
+    """A request that has been sent; its response is read later, so that several can be in flight. Raises as `call_once` does."""
 
     def __init__(
         self, url: SplitResult, method: str, path: str, key: str | None, body: object, deadline: Deadline
@@ -178,7 +178,7 @@ class PendingCall:
             raise
 
     def answer(self) -> tuple[int, bytes]:
-        """Wait for it: its status and its body."""
+        """Wait for the response: status and body."""
         response = self._connection.getresponse()
         raw = bytearray()
         while part := response.read1(1 << 16):
@@ -190,12 +190,12 @@ class PendingCall:
         return response.status, bytes(raw)
 
     def close(self) -> None:
-        """Let go of the connection."""
+        """Close the connection."""
         self._connection.close()
 
 
 def _error(code: object, text: str) -> LiveWeightError:
-    """The engine's error as it raised it; its remedy, which the text ends with, is the class's."""
+    """Rebuild the engine's error. The text ends with the remedy, which the class adds again."""
     kind = next((kind for kind in catalogue() if kind.code == code), None)
     if kind is None:
         return WireError(text)
@@ -203,5 +203,5 @@ def _error(code: object, text: str) -> LiveWeightError:
 
 
 def _left_s(deadline: Deadline) -> float:
-    """What the engine may take; it is asked even at the last moment, so that its own state is told."""
+    """The engine's timeout. Positive even at the deadline, so that the engine's own error comes back."""
     return max(0.001, deadline.remaining_s())

@@ -1,6 +1,6 @@
-"""The way between the event loop and the engine's thread: requests go in, pieces of answers come out, what is left is cancelled.
+"""The bridge between the event loop and the engine's thread: submits requests, delivers pieces of answers, cancels what is left.
 
-Owns the hand-over. No lock is held while anything is called; the engine's thread never waits for the loop.
+Owns the hand-over between the threads. No lock is held during a call; the engine's thread never waits for the loop.
 """
 
 from __future__ import annotations
@@ -18,21 +18,21 @@ from liveweight.server.engine_port import EnginePort
 from liveweight.server.openai.generation_requests import EngineRequest
 
 
-class Post:
-    """Carries deltas to one event loop, and wakes it once for all that came since it last looked."""
+class DeltaDispatcher:
+    """Dispatches deltas to one event loop, and wakes it once for all that came since its last turn."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop
         self._lock = threading.Lock()
-        self._letters: list[tuple[Callable[[Delta], None], Delta]] = []
+        self._pending: list[tuple[Callable[[Delta], None], Delta]] = []
 
     def sink(self, take: Callable[[Delta], None]) -> Sink:
         """A sink for any thread; `take` is called on the loop."""
 
         def put(delta: Delta) -> None:
             with self._lock:
-                self._letters.append((take, delta))
-                first = len(self._letters) == 1
+                self._pending.append((take, delta))
+                first = len(self._pending) == 1
             if first:
                 with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits any more
                     self._loop.call_soon_threadsafe(self._deliver)
@@ -41,26 +41,28 @@ class Post:
 
     def _deliver(self) -> None:
         with self._lock:
-            letters, self._letters = self._letters, []
-        for take, delta in letters:
+            pending, self._pending = self._pending, []
+        for take, delta in pending:
             take(delta)
 
 
 class EngineBridge:
     """The engine's requests behind one HTTP request. Leaving the `with` cancels those that have not ended."""
 
-    def __init__(self, engine: EnginePort, post: Post, asks: Sequence[EngineRequest]) -> None:
-        self._engine, self._post, self._asks = engine, post, asks
+    def __init__(
+        self, engine: EnginePort, dispatcher: DeltaDispatcher, requests: Sequence[EngineRequest]
+    ) -> None:
+        self._engine, self._dispatcher, self._requests = engine, dispatcher, requests
         self._open: dict[int, int] = {}
-        self._came: asyncio.Queue[tuple[int, Delta]] = asyncio.Queue()
+        self._arrived: asyncio.Queue[tuple[int, Delta]] = asyncio.Queue()
         self.tokens = 0
-        """How many have come so far, of all answers together."""
+        """Tokens that have come so far, of all answers together."""
 
     def __enter__(self) -> Self:
         try:
-            for index, ask in enumerate(self._asks):
-                sink = self._post.sink(partial(self._take, index))
-                self._open[index] = self._engine.submit(ask.prompt, ask.sampling, sink)
+            for index, request in enumerate(self._requests):
+                sink = self._dispatcher.sink(partial(self._on_delta, index))
+                self._open[index] = self._engine.submit(request.prompt, request.sampling, sink)
         except BaseException:
             self._cancel()
             raise
@@ -77,25 +79,25 @@ class EngineBridge:
         return tuple(self._open.values())
 
     async def deltas(self) -> AsyncIterator[list[tuple[int, Delta]]]:
-        """The pieces of all answers, each with its ask's index: all that came since the last time, until all have ended.
+        """The pieces of all answers, each with its request's index: all that came since the last time, until all have ended.
 
         Raises an answer's fault, after the pieces before it.
         """
         while self._open:
-            came = [await self._came.get()]
-            while not self._came.empty():
-                came.append(self._came.get_nowait())
-            for index, delta in came:
+            arrived = [await self._arrived.get()]
+            while not self._arrived.empty():
+                arrived.append(self._arrived.get_nowait())
+            for index, delta in arrived:
                 if delta.last:
                     del self._open[index]
-            fault = next((delta.fault for _, delta in came if delta.fault is not None), None)
-            yield [(index, delta) for index, delta in came if delta.fault is None]
+            fault = next((delta.fault for _, delta in arrived if delta.fault is not None), None)
+            yield [(index, delta) for index, delta in arrived if delta.fault is None]
             if fault is not None:
-                raise fault.with_traceback(None)  # one error, told to many requests
+                raise fault.with_traceback(None)  # one error object, raised in many requests
 
-    def _take(self, index: int, delta: Delta) -> None:
+    def _on_delta(self, index: int, delta: Delta) -> None:
         self.tokens += len(delta.tokens)
-        self._came.put_nowait((index, delta))
+        self._arrived.put_nowait((index, delta))
 
     def _cancel(self) -> None:
         while self._open:

@@ -19,7 +19,7 @@ from liveweight.spec.manifest import Version
 
 
 class EngineControls(Protocol):
-    """What those who run a replica can see of it and tell it. For any thread but the event loop's: all of them may wait."""
+    """What operators can see of a replica and do to it. For any thread but the event loop's: every method may wait."""
 
     @property
     def address(self) -> str | None:
@@ -27,35 +27,35 @@ class EngineControls(Protocol):
 
     @property
     def paused(self) -> Pausing:
-        """Whether requests run, still finish, or stand still. Waits for nothing."""
+        """Whether requests run, still finish, or are paused. Returns at once."""
 
     def update_status(self) -> UpdateStatus:
-        """What it serves, and how its rounds are and went. WrongState without live updates."""
+        """The version served, and present and past rounds. WrongState without live updates."""
 
     def undo(self, timeout_s: float) -> Version | None:
         """Go back to the version before; what serves then. WrongState without one, RoundOpen while a round is open."""
 
-    def update_weights(self, wish: RequestedVersion) -> UpdateResult:
-        """Take it to a version of its source. WrongState without one; RoundFailed: it serves what it served."""
+    def update_weights(self, request: RequestedVersion) -> UpdateResult:
+        """Update to a version of its source. WrongState without a source; after RoundFailed it serves the version it had."""
 
-    def verify(self, question: VerificationRequest) -> VerificationResult:
+    def verify(self, request: VerificationRequest) -> VerificationResult:
         """Digest what all ranks hold now, and compare it. WrongState without live updates, ManifestMismatch for unknown names,
         WeightsExchanged where rounds left no time for it, DeadlineExceeded with the ranks that did not answer."""
 
     def pause(self, mode: PauseMode, timeout_s: float) -> None:
-        """Let requests stand still; new ones wait. DeadlineExceeded if they do not yet: they will. Twice is fine."""
+        """Pause requests; new ones wait. DeadlineExceeded if requests still run: the pause comes into effect later. Twice is fine."""
 
     def resume(self) -> None:
         """Let requests run again."""
 
     def sleep(self, tags: Collection[Tag], timeout_s: float) -> SleepResult:
-        """Give the memory of these back; requests stand still. RoundOpen while a round is open, WrongState while another such call runs."""
+        """Release the memory of these; requests pause. RoundOpen while a round is open, WrongState while another such call runs."""
 
     def wake(self, tags: Collection[Tag], timeout_s: float) -> SleepResult:
-        """Take it again; requests go on when nothing is asleep any more. Errors leave it asleep."""
+        """Restore it; requests go on when nothing is asleep any more. After an error it is still asleep."""
 
     def drop_cache(self, timeout_s: float) -> int:
-        """Give the cache's memory back for a moment; requests that run are filled again. So many bytes. WrongState while it sleeps."""
+        """Release the cache's memory for a moment; running requests are filled again. Returns the bytes. WrongState while it sleeps."""
 
     def abort_requests(self, requests: Sequence[int] | None = None) -> int:
         """End these requests (None: all, waiting ones too) with what they have; how many of them there were."""
@@ -76,7 +76,7 @@ class EnginePort(EngineControls, Protocol):
         """Take a request; its number. RequestInvalid, QueueFull, EngineStopping or RankLost if it is not taken."""
 
     def cancel(self, request: int) -> None:
-        """End a request, if it has not ended; its sink hears a last piece with `abort`."""
+        """End a request, if it has not ended; its sink gets a last piece with `abort`."""
 
     def status(self) -> Status:
         """How it is now."""

@@ -1,6 +1,6 @@
-"""Errors as HTTP tells them: one table from class to status and type, one shape for all of them.
+"""Errors over HTTP: one table from class to status and type, one shape for all of them.
 
-Owns `{"error": {"message", "type", "param", "code"}}`. What went wrong is said by who raised it.
+Owns `{"error": {"message", "type", "param", "code"}}`. The message is the exception's.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ class BodyTooSlow(ApiError):
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """How a class of errors is told."""
+    """Status and type of a class of errors."""
 
     status: int
     type: str
@@ -108,7 +108,7 @@ TABLE: Mapping[type[Exception], Kind] = {
     OutcomeUnknown: Kind(504, "timeout_error"),
     LiveWeightError: INTERNAL,
 }
-"""Every class that a route may raise; the nearest ancestor counts. What is not here is a 500 that says nothing of itself."""
+"""Every class that a route may raise; the nearest ancestor counts. Any other class is a 500 without details."""
 
 _OF_STATUS = {404: "not_found_error", 405: "invalid_request_error"}
 
@@ -121,7 +121,7 @@ def kind_of(error: BaseException) -> Kind:
 
 
 def error_body(error: BaseException, *, param: str | None = None) -> Mapping[str, Mapping[str, object]]:
-    """The error in OpenAI's shape. Only errors that were made to be told are told."""
+    """The error in OpenAI's shape. Errors of other classes get a text without details."""
     kind = kind_of(error)
     match error:
         case ApiError():
@@ -163,5 +163,5 @@ def _shape(message: str, kind: str, param: str | None, code: str | None) -> dict
 
 
 def _json(body: Mapping[str, object], status: int, headers: Mapping[str, str]) -> Response:
-    text = json.dumps(body)  # ASCII: whatever a request holds can be told back
+    text = json.dumps(body)  # ASCII: whatever text of a request the message quotes
     return Response(text, status, dict(headers), media_type="application/json")

@@ -17,7 +17,7 @@ Prompt: TypeAlias = str | list[int]
 
 
 def wrong(message: str, *, param: str | None = None) -> PydanticCustomError:
-    """A field that is refused; `param` names it where the error stands beside it and not in it."""
+    """A field that is refused; `param` names it if the error is raised for the object around it."""
     facts = {"message": message} if param is None else {"message": message, "param": param}
     return PydanticCustomError("value_error", "{message}", facts)
 

@@ -1,4 +1,4 @@
-"""`/health` and `/metrics`: how the engine is, for machines that decide and for those that count."""
+"""`/health` and `/metrics`: the state of the engine, for load balancers and for Prometheus."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from starlette.responses import Response
 from liveweight.server.errors import error_body
 from liveweight.server.openai.token_versions import weights_form
 from liveweight.server.response_types import HealthAnswer
-from liveweight.server.route_context import service_of
+from liveweight.server.route_context import route_context_of
 
 router = APIRouter(tags=["operations"])
 
@@ -30,7 +30,7 @@ router = APIRouter(tags=["operations"])
 )
 async def health(request: Request) -> Response:
     """Whether requests are taken, and how many there are."""
-    engine = service_of(request).engine
+    engine = route_context_of(request).engine
     status = engine.status()
     words: dict[str, Literal["ok", "asleep", "torn", "pending_weights", "failed"]] = {
         "running": "ok",
@@ -65,5 +65,5 @@ async def health(request: Request) -> Response:
 )
 async def metrics(request: Request) -> Response:
     """The registry in Prometheus' text form."""
-    text = generate_latest(service_of(request).registry)
+    text = generate_latest(route_context_of(request).registry)
     return Response(text, headers={"content-type": CONTENT_TYPE_LATEST})

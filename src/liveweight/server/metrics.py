@@ -1,4 +1,4 @@
-"""The engine's metrics: a table of what is counted, read from its status when somebody asks.
+"""The engine's metrics: a table of what is counted, read from its status at every scrape.
 
 Owns names and labels, in the manner of observe/metrics.py. Nothing is counted here: the engine counts.
 """

@@ -1,4 +1,4 @@
-"""The directory of open requests: from the id that an answer has to the engine's numbers behind it. For the loop's thread."""
+"""Open requests: from the id in an HTTP answer to the engine's request numbers. For the event loop's thread."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ class OpenRequests:
         self._open: dict[str, EngineBridge] = {}
 
     @contextmanager
-    def listed(self, id_: str, exchange: EngineBridge) -> Iterator[None]:
+    def register(self, id_: str, bridge: EngineBridge) -> Iterator[None]:
         """Known by this id until the block ends."""
-        self._open[id_] = exchange
+        self._open[id_] = bridge
         try:
             yield
         finally:
@@ -25,10 +25,10 @@ class OpenRequests:
 
     def tokens(self) -> dict[str, int]:
         """Every open request, with the tokens that it has so far. One whose last token is on its way to the client has ended."""
-        return {id_: exchange.tokens for id_, exchange in self._open.items() if exchange.requests}
+        return {id_: bridge.tokens for id_, bridge in self._open.items() if bridge.requests}
 
     def find(self, ids: Sequence[str]) -> tuple[list[int], list[str]]:
         """The engine's numbers of these, each once, and the ids that no open request has."""
         known = {id_: self._open[id_] for id_ in ids if id_ in self._open}
-        numbers = [number for exchange in known.values() for number in exchange.requests]
+        numbers = [number for bridge in known.values() for number in bridge.requests]
         return numbers, [id_ for id_ in dict.fromkeys(ids) if id_ not in known]

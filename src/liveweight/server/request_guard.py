@@ -1,6 +1,6 @@
-"""The guard before all routes: who may ask, and how much they may send.
+"""The request guard before all routes: checks keys, limits the size and time of bodies.
 
-Owns keys and the size and time of bodies. It answers by itself, in the shape of every error, before a route is looked up.
+Refuses by itself, in the shape of every error (server/errors), before a route is looked up.
 """
 
 from __future__ import annotations

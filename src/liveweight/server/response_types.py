@@ -1,4 +1,4 @@
-"""What the routes answer, as types: for the OpenAPI schema. Answers are written by choices.py and replies.py."""
+"""Types of the routes' responses, for the OpenAPI schema. openai/choices and openai/replies write the OpenAI responses."""
 
 from __future__ import annotations
 
@@ -174,7 +174,7 @@ class VersionAnswer(TypedDict):
 
 
 class RoundAnswer(TypedDict):
-    """A round that ended. `stall_s` is how long decoding stood still for it; `reason`, why it failed; `draft`, whether it left the
+    """A round that ended. `stall_s` is how long decoding stopped for it; `reason`, why it failed; `draft`, whether it left the
     draft as it was."""
 
     version: str
@@ -213,7 +213,7 @@ class RecoveryAnswer(TypedDict):
 class WeightsAnswer(TypedDict):
     """`/v1/weights`. `undo` null: there is no version to go back to; `address` null: it takes no live updates; `snapshots` null: it
     keeps none; `recovery` null: it has not lost a rank. `serving_s` is for how long it has served the version; `pending` says why it
-    takes no requests before a publisher has come; `asleep` lists what it gave back."""
+    takes no requests before a publisher has come; `asleep` lists what it released."""
 
     model: str
     tp: int

@@ -1,4 +1,4 @@
-"""What the routes share: the engine, the way back from its thread, open requests, threads to wait in, and the registry of metrics."""
+"""The route context: what all routes share. Engine, delta dispatcher, open requests, threads for blocking calls, metrics registry."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import TypeVar, cast
 from prometheus_client import CollectorRegistry
 from starlette.requests import Request
 
-from liveweight.server.engine_bridge import Post
+from liveweight.server.engine_bridge import DeltaDispatcher
 from liveweight.server.engine_port import EnginePort
 from liveweight.server.open_requests import OpenRequests
 
@@ -20,20 +20,20 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RouteContext:
-    """One app's parts; made when its event loop runs."""
+    """Shared by the routes of one app; created when its event loop runs."""
 
     engine: EnginePort
-    post: Post
+    dispatcher: DeltaDispatcher
     registry: CollectorRegistry
     waiters: Executor
     created: int
-    directory: OpenRequests = field(default_factory=OpenRequests)
+    open_requests: OpenRequests = field(default_factory=OpenRequests)
 
-    async def elsewhere(self, call: Callable[[], T]) -> T:
-        """What the call returns that may wait: outside the event loop, and not in the threads that others need."""
+    async def run_in_thread(self, call: Callable[[], T]) -> T:
+        """Run a blocking call outside the event loop, in threads of its own; returns its result."""
         return await asyncio.get_running_loop().run_in_executor(self.waiters, call)
 
 
-def service_of(request: Request) -> RouteContext:
-    """The parts of the app that the request came to."""
-    return cast(RouteContext, request.app.state.service)
+def route_context_of(request: Request) -> RouteContext:
+    """The context of the app that serves the request."""
+    return cast(RouteContext, request.app.state.context)

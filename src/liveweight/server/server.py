@@ -1,7 +1,7 @@
-"""The server: an app behind a socket, from the first request to the last, whatever ends it.
+"""The server: an app behind a socket, from start to shutdown.
 
-Owns the order of ending. Told to stop: the engine takes no more, what runs is answered within the grace, then the sockets close.
-A rank lost: every open request has its error at once; `/health` tells it for a moment longer; then the same end.
+Owns the order of shutdown. On request: the engine takes no more requests, running ones finish within the grace, then the sockets close.
+After a lost rank: every open request fails at once, `/health` shows the fault for a moment longer, then the same shutdown.
 """
 
 from __future__ import annotations
@@ -25,21 +25,21 @@ KEEP_ALIVE_S = 75  # longer than clients keep idle connections, so that none is 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerTimes:
-    """How long things may take at the end: running requests, and telling that a rank was lost."""
+    """Times of a shutdown: for running requests (`grace_s`), and how long `/health` shows a lost rank (`tell_fault_s`)."""
 
     grace_s: float = 30.0
     tell_fault_s: float = 1.0
     access_log: bool = False
 
 
-class Ending:
-    """How a program tells the server to end: `soon` lets running requests finish, `now` does not. For the loop's thread."""
+class Shutdown:
+    """A program's request to shut down: `soon` lets running requests finish, `now` does not. For the event loop's thread."""
 
     def __init__(self) -> None:
         self.soon, self.now = asyncio.Event(), asyncio.Event()
 
-    def ask(self) -> None:
-        """Soon; asked again, now."""
+    def request(self) -> None:
+        """The first call sets `soon`, the second `now`."""
         (self.now if self.soon.is_set() else self.soon).set()
 
 
@@ -61,20 +61,20 @@ def bind(host: str, port: int) -> socket.socket:
 
 
 def url_of(bound: socket.socket) -> str:
-    """Where clients find it."""
+    """The URL of the socket."""
     host, port = bound.getsockname()[:2]
     return f"http://[{host}]:{port}" if bound.family == socket.AF_INET6 else f"http://{host}:{port}"
 
 
 class _Server(uvicorn.Server):
-    """uvicorn's server, which leaves signals to the program and says when it listens."""
+    """uvicorn's server; leaves signals to the program and calls `ready` when it listens."""
 
     def __init__(self, config: uvicorn.Config, ready: Callable[[], None]) -> None:
         super().__init__(config)
         self._ready = ready
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Listen, then say so."""
+        """Listen, then call `ready`."""
         await super().startup(sockets)
         self._ready()
 
@@ -87,7 +87,7 @@ class _Server(uvicorn.Server):
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """None: who runs the program decides what a signal means."""
+        """Capture none: the program handles its signals."""
         yield
 
 
@@ -98,11 +98,11 @@ async def serve(
     serving: ServerTimes,
     *,
     ready: Callable[[], None],
-    ending: Ending,
+    shutdown: Shutdown,
 ) -> LiveWeightError | None:
-    """Serve until it is to end, or a rank is lost: then its error. The engine is stopped and every socket closed on return."""
+    """Serve until shutdown, or until a rank is lost: returns that error. On return the engine is stopped and every socket closed."""
     loop, fault = asyncio.get_running_loop(), asyncio.Queue[LiveWeightError]()
-    engine.on_failure(lambda error: _tell(loop, fault, error))
+    engine.on_failure(lambda error: _report_fault(loop, fault, error))
     config = uvicorn.Config(
         app,
         log_config=None,
@@ -116,10 +116,10 @@ async def serve(
     running = asyncio.create_task(server.serve(sockets=[bound]))
     failed = asyncio.create_task(fault.get())
     try:
-        await _first(running, failed, ending.soon.wait())
+        await _first(running, failed, shutdown.soon.wait())
         if failed.done():
-            await _first(asyncio.sleep(serving.tell_fault_s), ending.soon.wait())
-        await _stop(engine, 0.0 if failed.done() else serving.grace_s, ending)
+            await _first(asyncio.sleep(serving.tell_fault_s), shutdown.soon.wait())
+        await _stop(engine, 0.0 if failed.done() else serving.grace_s, shutdown)
     finally:
         server.should_exit = True
         failed.cancel()
@@ -128,9 +128,9 @@ async def serve(
     return None if failed.cancelled() or not failed.done() else failed.result()
 
 
-async def _stop(engine: EnginePort, grace_s: float, ending: Ending) -> None:
+async def _stop(engine: EnginePort, grace_s: float, shutdown: Shutdown) -> None:
     stopping = asyncio.create_task(asyncio.to_thread(engine.stop, grace_s))
-    await _first(stopping, ending.now.wait())
+    await _first(stopping, shutdown.now.wait())
     if not stopping.done():
         await asyncio.to_thread(engine.stop, 0.0)
     await stopping
@@ -147,7 +147,7 @@ async def _first(*waits: asyncio.Task[Any] | Coroutine[Any, Any, Any]) -> None:
                 task.cancel()
 
 
-def _tell(
+def _report_fault(
     loop: asyncio.AbstractEventLoop, fault: asyncio.Queue[LiveWeightError], error: LiveWeightError
 ) -> None:
     with contextlib.suppress(RuntimeError):  # the loop is closed: the server has ended

@@ -1,4 +1,4 @@
-"""Errors that nobody expected: logged with their traceback, told as a 500 that says nothing of the inside."""
+"""Unexpected errors: logged with their traceback, answered as a 500 without details."""
 
 from __future__ import annotations
 

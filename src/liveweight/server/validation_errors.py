@@ -1,4 +1,4 @@
-"""Bodies that do not fit a schema, told in one sentence that names the field."""
+"""Validation errors: a body that does not fit its schema, as one sentence that names the field."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Deadlines: the one way to say how long a wait may take.
 
-A Deadline is a moment of this process's monotonic clock. It never crosses a process: on the wire a wait is a duration,
-and the one who waits longest starts its clock first.
+A Deadline is a moment of this process's monotonic clock. It never crosses a process: in a message a wait is a duration,
+and the process that waits longest starts its clock first.
 """
 
 from __future__ import annotations

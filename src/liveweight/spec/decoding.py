@@ -1,6 +1,6 @@
 """Decoders, made one at a time.
 
-msgspec prepares a struct type when it is first decoded. A second thread that meets the type half prepared reads through a null pointer,
+msgspec prepares a struct type when it is first decoded. A second thread that uses the half-prepared type reads through a null pointer,
 and the process is gone; so nothing else in this package makes a decoder.
 """
 

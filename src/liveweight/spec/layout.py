@@ -1,7 +1,7 @@
 """Layouts: where the regions of tensors lie in a set of memories.
 
 A layout describes a source's arenas or a rank's parameters alike. Fused tensors are several placements in one memory, transposed
-storage is a placement with its strides exchanged, padding is what no placement covers. Moving bytes between layouts is plan/'s.
+storage is a placement with its strides swapped, padding is what no placement covers. Moving bytes between layouts is plan/'s.
 """
 
 from __future__ import annotations
@@ -124,7 +124,7 @@ def packed(tensors: Sequence[TensorSpec], *, alignment_bytes: int = ALIGNMENT_BY
 def packed_regions(
     parts: Sequence[tuple[TensorSpec, Region]], *, alignment_bytes: int = ALIGNMENT_BYTES
 ) -> Layout:
-    """Parts of tensors, each contiguous, one after the other in a single memory: the arena of who holds only those."""
+    """Parts of tensors, each contiguous, one after the other in a single memory: the arena of a rank that has only those."""
     sizes = (align(count(region) * spec.dtype.size_bytes, alignment_bytes) for spec, region in parts)
     ends = list(itertools.accumulate(sizes, initial=0))
     placements = tuple(

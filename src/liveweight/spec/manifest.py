@@ -1,6 +1,6 @@
 """Manifests: the ordered list of a version's tensors, and what a version is.
 
-A manifest says what is offered; it holds no bytes of weights. How its digests are made is spec/digest's.
+A manifest says what is offered; it holds no bytes of weights. Its digests are made in spec/digest.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""Regions: boxes in a full tensor's coordinates, and how two of them meet.
+"""Regions: boxes in a full tensor's coordinates, and their intersections.
 
-A region says what a rank or a source owns of a tensor. It knows nothing of memory: where its elements lie is a layout's matter.
+A region says what a rank or a source owns of a tensor. It knows nothing of memory: a layout says where its elements lie.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ class Span(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=T
             return Span(0, 0)
         return Span(self.start, 1) if self.count == 1 else self
 
-    def meet(self, other: Span) -> Span:
-        """The positions that both have: again a span, since two arithmetic progressions meet in one."""
+    def intersection(self, other: Span) -> Span:
+        """The positions that both have: again a span, since the intersection of two arithmetic progressions is one."""
         if self.count == 0 or other.count == 0:
             return Span(0, 0)
         low, high = max(self.start, other.start), min(self.last, other.last)
@@ -101,9 +101,9 @@ def counts(region: Region) -> tuple[int, ...]:
     return tuple(span.count for span in region)
 
 
-def meet(a: Region, b: Region) -> Region | None:
+def intersection(a: Region, b: Region) -> Region | None:
     """The elements that both have; None where they share none."""
-    both = tuple(x.meet(y) for x, y in zip(a, b, strict=True))
+    both = tuple(x.intersection(y) for x, y in zip(a, b, strict=True))
     return None if count(both) == 0 else canonical(both)
 
 
@@ -123,7 +123,7 @@ def check_tiling(name: str, regions: Sequence[Region], shape: Sequence[int]) -> 
         for other in distinct[position + 1 :]:
             if region and other[0].start > region[0].last:
                 break  # sorted by their first dimension: no later one reaches back
-            if meet(region, other) is not None:
+            if intersection(region, other) is not None:
                 raise LayoutInvalid(f"{name}: regions {show(region)} and {show(other)} overlap in part")
     covered, needed = sum(count(region) for region in distinct), math.prod(shape)
     if covered != needed:

@@ -1,4 +1,4 @@
-"""Tables of integers: how plans tell kernels what to do, one row for each piece of work."""
+"""Tables of integers: the form of plans that kernels execute, one row for each piece of work."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Names: what a tensor is called once the wrappers around its module are forgotten.
+"""Tensor names: a tensor's name without the wrappers around its module.
 
-Owns the wrappers' spellings and the refusal of adapter tensors. Which tensors a source has is the sources' matter.
+Owns the wrappers' spellings and the refusal of adapter tensors. Which tensors a source has is in trainer/sources.
 """
 
 from __future__ import annotations

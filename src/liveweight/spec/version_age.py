@@ -1,4 +1,4 @@
-"""Which of several versions is the newest, as far as that can be told from their names and from how long they have served. Pure."""
+"""The age of versions: which of several is the newest, judged by their labels and by how long they have served. Pure."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def newest(served: Iterable[tuple[Version, float]]) -> Version | None:
     """Of versions, each with the seconds for which it has served somewhere, the one that the others are behind. None: nothing was
     published.
 
-    By the numbers of their labels within a run; where those do not tell, by which came last.
+    By the numbers of their labels within a run; where those do not decide, by which came last.
     """
     best: tuple[Version, float] | None = None
     for one in served:

@@ -1,1 +1,1 @@
-"""The trainer's side: sources of weights, offers made of them, the publisher, and the Replica protocol that it drives."""
+"""The trainer's side: sources of weights, offers made of them, and the publisher."""

@@ -1,6 +1,6 @@
-"""What a training loop may ask of its engines between rounds: how they are, to go back, to catch up, to say what they hold.
+"""A training loop's calls to its engines between rounds: `fleet` (their state), `undo`, `catch_up` and `verify`.
 
-Every one of these waits for the round that is under way, and raises its failure. Rounds themselves are publisher's.
+Each call waits for the round that is under way, and raises that round's failure. Rounds themselves are RoundPublisher's (publisher.py).
 """
 
 from __future__ import annotations
@@ -19,30 +19,30 @@ from liveweight.trainer.round_record import PublisherRound
 
 
 class FleetPublisher(RoundPublisher):
-    """A publisher that looks after its engines, too."""
+    """A RoundPublisher with the calls between rounds."""
 
     def undo(self) -> tuple[Version | None, ...]:
         """Take every engine that serves what was published last back to the version before, and say what each serves now.
 
         Those that are behind stay where they are: theirs is the version before. Raises RoundFailed where an engine refuses,
-        OutcomeUnknown where one does not answer; those asked before it have gone back.
+        OutcomeUnknown where one does not answer; those verifications before it have gone back.
         """
         if self._round is not None:
             self.wait()
         deadline = Deadline.after(self.settings.timeout_s)
         if self._published is None:
             return tuple(undo_replica(replica, self.name, deadline) for replica in self._replicas)
-        parts = self._published.parts
-        return tuple(undo_replica(p.replica, self.name, deadline) if p.done else p.serves for p in parts)
+        published = self._published.replicas
+        return tuple(undo_replica(p.replica, self.name, deadline) if p.done else p.serves for p in published)
 
     def fleet(self) -> Fleet:
         """Ask every engine how it is now: what it serves, whether it is behind, whether it was started anew. Raises nothing of theirs."""
         if self._round is not None:
             self.wait()
         deadline = Deadline.after(self.settings.timeout_s)
-        said = list(self._pool.map(lambda replica: get_state(replica, deadline), self._replicas))
+        states = list(self._pool.map(lambda replica: get_state(replica, deadline), self._replicas))
         published = None if self._published is None else self._published.version
-        return fleet_of(self._replicas, said, published=published, boots=self._boots)
+        return fleet_of(self._replicas, states, published=published, boots=self._boots)
 
     def catch_up(self) -> Report | None:
         """Bring the engines that do not serve what was published last to it, without a new freeze: those that were left behind, and
@@ -56,17 +56,17 @@ class FleetPublisher(RoundPublisher):
         late = [number for number, replica in enumerate(found.replicas) if replica.behind]
         if not late:
             return None
-        parts = [
+        progress = [
             ReplicaProgress(self._replicas[n], found.replicas[n].serving, boot=self._boots[n]) for n in late
         ]
         deadline = Deadline.after(self.settings.timeout_s)
-        current = PublisherRound(published.version, published.made, parts, deadline, time.monotonic())
-        coordinator = self._drive(current, quorum=1)
+        current = PublisherRound(published.version, published.made, progress, deadline, time.monotonic())
+        coordinator = self._coordinator_of(current, quorum=1)
         try:
             coordinator.run()
         finally:
-            self._note(dict(zip(late, parts, strict=True)))
-        return self._reported(current, coordinator, 0)
+            self._record_replicas(dict(zip(late, progress, strict=True)))
+        return self._report(current, coordinator, 0)
 
     def verify(self) -> Verification:
         """Compare what every engine's ranks hold now, digested anew, with the version that was published last.
@@ -83,5 +83,7 @@ class FleetPublisher(RoundPublisher):
         if manifest is None:
             raise WrongState(f"{published.version} was published without digests of it", "verify")
         deadline = Deadline.after(self.settings.timeout_s)
-        asked = [self._pool.submit(verify_replica, replica, manifest, deadline) for replica in self._replicas]
-        return Verification(version=published.version, replicas=tuple(one.result() for one in asked))
+        verifications = [
+            self._pool.submit(verify_replica, replica, manifest, deadline) for replica in self._replicas
+        ]
+        return Verification(version=published.version, replicas=tuple(one.result() for one in verifications))

@@ -1,6 +1,6 @@
-"""Meeting replicas: what they expect, and what they will be offered, compared before the first round.
+"""The handshake with replicas: compares the manifests that they expect with the manifest that they will be offered.
 
-Called once, when a publisher is made. Rounds are drive's.
+Runs once, when a publisher is made, before the first round. Rounds are the coordinator's (rounds/coordinator).
 """
 
 from __future__ import annotations
@@ -33,9 +33,8 @@ Answer = TypeVar("Answer")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HandshakeResult:
-    """What all replicas expect, and the groups of it that every one of them can do without. `boots` are their incarnations, in order;
-    None for one that was not met, which the quorum can do without. `serving` is what the first
-    of them serves."""
+    """The manifest that all replicas expect, and its groups that every replica can do without. `boots` are the replicas' incarnations, in
+    order; None for a replica that did not answer and that the quorum can do without. `serving`: what the first replica serves."""
 
     expected: Manifest
     optional: tuple[OptionalGroup, ...]
@@ -44,42 +43,42 @@ class HandshakeResult:
 
 
 def handshake(replicas: Sequence[Replica], deadline: Deadline, quorum: int | None = None) -> HandshakeResult:
-    """What all replicas expect, once their ranks have joined; they must expect the same.
+    """Get the manifest that all replicas expect, once their ranks have joined; it must be the same for all.
 
-    Asked all at once. Where fewer than the quorum (None: all) can be asked in time, the first one's error is raised.
+    Asks all replicas at once. If fewer than the quorum (None: all) answer in time, raises the first replica's error.
     """
     if not replicas:
         raise WrongState("without engines", "publish")
     patience = deadline if quorum is None else deadline.within(PATIENCE * deadline.remaining_s())
     with ThreadPoolExecutor(len(replicas)) as pool:
-        said = list(pool.map(lambda replica: get_state(replica, patience), replicas))
-    standings = [one for one in said if isinstance(one, ReplicaState)]
+        answers = list(pool.map(lambda replica: get_state(replica, patience), replicas))
+    states = [one for one in answers if isinstance(one, ReplicaState)]
     needed = len(replicas) if quorum is None else max(1, min(quorum, len(replicas)))
-    if len(standings) < needed:
-        raise next(one for one in said if not isinstance(one, ReplicaState))
+    if len(states) < needed:
+        raise next(one for one in answers if not isinstance(one, ReplicaState))
     return HandshakeResult(
-        expected=_agreed(replicas, said),
-        optional=tuple(
-            group for group in standings[0].optional if all(group in one.optional for one in standings)
-        ),
-        boots=tuple(one.boot if isinstance(one, ReplicaState) else None for one in said),
-        serving=standings[0].serving,
+        expected=_agreed(replicas, answers),
+        optional=tuple(group for group in states[0].optional if all(group in one.optional for one in states)),
+        boots=tuple(one.boot if isinstance(one, ReplicaState) else None for one in answers),
+        serving=states[0].serving,
     )
 
 
-def _agreed(replicas: Sequence[Replica], said: Sequence[ReplicaState | LiveWeightError]) -> Manifest:
-    """What those that were met expect."""
-    met = [
-        (r.name, one.expected) for r, one in zip(replicas, said, strict=True) if isinstance(one, ReplicaState)
+def _agreed(replicas: Sequence[Replica], answers: Sequence[ReplicaState | LiveWeightError]) -> Manifest:
+    """The manifest of the replicas that answered. Raises ManifestMismatch if two differ."""
+    answered = [
+        (r.name, one.expected)
+        for r, one in zip(replicas, answers, strict=True)
+        if isinstance(one, ReplicaState)
     ]
-    first, expected = met[0]
-    for name, other in met[1:]:
+    first, expected = answered[0]
+    for name, other in answered[1:]:
         if other.names_digest() != expected.names_digest():
             raise ManifestMismatch([f"{first} and {name} expect different tensors"])
     return expected
 
 
-def check_terms(
+def check_arguments(
     engines: Sequence[object],
     address: str | None,
     dtype: object,
@@ -88,25 +87,28 @@ def check_terms(
     ranked: bool = False,
     modes: int = 1,
 ) -> None:
-    """Refuse what contradicts itself about engines that ask. `ranked`: the trainer has several ranks; `modes`: so many transfer modes."""
+    """Refuse arguments of a publisher that contradict each other. `ranked`: the trainer has several ranks; `modes`: how many transfer modes
+    it names."""
     if modes > 1 and (ranked or address is not None):
-        who = "a trainer of several ranks" if ranked else "a source that engines ask"
+        who = "a trainer of several ranks" if ranked else "a source that engines pull from"
         raise Refused(
             f"{who} has one transfer mode: several are tried in rounds that one process drives alone"
         )
     if ranked and (address is not None or not engines):
         raise Refused(
-            "a trainer of several ranks drives its engines: name them; they cannot ask for its versions"
+            "a trainer of several ranks drives its engines: name them; engines cannot pull its versions"
         )
     if address is not None and engines and offer != "frozen":
-        raise Refused(f"those who ask beside engines read frozen offers, and these would be {offer}")
+        raise Refused(
+            f"engines that pull beside the named ones read frozen offers, and these would be {offer}"
+        )
     if dtype is not None and (engines or address is None):
-        raise Refused("a dtype is for a source that has no engines: they say which they expect")
+        raise Refused("a dtype is for a source that has no engines: engines say which they expect")
 
 
-def own_terms(source: Source, dtype: str | None) -> HandshakeResult:
-    """What is offered where no engine says what it expects: the source's tensors as checkpoints name them, in their dtypes or,
-    floats, in that one."""
+def handshake_without_engines(source: Source, dtype: str | None) -> HandshakeResult:
+    """The result for a source without engines to ask: the source's own tensors as checkpoints name them. Floats are in `dtype`, if it is
+    given; other tensors keep their dtypes."""
     own, known = checkpoint_manifest(source.manifest()), {castable.value: castable for castable in CASTABLE}
     if dtype is None:
         return HandshakeResult(expected=own, optional=())
@@ -118,7 +120,8 @@ def own_terms(source: Source, dtype: str | None) -> HandshakeResult:
 
 
 def own_host(given: str | None, chosen: Mode, replicas: Sequence[Replica], address: str | None) -> str | None:
-    """The address of this host that ranks are told: the one on the way to the first engine on another, or where engines ask."""
+    """The address of this host for ranks to connect to: that of the interface towards the first engine on another host, or towards the
+    address where engines pull."""
     if given is not None or chosen.reach != "any host":
         return given
     towards = far_address([*replicas, *([] if address is None else [address])])
@@ -126,22 +129,22 @@ def own_host(given: str | None, chosen: Mode, replicas: Sequence[Replica], addre
 
 
 def far_address(reached: Sequence[Replica | str]) -> str | None:
-    """The first of these addresses that may be another host's; a replica's is where its leader listens, or else its name."""
+    """The first of these addresses that may be on another host. A replica's address is where its leader listens, or else its name."""
     found = [one if isinstance(one, str) else getattr(one, "address", one.name) for one in reached]
     return next((address for address in found if address.startswith("tcp://")), None)
 
 
 def describe_to(
-    replicas: Sequence[Replica], offers: OfferMaker, met: HandshakeResult, deadline: Deadline
+    replicas: Sequence[Replica], offers: OfferMaker, agreed: HandshakeResult, deadline: Deadline
 ) -> None:
-    """Compare manifests before training starts: here for the names, and at every replica that was met so that rounds can refer to it."""
-    compare(met.expected, offers.manifest, met.optional)
-    for replica in (one for one, boot in zip(replicas, met.boots, strict=True) if boot is not None):
-        _asked(functools.partial(replica.describe, offers.structure, offers.manifest, deadline))
+    """Compare manifests before training starts, here and at every replica that answered. Rounds then refer to the manifest by its name."""
+    compare(agreed.expected, offers.manifest, agreed.optional)
+    for replica in (one for one, boot in zip(replicas, agreed.boots, strict=True) if boot is not None):
+        _raising_error(functools.partial(replica.describe, offers.structure, offers.manifest, deadline))
 
 
-def _asked(question: Callable[[], Answer]) -> Answer:
+def _raising_error(call: Callable[[], Answer]) -> Answer:
     try:
-        return question()
+        return call()
     except ReplicaRefused as refused:
         raise refused.to_error() from None

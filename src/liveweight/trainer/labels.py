@@ -1,7 +1,7 @@
 """Labels: what each label of one run stands for, as far as its publisher knows.
 
-A label is bound when an engine serves the version, never by a round that failed: that one changed nothing that can be seen, and
-its label may be used again, for the same content or for other. Replicas keep the same record by the same rule (rounds/leader/membership).
+A label is bound when an engine serves the version. A round that failed binds nothing: its label may be used again, for the same content
+or for other. Replicas keep the same record by the same rule (rounds/leader/membership).
 """
 
 from __future__ import annotations

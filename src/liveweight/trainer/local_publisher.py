@@ -1,4 +1,4 @@
-"""A publisher composed for one host, with one transfer mode: for programs that have nothing else to choose."""
+"""A publisher for one host with one transfer mode, composed with defaults: for benchmarks and integrations."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from liveweight.wire.credentials import Secret
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ConnectedPublisher:
-    """A publisher that has met its replica, and the offers it makes."""
+    """A publisher whose handshake with its replicas is done, and the offers it makes."""
 
     publisher: RoundPublisher
     offers: SingleSourceOffers
@@ -47,21 +47,19 @@ def publishing_to(
     transfer_mode: str = "ipc",
     files: Path | None = None,
 ) -> ConnectedPublisher:
-    """Meet replicas; everything ends with the stack. `shared`, if the source's parameters can be read where they lie. A mode that writes
-    files writes them to `files`, where it is given."""
+    """Shake hands with the replicas and return the publisher; the stack closes everything. `shared`: the module, if ranks can read its
+    parameters where they lie. A mode that writes files writes them to `files`, if it is given."""
     chosen = mode(transfer_mode)
     transport_source = chosen.transport_source(
         files if files is not None and chosen.reach == "files" else directory, secret
     )
-    fallback, deadline = (
-        TransferFallback([OpenMode(mode=chosen, transport_source=transport_source)], Bus()),
-        Deadline.after(timeout_s),
-    )
+    fallback = TransferFallback([OpenMode(mode=chosen, transport_source=transport_source)], Bus())
+    deadline = Deadline.after(timeout_s)
     stack.callback(fallback.close)
-    met = handshake(replicas, deadline)
+    agreed = handshake(replicas, deadline)
     offers = SingleSourceOffers(
         source=source,
-        expected=met.expected,
+        expected=agreed.expected,
         fallback=fallback,
         kernels=choose().kernels,
         shared=shared,
@@ -69,7 +67,7 @@ def publishing_to(
         bus=Bus(),
         ring=ring,
     )
-    describe_to(replicas, offers, met, deadline)
+    describe_to(replicas, offers, agreed, deadline)
     publisher = RoundPublisher(
         name=name,
         run=secrets.token_hex(4),

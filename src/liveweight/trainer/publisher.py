@@ -1,7 +1,7 @@
 """The publisher: what a training loop holds to send its weights to running engines.
 
-Composes a trainer's parts: offers, replicas, and one drive per round in a background thread. `publish` returns when the engines
-serve the version, or raises; it never hangs, and a failed round leaves the engines on what they served.
+Composes offers, replicas, and one coordinator (rounds/coordinator) per round, which runs in a background thread. `publish` returns when
+the engines serve the version, or raises. It never hangs, and a failed round leaves the engines on the version that they served.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ from liveweight.wire import messages as m
 from liveweight.wire.host_identity import this_host
 
 LAST_COMMIT_S = 5.0
-"""How long closing waits for a commit that engines were told of already."""
+"""How long closing waits for a commit that was already sent to the engines."""
 
 
 class RoundPublisher:
-    """Publishes one source's versions to replicas. Every method is for the training loop's thread. What else it may ask of them is
-    FleetPublisher's."""
+    """Publishes one source's versions to replicas. Every method is for the training loop's thread. FleetPublisher adds `undo`, `verify`,
+    `fleet` and `catch_up`."""
 
     def __init__(
         self,
@@ -52,8 +52,8 @@ class RoundPublisher:
         pull_server: PullServer | None = None,
         boots: Sequence[str | None] = (),
     ) -> None:
-        """`pull_server`: where engines may ask for what is offered; then there may be no replica to drive. `boots`: the replicas'
-        incarnations when they were met; None for those that were not."""
+        """`pull_server`: where engines may pull the offered version; then there may be no replica to drive. `boots`: the replicas'
+        incarnations at the handshake; None for a replica that did not answer."""
         self.name, self.run, self.settings = name, run, settings
         self._replicas, self._offers, self._pull_server = list(replicas), offers, pull_server
         self.engines = len(self._replicas)
@@ -76,7 +76,9 @@ class RoundPublisher:
         run, OutcomeUnknown where the engines' answer did not come in time.
         """
         if not self._replicas:
-            raise WrongState("it has no engines (offer holds a version for those that ask)", "publish")
+            raise WrongState(
+                "it has no engines (offer holds a version ready for engines that pull)", "publish"
+            )
         self.offer(label)
         return self.wait()
 
@@ -84,20 +86,20 @@ class RoundPublisher:
         """Begin a round; returns as soon as the parameters may change: after the freeze; live or a ring, when all ranks have staged,
         or, of engines in place, when they have committed.
 
-        With a source's address, engines may ask for the version from now on, until the next offer or the end. Those that read the
-        version before are waited for, `release_s` at most; then they are revoked, and their rounds fail and may be asked for again.
-        Without engines to drive, a live or ring offer waits until one who asked (a stream) has read it.
+        With a source's address, engines may pull the version from now on, until the next offer or `close`. Engines that still read the
+        version before get `release_s` to finish; then they are revoked, and their rounds fail and may be requested again.
+        Without engines to drive, a live or ring offer waits until one reader (a stream) has read it.
         """
         if self._closing.is_set():
             raise WrongState("closed", "offer")
         if self._round is not None:
             self.wait()  # an unwaited failure is raised here
         began_s = time.monotonic()
-        version, made = self._make(label)
+        version, made = self._make_offer(label)
         if not self._replicas:
-            return self._read(version, made)
+            return self._wait_until_read(version, made)
         try:
-            current = self._begin(version, made, began_s)
+            current = self._begin_round(version, made, began_s)
             if made.offer.kind != "frozen":
                 current.staged.wait(current.deadline.remaining_s() + self._last_steps_s())
         finally:  # also if we are interrupted: the parameters may change from here on
@@ -106,20 +108,20 @@ class RoundPublisher:
             return self._freeze_instead(label, current, current.invalidated)
         return version
 
-    def _make(self, label: str | int) -> tuple[Version, MadeOffer]:
-        """An offer, and, where engines may ask, the pull server that has it; whatever is raised, nothing is on offer there."""
+    def _make_offer(self, label: str | int) -> tuple[Version, MadeOffer]:
+        """Make the offer and put it into the pull server, if there is one. If this raises, the pull server offers nothing."""
         settings, pull_server = self.settings, self._pull_server
         with nullcontext() if pull_server is None else pull_server.changing():
             made = self._offers.make(
                 str(label), settings.offer, verify=settings.verify, release=self._release
             )
-            version = self._named(label, made)
+            version = self._version_of(label, made)
             if pull_server is not None:
                 pull_server.put(OfferedVersion(version=version, digests=made.digests, offer=made.offer))
         return version, made
 
-    def _read(self, version: Version, made: MadeOffer) -> Version:
-        """Without engines to drive: parameters that are read, or packed, where they lie stand until one who asked has read them."""
+    def _wait_until_read(self, version: Version, made: MadeOffer) -> Version:
+        """Without engines to drive: a live or ring offer stands until one engine or stream has read it."""
         if self._pull_server is not None and made.offer.kind != "frozen":
             try:
                 self._pull_server.wait_until_read(Deadline.after(self.settings.timeout_s))
@@ -128,32 +130,34 @@ class RoundPublisher:
                 self._offers.end(made.offer)
         return version
 
-    def _named(self, label: str | int, made: MadeOffer) -> Version:
+    def _version_of(self, label: str | int, made: MadeOffer) -> Version:
         digest = None if made.lanes is None else self._offers.content.of(made.lanes)
         version = Version(run=self.run, label=label, digest=digest)
         self._labels.check(version)
         return version
 
-    def _begin(self, version: Version, made: MadeOffer, began_s: float) -> PublisherRound:
-        served = [None] * len(self._replicas) if self._last is None else [p.serves for p in self._last.parts]
+    def _begin_round(self, version: Version, made: MadeOffer, began_s: float) -> PublisherRound:
+        served = (
+            [None] * len(self._replicas) if self._last is None else [p.serves for p in self._last.replicas]
+        )
         parts = [
             ReplicaProgress(replica, serving, boot=boot)
             for replica, serving, boot in zip(self._replicas, served, self._boots, strict=True)
         ]
         # The round's time; the freeze before it waits for nobody but slow readers, and for them `release_s`.
         current = PublisherRound(version, made, parts, Deadline.after(self.settings.timeout_s), began_s)
-        current.coordinator = coordinator = self._drive(current, quorum=self.settings.quorum)
+        current.coordinator = coordinator = self._coordinator_of(current, quorum=self.settings.quorum)
         current.outcome = self._driver.submit(self._run, current, coordinator)
         current.outcome.add_done_callback(lambda _: current.staged.set())
         self._round = self._last = current
         return current
 
     def _freeze_instead(self, label: str | int, live: PublisherRound, reason: str) -> Version:
-        """Parameters lie elsewhere: the round of the live offer is given up, and one of a frozen offer takes its place."""
+        """The parameters have moved: the round of the live offer was given up, and a round of a frozen offer takes its place."""
         self._round = None
         futures.wait([live.outcome], GRACE_S)
         made = self._offers.freeze(str(label), reason, release=self._release)
-        return self._begin(self._named(label, made), made, live.began_s).version
+        return self._begin_round(self._version_of(label, made), made, live.began_s).version
 
     def wait(self) -> Report:
         """The outcome of the round that `offer` began."""
@@ -169,20 +173,20 @@ class RoundPublisher:
         """How long votes, commits and aborts may take at the most, after the round's own deadline."""
         return last_steps_s(self.settings, len(self._replicas))
 
-    def _note(self, parts: Mapping[int, ReplicaProgress]) -> None:
-        """What became of these replicas, for what is asked of the round that was published last."""
+    def _record_replicas(self, parts: Mapping[int, ReplicaProgress]) -> None:
+        """Record the final state of each replica, for `undo`, `verify` and `catch_up`."""
         for number, progress in parts.items():
             self._boots[number] = progress.boot
             if progress.done and self._published is not None:
-                self._published.parts[number] = progress
+                self._published.replicas[number] = progress
 
     def close(self) -> None:
-        """Abort a round that is not committed yet, and let go of everything. Waits for no engine that does not answer."""
+        """Abort a round that is not committed yet, and release everything. Does not wait for engines that do not answer."""
         self._closing.set()
         last = self._last
         if last is not None and last.coordinator is not None and last.coordinator.step == "commit":
             overwritten = any(
-                progress.in_place for progress in last.parts
+                progress.in_place for progress in last.replicas
             )  # and torn, if the source went now
             left_s = last.deadline.remaining_s() + self._last_steps_s()
             futures.wait([last.outcome], left_s if overwritten else LAST_COMMIT_S)
@@ -202,7 +206,7 @@ class RoundPublisher:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _drive(self, current: PublisherRound, *, quorum: int | None) -> RoundCoordinator:
+    def _coordinator_of(self, current: PublisherRound, *, quorum: int | None) -> RoundCoordinator:
         made, settings = current.made, self.settings
         order = m.Open(
             publisher=self.name,
@@ -217,30 +221,31 @@ class RoundPublisher:
             pid=os.getpid(),
         )
         return RoundCoordinator(
-            parts=current.parts,
+            replicas=current.replicas,
             order=order,
             manifest=self._offers.manifest,
-            quorum=len(current.parts) if quorum is None else quorum,
+            quorum=len(current.replicas) if quorum is None else quorum,
             patience=patience_of(settings, current.deadline),
             mark_behind=settings.behind == "stand_back",
             lease_s=settings.lease_s,
             deadline=current.deadline,
             pool=self._pool,
-            on_staged=lambda: self._staged(current),
+            on_staged=lambda: self._on_staged(current),
             on_read=current.staged.set,
             closing=self._closing.is_set,
             meanwhile=lambda: self._check_live_offer(current),
             poll=self._offers.poll,
         )
 
-    def _staged(self, current: PublisherRound) -> bytes | None:
-        """All ranks have staged; the digests that the round was opened without. In the driver's thread, as long as parameters stand."""
+    def _on_staged(self, current: PublisherRound) -> bytes | None:
+        """All ranks have staged. Returns the digests, if the round was opened without them. Runs in the driver's thread, before the
+        parameters may change."""
         opened, current.made = current.made, self._offers.staged(current.made)
         return current.made.digests if opened.digests is None else None
 
     def _check_live_offer(self, current: PublisherRound) -> None:
-        """End the round of a live offer whose parameters lie elsewhere by now. In the driver's thread, while ranks stage and the
-        training loop waits for them."""
+        """Give up the round of a live offer whose parameters have moved. Runs in the driver's thread, while ranks stage and the training
+        loop waits for them."""
         current.invalidated = self._offers.invalidated(current.made.offer)
         if current.invalidated is not None:
             raise RoundAborted(f"a frozen offer takes the place of the live one: {current.invalidated}")
@@ -253,22 +258,22 @@ class RoundPublisher:
             raise self._offers.failed(error) from error.__cause__
         finally:
             if current.invalidated is not None:
-                self._missed = missed  # it was no round of its own: a frozen one follows
-            if any(progress.done for progress in current.parts):
+                self._missed = missed  # this does not count as a failed round: a frozen one follows
+            if any(progress.done for progress in current.replicas):
                 self._labels.bind(current.version)
                 self._published = current
-            self._note(dict(enumerate(current.parts)))
+            self._record_replicas(dict(enumerate(current.replicas)))
         self._missed = 0
-        return self._reported(current, coordinator, missed)
+        return self._report(current, coordinator, missed)
 
-    def _reported(self, current: PublisherRound, coordinator: RoundCoordinator, missed: int) -> Report:
+    def _report(self, current: PublisherRound, coordinator: RoundCoordinator, missed: int) -> Report:
         verify, size_bytes = self.settings.verify, self._offers.size_bytes
         return report_of(current, coordinator, verify=verify, size_bytes=size_bytes, missed=missed)
 
     def _release(self) -> None:
-        """Wait a while for ranks that still read the offer before; after that they are revoked."""
+        """Wait up to `release_s` for ranks that still read the offer before; after that the caller revokes them."""
         deadline = Deadline.after(self.settings.release_s)
-        for progress in [] if self._last is None else self._last.parts:
+        for progress in [] if self._last is None else self._last.replicas:
             if progress.readers and progress.round_id is not None:
                 progress.readers = may_still_read(progress.replica, progress.round_id, deadline)
         if self._pull_server is not None:

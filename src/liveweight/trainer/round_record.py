@@ -1,4 +1,4 @@
-"""The record of one round at its publisher: what was offered to whom, and how far it has come."""
+"""The publisher's record of one round: the offer, and the progress of each replica."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from liveweight.trainer.offers.single_source import MadeOffer
 
 @dataclass(slots=True)
 class PublisherRound:
-    """`invalidated`: why its live offer must not be committed. Known before `staged` is set."""
+    """One round. `invalidated`: why its live offer must not be committed; it is set before `staged`."""
 
     version: Version
     made: MadeOffer
-    parts: list[ReplicaProgress]
+    replicas: list[ReplicaProgress]
     deadline: Deadline
     began_s: float
     coordinator: RoundCoordinator | None = None
@@ -33,8 +33,8 @@ class PublisherRound:
 def report_of(
     current: PublisherRound, coordinator: RoundCoordinator, *, verify: bool, size_bytes: int, missed: int
 ) -> Report:
-    """What is said of a round that reached its quorum; `missed` failed before it."""
-    unchanged = all(progress.unchanged for progress in current.parts)
+    """The report of a round that reached its quorum; `missed` rounds failed before it."""
+    unchanged = all(progress.unchanged for progress in current.replicas)
     return Report(
         version=current.version,
         mode=current.made.offer.mode,
@@ -47,7 +47,7 @@ def report_of(
         digest_s=current.made.digest_s,
         vote_s=coordinator.vote_s,
         commit_s=coordinator.commit_s,
-        replicas=tuple(progress.report(verified=verify) for progress in current.parts),
+        replicas=tuple(progress.report(verified=verify) for progress in current.replicas),
         staleness=missed,
         failed_modes=current.made.failed_modes,
     )

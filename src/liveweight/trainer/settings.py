@@ -10,11 +10,11 @@ from liveweight.spec.deadline import Deadline
 from liveweight.wire.messages.values import KvPolicy
 
 Behind: TypeAlias = Literal["serve", "stand_back"]
-"""What a replica does that the others went on without."""
+"""What a replica does after the others committed a version without it."""
 PATIENCE = 0.75
-"""The part of a round's time for which replicas are waited for that the quorum can do without; the rest is for those that go on."""
+"""The share of a round's time that replicas have which the quorum can do without; the rest is for the replicas that go on."""
 GRACE_S = 30.0
-"""How long an engine may take to say what became of a step that it was told of."""
+"""How long an engine may take to report the outcome of a step that was sent to it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,7 +1,6 @@
-"""Attaching, the part that all transfer modes share: a rank asks a source where the memory of a layout lies.
+"""Attaching, which all transfer modes share: a rank asks a source where the memory of a layout lies.
 
-Owns both ends of that one question: the source's socket with the thread that answers, and a rank's call. What the answer says is the
-mode's.
+Owns both ends of that request: the source's socket with the thread that answers, and the rank's call. The transfer mode defines the answer.
 """
 
 from __future__ import annotations
@@ -24,24 +23,24 @@ from liveweight.wire.messages.values import Offer, fault_of
 _IDLE_S = 3600.0
 
 
-Question = TypeVar("Question", Attach, GetShardLayout)
+Request = TypeVar("Request", Attach, GetShardLayout)
 
 
-class AttachServer(Generic[Question]):
-    """Answers ranks in a thread of its own, until closed. `reply` is called there, with questions of the kind `asked`."""
+class AttachServer(Generic[Request]):
+    """Answers ranks in a thread of its own, until closed. That thread calls `reply` with requests of type `request`."""
 
     def __init__(
         self,
         address: str,
         secret: Secret,
         limits: WireLimits,
-        reply: Callable[[Question], Message],
+        reply: Callable[[Request], Message],
         *,
         name: str,
-        asked: type[Question],
+        request: type[Request],
     ) -> None:
-        self._reply: Callable[[Question], Message] = reply
-        self._asked: type[Question] = asked
+        self._reply: Callable[[Request], Message] = reply
+        self._request: type[Request] = request
         codec: Codec[Message] = Codec(Message)
         self._listener = Listener(address, secret, codec, limits)
         self._waker = self._listener.waker()
@@ -53,15 +52,15 @@ class AttachServer(Generic[Question]):
         return self._listener.address
 
     def start(self) -> None:
-        """Begin to answer; before this, what cannot be set up closes the listener by `abandon`."""
+        """Start the thread. If the setup fails before this, call `abandon` instead."""
         self._thread.start()
 
     def abandon(self) -> None:
-        """Close what was never started."""
+        """Close the listener of a server that was never started."""
         self._listener.close()
 
     def close(self) -> None:
-        """End the thread and remove the socket. Twice is fine."""
+        """End the thread and remove the socket. May be called twice."""
         self._waker.wake()
         self._thread.join()
 
@@ -78,12 +77,12 @@ class AttachServer(Generic[Question]):
                 self._answer(listener, incoming)
 
     def _answer(self, listener: Listener[Message], incoming: Incoming[Message]) -> None:
-        """Now or not at all: a rank that is gone, or does not read, delays nobody."""
+        """Answer without waiting: a rank that is gone or does not read its messages loses the answer."""
         body = incoming.body
-        if isinstance(body, self._asked):
+        if isinstance(body, self._request):
             reply = self._reply(body)
         else:
-            error = MessageInvalid(f"it is asked {self._asked.__name__} here, not {type(body).__name__}")
+            error = MessageInvalid(f"expected {self._request.__name__} here, not {type(body).__name__}")
             reply = Refusal(fault=fault_of(error, step="attach"))
         with suppress(ChannelClosed, DeadlineExceeded):
             listener.send(incoming.peer, reply, incoming.call, Deadline.after(0.0))
@@ -92,7 +91,7 @@ class AttachServer(Generic[Question]):
 def ask_source(
     offer: Offer, layout: str, secret: Secret, codec: Codec[Message], limits: WireLimits, deadline: Deadline
 ) -> Attached:
-    """Where the offer's memory lies, as the source says; its layout is the one that was offered."""
+    """Ask the source where the offer's memory lies. Raises MessageInvalid if the layout is not the offered one."""
     with Channel(offer.source, secret, codec, limits, deadline=deadline, waits=False) as channel:
         reply = channel.request(
             Attach(layout=layout, kind=offer.kind),

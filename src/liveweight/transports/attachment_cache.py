@@ -1,4 +1,4 @@
-"""What readers keep across rounds: the most recently used ones."""
+"""The cache of attachments, bindings and plans that readers keep across rounds: a dictionary in order of use."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ Key = TypeVar("Key")
 Kept = TypeVar("Kept")
 
 
-def shorten(kept: dict[Key, Kept], most: int) -> list[Kept]:
-    """Drop the least recently used ones beyond that many, and return them; whoever uses one puts it last."""
+def evict_oldest(kept: dict[Key, Kept], most: int) -> list[Kept]:
+    """Remove the least recently used entries beyond `most`, and return them. A caller that uses an entry puts it last."""
     dropped = []
     while len(kept) > most:
         dropped.append(kept.pop(next(iter(kept))))

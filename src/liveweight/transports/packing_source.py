@@ -1,6 +1,6 @@
-"""Packing source: what a ring is packed from. The trainer's memory, where it lies and in its own dtypes.
+"""The packing source: the trainer's memory, where it lies and in its own dtypes, from which a ring is packed.
 
-A value; who holds it keeps the memory. It must not change while its offer stands.
+A value that keeps the memory alive. The memory must not change while its offer stands.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ Put: TypeAlias = Callable[[Placement, Memory], None]
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class PackingSource:
-    """`offered` is what ranks are told: tensors in the dtypes they are offered in, and the regions that there are.
+    """`offered` is the layout that ranks see: tensors in the dtypes in which they are offered, and their regions.
 
-    `held` says where the same tensors lie in `memories`, in their own dtypes; those of `foreign` it may leave out.
+    `held` says where the same tensors lie in `memories`, in their own dtypes; it may leave out the tensors of `foreign`.
     """
 
     offered: Layout

@@ -1,4 +1,4 @@
-"""The port of a transfer mode: a transport source at the source, a reader at each rank.
+"""The port of a transfer mode: a transport source in the publisher's process, a reader at each rank.
 
 The source owns its memory and decides when it may change; ranks only ever read. Which bytes go where is plan/'s, when they become
 visible is worker/'s.
@@ -19,7 +19,7 @@ from liveweight.spec.table import Table
 from liveweight.wire.messages.values import Offer
 
 GoOn: TypeAlias = Callable[[], bool]
-"""Whether a read is to wait longer. Asked now and then, in the thread that reads, while nothing arrives; raises at a deadline."""
+"""Whether a read is to wait longer. Called repeatedly in the reading thread while nothing arrives; raises at a deadline."""
 
 
 def patient() -> bool:
@@ -54,7 +54,7 @@ class Arena(Protocol):
         """Revoke every reader of what the arena holds now; returns the new generation."""
 
     def close(self) -> None:
-        """Give the memory back; ranks that still map it keep it until they let go."""
+        """Give the memory back; ranks that still map it keep it until they unmap it."""
 
 
 class TransportSource(Protocol):
@@ -65,16 +65,16 @@ class TransportSource(Protocol):
         """Where ranks attach."""
 
     def allocate(self, size_bytes: int, kind: OfferKind = "frozen") -> Arena:
-        """An arena of that size for offers of that kind, on the transport source's device; OutOfMemory where it cannot be had."""
+        """Allocate an arena for offers of that kind, on the transport source's device. Raises OutOfMemory."""
 
     def offer(self, layout: Layout, arenas: Sequence[Arena], kind: OfferKind) -> Offer:
-        """Let ranks read these arenas (one per memory of the layout), as they are now: what was queued to write them is waited for."""
+        """Let ranks read these arenas (one per memory of the layout), as they are now: waits for queued writes to them."""
 
     def withdraw(self, layout: Layout) -> None:
-        """Hand that layout out no more."""
+        """Stop offering that layout."""
 
     def close(self) -> None:
-        """End the serving thread and remove the sockets. Arenas are their owner's."""
+        """End the serving thread and remove the sockets. The owner of the arenas closes them."""
 
 
 class Reading(Protocol):
@@ -86,7 +86,7 @@ class Reading(Protocol):
 
     @property
     def overlaps(self) -> bool:
-        """Whether the reader waits, or is so slow, that what has landed is better digested beside the reads than after them."""
+        """Whether reads wait so long that digesting what has landed during the reads is better than after them."""
 
     def read(self, first: int, last: int, go_on: GoOn = patient) -> None:
         """Fill the shadow with rows [first, last). Returns when the bytes are there, or `go_on` said no; releases the GIL."""
@@ -107,11 +107,11 @@ class Reader(Protocol):
     def bind(self, offer: Offer, target: Layout, shadow: Sequence[Memory], deadline: Deadline) -> Reading:
         """Attach to the offer's source if need be, plan if need be, and bind to this shadow.
 
-        Refused, naming both, where the source's memory is on a device that this rank cannot read.
+        Raises Refused, naming both devices, if this rank cannot read the device of the source's memory.
         """
 
     def forget(self, source: str) -> None:
         """Drop what is kept about a source, after a failure: the next bind begins anew."""
 
     def close(self) -> None:
-        """Let go of all mappings and channels."""
+        """Release all mappings and channels."""

@@ -1,6 +1,6 @@
 """The registry of transfer modes: one table, from which config, CLI, HTTP, docs and tests derive.
 
-Owns what a mode is called, how far it reaches and which offers it has. How it works is its module's, imported when it is first used.
+Owns what a mode is called, how far it reaches and which offers it has. The mode's package does the work; it is imported at its first use.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class Mode:
     """One transfer mode. `extra` is what pip must install for it; `transport_source` and `reader` make its two halves, on these `devices`.
 
     Rings lie in host memory, whatever the mode.
-    `sharded`: whether the ranks of a trainer may hold an offer together.
+    `sharded`: whether it has offers of shards in several trainer ranks.
     """
 
     name: str

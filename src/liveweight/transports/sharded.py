@@ -1,7 +1,7 @@
-"""Offers that several ranks of a trainer hold together, over any transfer mode that reads memory.
+"""Sharded offers: offers of the shards of several trainer ranks, over any transfer mode that reads memory.
 
-Owns both ends of the one question that such an offer adds, who holds what (Survey), and the reader that reads each part from a rank that
-holds it. How a part is read is the mode's: there is one reader of it for each of the trainer's ranks, so that none disturbs another.
+Owns both ends of the request that such an offer adds (GetShardLayout: which rank has which parts), and the reader that reads each part from
+a rank that has it. A reader of the transfer mode reads the part; each trainer rank has its own, so that none disturbs another.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from liveweight.spec.deadline import Deadline
 from liveweight.spec.layout import Layout
 from liveweight.spec.table import Table
 from liveweight.transports.attach import AttachServer
-from liveweight.transports.attachment_cache import shorten
+from liveweight.transports.attachment_cache import evict_oldest
 from liveweight.transports.port import GoOn, Reader, Reading, patient
 from liveweight.wire.channel import Channel
 from liveweight.wire.codec import Codec
@@ -34,22 +34,22 @@ _DIVISIONS_KEPT = 4
 
 
 class ShardServer:
-    """Tells engine ranks what each of a trainer's ranks holds, on a thread of its own. Lives at the trainer's rank 0."""
+    """Answers engine ranks with the shard layouts of a trainer's ranks, on a thread of its own. Runs in the trainer's rank 0."""
 
     def __init__(self, address: str, secret: Secret, layouts: Sequence[Layout]) -> None:
         self._layouts = {layout.fingerprint: layout for layout in layouts}
         self._server = AttachServer(
-            address, secret, WireLimits(), self._reply, name="liveweight-surveyor", asked=GetShardLayout
+            address, secret, WireLimits(), self._reply, name="liveweight-shard-server", request=GetShardLayout
         )
         self._server.start()
 
     @property
     def address(self) -> str:
-        """Where ranks ask."""
+        """Where engine ranks connect."""
         return self._server.address
 
     def close(self) -> None:
-        """End the thread and remove the socket. Twice is fine."""
+        """End the thread and remove the socket. May be called twice."""
         self._server.close()
 
     def _reply(self, body: GetShardLayout) -> Message:
@@ -60,7 +60,7 @@ class ShardServer:
         return ShardLayout(layout=known)
 
 
-class _AskingReader(Reader, Protocol):
+class _CountingReader(Reader, Protocol):
     @property
     def requests(self) -> int: ...
 
@@ -68,17 +68,17 @@ class _AskingReader(Reader, Protocol):
 class ShardedReader:
     """Reads offers of one source as its mode does, and offers of many part by part. One per rank, used by its staging thread."""
 
-    def __init__(self, make: Callable[[], _AskingReader], secret: Secret) -> None:
+    def __init__(self, make: Callable[[], _CountingReader], secret: Secret) -> None:
         """`make` makes a reader of the mode."""
         self._make, self._secret = make, secret
         self._whole = make()
-        self._readers: dict[str, _AskingReader] = {}
+        self._readers: dict[str, _CountingReader] = {}
         self._layouts: dict[str, Layout] = {}
         self._divisions: dict[tuple[str, str], tuple[Layout | None, ...]] = {}
         self._prefer = secrets.randbelow(
             1 << 16
         )  # so that the ranks of an engine do not all begin at one source
-        self._survey: str | None = None
+        self._shard_server: str | None = None
 
     @property
     def requests(self) -> int:
@@ -88,11 +88,11 @@ class ShardedReader:
     def bind(self, offer: Offer, target: Layout, shadow: Sequence[Memory], deadline: Deadline) -> Reading:
         """See Reader. Errors name the trainer's rank whose part could not be read."""
         if not offer.shards:
-            self._let_go(keep=set())  # of a trainer before this one: its memory would live through us alone
+            self._close_readers(keep=set())  # readers of an earlier trainer would keep its memory alive
             return self._whole.bind(offer, target, shadow, deadline)
         self._whole.close()
-        self._survey = offer.source
-        self._let_go(keep={shard.source for shard in offer.shards})
+        self._shard_server = offer.source
+        self._close_readers(keep={shard.source for shard in offer.shards})
         parts = self._division(offer, target, deadline)
         order = [(n + self._prefer) % len(parts) for n in range(len(parts))]
         readings: list[tuple[Shard, Reading]] = []
@@ -100,7 +100,7 @@ class ShardedReader:
             for number in order:
                 shard, part = offer.shards[number], parts[number]
                 if part is not None:
-                    with _naming(shard):
+                    with _naming_rank(shard):
                         reader = self._readers.get(shard.source) or self._readers.setdefault(
                             shard.source, self._make()
                         )
@@ -112,19 +112,19 @@ class ShardedReader:
         return ShardedReading(readings)
 
     def forget(self, source: str) -> None:
-        """See Reader: also all that is kept about the ranks of which that source told."""
+        """See Reader: also drops what is kept about the ranks behind that shard server."""
         self._whole.forget(source)
-        if source == self._survey:
-            self._let_go(keep=set())
+        if source == self._shard_server:
+            self._close_readers(keep=set())
             self._layouts.clear()
             self._divisions.clear()
 
     def close(self) -> None:
         """See Reader."""
-        self._let_go(keep=set())
+        self._close_readers(keep=set())
         self._whole.close()
 
-    def _let_go(self, keep: set[str]) -> None:
+    def _close_readers(self, keep: set[str]) -> None:
         for source in [source for source in self._readers if source not in keep]:
             self._readers.pop(source).close()
 
@@ -133,14 +133,14 @@ class ShardedReader:
         key = (offer.layout, target.fingerprint)
         found = self._divisions.pop(key, None)
         if found is None:
-            layouts = self._surveyed(offer, deadline)
+            layouts = self._shard_layouts(offer, deadline)
             sources = [layouts[shard.layout] for shard in offer.shards]
             found = divide(target, sources, prefer=self._prefer)
         self._divisions[key] = found
-        shorten(self._divisions, _DIVISIONS_KEPT)
+        evict_oldest(self._divisions, _DIVISIONS_KEPT)
         return found
 
-    def _surveyed(self, offer: Offer, deadline: Deadline) -> Mapping[str, Layout]:
+    def _shard_layouts(self, offer: Offer, deadline: Deadline) -> Mapping[str, Layout]:
         wanted = {shard.layout for shard in offer.shards}
         self._layouts = {name: layout for name, layout in self._layouts.items() if name in wanted}
         missing = wanted - set(self._layouts)
@@ -163,13 +163,13 @@ class ShardedReading:
         """See Reading."""
         for (shard, reading), begin, end in zip(self._readings, self._ends[:-1], self._ends[1:], strict=True):
             if first < end and begin < last:
-                with _naming(shard):
+                with _naming_rank(shard):
                     reading.read(max(first, begin) - begin, min(last, end) - begin, go_on)
 
     def check(self) -> None:
         """See Reading."""
         for shard, reading in self._readings:
-            with _naming(shard):
+            with _naming_rank(shard):
                 reading.check()
 
     def end(self) -> None:
@@ -181,14 +181,14 @@ class ShardedReading:
 def get_shard_layout(
     source: str, layouts: Sequence[str], secret: Secret, deadline: Deadline
 ) -> dict[str, Layout]:
-    """What shards hold, as the trainer's rank 0 says."""
+    """Get the layouts of shards from the trainer's rank 0."""
     if nobody_listens(source, deadline):
         raise ChannelClosed(f"trainer rank 0 is gone: nobody listens at {source}")
     found: dict[str, Layout] = {}
     with Channel(source, secret, Codec[Message](Message), deadline=deadline, waits=False) as channel:
         for wanted in layouts:
             reply = channel.request(
-                GetShardLayout(layout=wanted), deadline, "trainer rank 0 to say who holds what"
+                GetShardLayout(layout=wanted), deadline, "trainer rank 0 to send the layouts of its shards"
             )
             match reply:
                 case ShardLayout(layout=layout) if layout.fingerprint == wanted:
@@ -212,8 +212,8 @@ def _offer_of(offer: Offer, shard: Shard) -> Offer:
 
 
 @contextmanager
-def _naming(shard: Shard) -> Iterator[None]:
-    """Say in errors which of the trainer's ranks it was."""
+def _naming_rank(shard: Shard) -> Iterator[None]:
+    """Name the trainer's rank in errors."""
     try:
         yield
     except LiveWeightError as error:

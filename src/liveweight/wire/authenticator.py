@@ -1,7 +1,7 @@
-"""The door: admits to a listener only those who hold the secret.
+"""The authenticator: admits only clients that hold the secret to a listener.
 
-Owns the ZAP handler of one private ZMQ context, and its thread. The proof itself is CURVE's: libzmq lets nobody pass
-who does not own the keys it claims; the door says which keys those are.
+Owns the ZAP handler of one private ZMQ context, and its thread. CURVE is the proof: libzmq accepts no client that does not
+own the keys that it presents; the authenticator says which keys are admitted.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ _FIELDS = 9
 
 
 class Authenticator:
-    """Answers libzmq's question whether a client may enter. Its thread ends when the context does."""
+    """Answers libzmq's requests whether to admit a client. Its thread ends when the context does."""
 
     def __init__(self, context: Context, admitted: bytes) -> None:
-        """`admitted` is the public key, in Z85, of those who may enter."""
+        """`admitted` is the public key, in Z85, of the clients to admit."""
         self._context = context
         self._admitted = z85.decode(admitted)
-        self._thread = Thread(target=self._run, name="liveweight-door", daemon=True)
+        self._thread = Thread(target=self._run, name="liveweight-authenticator", daemon=True)
         with signals_held(), ExitStack() as acquired:
             self._socket = make(context, zmq.ROUTER)
             acquired.callback(self._socket.close)

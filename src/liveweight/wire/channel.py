@@ -1,7 +1,7 @@
 """Channels: the side that connects, to one incarnation of one peer.
 
 Owns a link in a private ZMQ context, the numbers of calls and the notifications that came while a reply was awaited.
-What a message means is the caller's.
+What a message means is decided by the caller.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class Channel(Generic[Message]):
 
         WrongSecret, ProtocolMismatch and ChannelClosed come as soon as they are known. Where nobody listens yet, or
         the listener's owner does not receive, the wait lasts until the deadline; `waits` False is for a peer that was
-        there: where nobody listens, it has ended. `cancel`, once woken by another
+        there: where nobody listens, the peer has ended. `cancel`, once woken by another
         thread, ends this wait and every later request that does not ask otherwise with ChannelClosed.
         """
         unix_path(address)
@@ -135,7 +135,7 @@ class Channel(Generic[Message]):
         self.close()
 
     def _greet(self, deadline: Deadline) -> None:
-        """Say which protocol we speak; the peer says the same, or refuses."""
+        """Send our protocol version; the peer answers with the same, or refuses."""
         self._send_frame(self._codec.greeting, deadline, self._cancel)
         waiting_for = f"{self.address} to greet"
         while True:
@@ -172,7 +172,7 @@ class Channel(Generic[Message]):
         return None if frame is None else self._codec.decode(frame, limits=self._limits)
 
     def _frame_now(self) -> bytes | None:
-        """The next frame if one is there. The end is heard first, and counts once nothing is left to read."""
+        """The next frame if one is there. The link is polled first; its end counts once nothing is left to read."""
         state = self._poll_link()
         parts = take(self._link.socket, parts=1)
         if parts is None:
@@ -202,7 +202,7 @@ class Channel(Generic[Message]):
         return self._link.poll()
 
     def _poll(self, event: int, deadline: Deadline, waker: Waker | None = None) -> None:
-        """Wait for that event, news of the link or, if one is given, a waker; at most until the deadline."""
+        """Wait for that event, an event of the link or, if one is given, a waker; at most until the deadline."""
         wakers = () if waker is None else (waker.fileno(),)
         wait(deadline, {self._link.socket: event, self._link.monitor: zmq.POLLIN}, *wakers)
 

@@ -1,7 +1,7 @@
 """Frames: a header that names the protocol, and one message of a closed set in msgpack.
 
 Owns the bytes of a frame. Any bytes whatever decode to a message or raise a WireError.
-Which messages there are is messages.py's; who sends them when is for the channels.
+Which messages there are is wire/messages's; sending them is the channels'.
 
     b"LW" | u16 version, little-endian | msgpack [call, {"type": tag, ...}]
     b"LW" | u16 version                                                     the greeting: a header alone

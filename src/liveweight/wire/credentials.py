@@ -1,7 +1,7 @@
 """Credentials: the shared secret, where it lies, and the keys that follow from it.
 
 Owns the secret file, the private directory of sockets and the derivation of keys.
-Who is admitted with them is for door.py (channels) and descriptors.py.
+Who is admitted with them is authenticator's (channels) and descriptor_server's.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Where one user's sockets and secret lie on one host when nobody says otherwise: both sides find the same."""
+"""The default paths of a user's sockets and secret on one host: both sides use the same."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from liveweight.wire.credentials import socket_directory
 
 
 def default_directory() -> Path:
-    """Where this user's sockets and secret lie when nobody says otherwise."""
+    """The default directory of this user's sockets and secret."""
     return Path(tempfile.gettempdir()) / f"liveweight-{os.getuid()}"
 
 
 def default_secret_file() -> Path:
-    """Where this user's secret lies when nobody says otherwise; its directory is made if it is not there."""
+    """The default path of this user's secret; its directory is made if absent."""
     return socket_directory(default_directory()) / "secret"

@@ -1,6 +1,6 @@
-"""The proof on the descriptor socket: each side shows that it holds the secret, and learns it of the other.
+"""The proof on the descriptor socket: each side shows the other that it holds the secret.
 
-Owns the bytes of that conversation up to the token. Pure: the sockets are descriptors.py's.
+Owns the bytes of that exchange up to the token. Pure: the sockets are descriptors's and descriptor_server's.
 
     server  MAGIC, its nonce
     client  its nonce, HMAC(secret, "client", both nonces)

@@ -1,7 +1,7 @@
 """The descriptor server: holds descriptors under tokens and hands copies to those who prove the secret.
 
 Owns the listening socket, its file, one thread, and duplicates of what is registered.
-The conversation is proof.py's and descriptors.py's.
+The bytes of the conversation are in descriptor_proof and descriptors.
 """
 
 from __future__ import annotations

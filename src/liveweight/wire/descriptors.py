@@ -3,7 +3,7 @@
 Owns a unix socket beside the channels, which cannot carry descriptors. Whoever asks must be the same user, prove the
 secret and name the token under which descriptors were registered. What the files hold is for transports/.
 
-After the proof (proof.py):
+After the proof (descriptor_proof):
 
     client  u8 length, token
     server  u16 count, and the descriptors with it     or count 0: nothing is registered under that token

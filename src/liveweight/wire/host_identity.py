@@ -1,4 +1,4 @@
-"""Which host, and which view of its processes, a process id belongs to: only then may one watch over another by its id."""
+"""The identity of a host and of its pid namespace: two processes can watch each other by process id only if it is the same."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 
 @cache
 def this_host() -> str:
-    """The same for two processes only if a process id means the same to both; empty where that cannot be told."""
+    """Equal for two processes only if a process id means the same to both; empty if unknown."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         return f"{boot}/{Path('/proc/self/ns/pid').stat().st_ino}"

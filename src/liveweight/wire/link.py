@@ -1,7 +1,7 @@
-"""Links: one connection to one incarnation of a peer, and what became of it.
+"""Links: one connection to one incarnation of a peer, and its state.
 
 Owns a DEALER socket with its monitor, and the decision what a failed hand-shake means.
-A link is never connected again: what was said to one process must not reach its successor.
+A link is never connected again: a message to one process must not reach its successor.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _numbers = itertools.count()
 
 
 class LinkState(enum.Enum):
-    """What is known about a link. All but the first two are ends."""
+    """The state of a link. All but the first two are final."""
 
     CONNECTING = "connecting"
     UP = "up"
@@ -99,13 +99,13 @@ class Link:
         self.socket.connect(address)
 
     def poll(self) -> LinkState:
-        """Take in the news of the monitor."""
+        """Read the events of the monitor. Returns the state."""
         while True:
             try:
-                news = parse_monitor_message(self.monitor.recv_multipart(zmq.NOBLOCK))
+                event = parse_monitor_message(self.monitor.recv_multipart(zmq.NOBLOCK))
             except zmq.Again:
                 return self.state
-            self.state = after(self.state, news["event"])
+            self.state = after(self.state, event["event"])
 
     def settle(self, deadline: Deadline, cancel: Waker | None = None) -> LinkState:
         """Wait until the hand-shake has ended, or the deadline; or until it is cancelled."""

@@ -1,7 +1,7 @@
 """Listeners: the side of a channel that many peers may reach.
 
-Owns a ROUTER socket in a private ZMQ context, and the door that admits only holders of the secret.
-What a message means, and to whom an answer is due, is the caller's.
+Owns a ROUTER socket in a private ZMQ context, and the authenticator that admits only holders of the secret.
+What a message means, and who gets an answer, is decided by the caller.
 """
 
 from __future__ import annotations
@@ -146,7 +146,9 @@ class Listener(Generic[Message]):
         commands = select.poll()
         commands.register(self._socket.fileno(), select.POLLIN)
         while True:
-            self._socket.get(zmq.EVENTS)  # takes in what happened, so that the descriptor shows only news
+            self._socket.get(
+                zmq.EVENTS
+            )  # processes pending events, so that the descriptor shows only new ones
             if put(self._socket, peer, frame):
                 return
             deadline.check(f"peer {peer.hex()} to take a message")

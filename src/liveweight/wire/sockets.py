@@ -1,6 +1,6 @@
-"""What listeners and channels share about sockets: addresses, options, single steps that never wait.
+"""Functions on sockets that listeners and channels share: addresses, options, single steps that never wait.
 
-Owns no socket: the one who makes it closes it.
+Owns no socket: the caller closes what it makes.
 """
 
 from __future__ import annotations
@@ -162,7 +162,7 @@ def wait(deadline: Deadline, wanted: Mapping[Socket, int], *descriptors: int) ->
     for source, events in wanted.items():
         ready = int(
             source.getsockopt(zmq.EVENTS)
-        )  # takes in commands, so that the descriptor shows only news
+        )  # processes pending commands, so that the descriptor shows only new ones
         if ready & events:
             return
         poller.register(source.fileno(), select.POLLIN)

@@ -1,6 +1,6 @@
 """Wakers: how another thread of the same process ends a wait early.
 
-Owns one event descriptor. What the woken thread then looks at is its own affair.
+Owns one event descriptor. What the woken thread does then is up to it.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ class Waker:
         self._woken = False
 
     def wake(self) -> None:
-        """End the owner's present wait, or its next one. Waking twice before it looks wakes it once."""
+        """End the owner's present wait, or its next one. Waking twice before the owner calls `take` wakes it once."""
         with self._lock:
             self._woken = True
             if not self._closed:
@@ -27,7 +27,7 @@ class Waker:
 
     @property
     def woken(self) -> bool:
-        """Whether `wake` was ever called. For one that is never taken: it is then a word that stays said."""
+        """Whether `wake` was ever called. For wakers that are never taken, such as a cancellation."""
         return self._woken
 
     def fileno(self) -> int:

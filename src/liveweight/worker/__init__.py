@@ -1,1 +1,1 @@
-"""One rank, and the leader that decides for its replica: states, rounds, shadow, boundary. Knows ports, never an engine."""
+"""One rank of an engine: staging, commits at a boundary, verification of live weights, targets. Knows ports, never an engine."""

@@ -1,8 +1,8 @@
-"""The committer: a rank's part of a commit or an undo, from the decision to the known outcome. Runs on the main thread.
+"""A rank's part of a commit or an undo, from the decision to the known outcome. Runs on the main thread.
 
-Beats: swap shadow and live weights, run the hooks, tell the leader, hear the outcome; if it is not "keep", swap back and run
-the hooks again. What is done so far is noted before the next beat, so that whatever interrupts it, the next boundary takes it up there.
-Until the outcome is known the rank must not serve, and its shadow, which is the way back, must not be staged into.
+Steps: swap shadow and live weights, run the hooks, report to the leader, receive the outcome; if it is not "keep", swap back and run
+the hooks again. Each step is noted before the next one begins, so that the next boundary resumes after any interruption.
+Until the outcome is known the rank must not serve, and must not stage into its shadow, which it may have to swap back.
 """
 
 from __future__ import annotations
@@ -46,11 +46,11 @@ class LiveSide(enum.Enum):
 
 @dataclass(slots=True)
 class _Swap:
-    """One decision on its way: what is live, what failed, what was heard. `hooks_due`: weights changed, hooks have not followed."""
+    """One decision under way: what is live, what failed, the outcome. `hooks_due`: weights changed, and hooks have not run since."""
 
     decision: Decision
     began_s: float = field(default_factory=time.monotonic)
-    held: LiveSide = LiveSide.BEFORE
+    live: LiveSide = LiveSide.BEFORE
     hooks_due: bool = False
     fault: Fault | None = None
     outcome: Settled | None = None
@@ -78,7 +78,7 @@ class Committer:
         """How much longer than the leader a rank waits for its answer."""
 
     def carry_out(self, decision: Decision) -> Settled:
-        """Swap, and learn the outcome. If it raises, the rank must not serve; `resolve` takes it up where it stopped."""
+        """Swap, and receive the outcome. If it raises, the rank must not serve; `resolve` resumes where it stopped."""
         self._current = _Swap(decision)
         deadline = Deadline.after(decision.timeout_s + self.grace_s)
         try:
@@ -88,12 +88,12 @@ class Committer:
                 return self._finish(self._current, deadline)
         except (
             DeadlineExceeded
-        ) as error:  # the staging thread does not let go of the shadow: nothing was swapped
+        ) as error:  # the staging thread does not release the shadow: nothing was swapped
             self._current.fault = fault_of(error, step="commit", rank=self._rank)
             return self._finish(self._current, deadline)
 
     def resolve(self, timeout_s: float) -> Settled | None:
-        """Take up a swap that did not come to its end. None: there was none."""
+        """Finish a swap that was interrupted. None: there was none."""
         current = self._current
         if current is None:
             return None
@@ -104,7 +104,7 @@ class Committer:
             return self._finish(current, deadline)
 
     def _swap_and_run_hooks(self, current: _Swap) -> None:
-        """Swap and run the hooks. A failure is noted, for the leader to hear; the way back follows its answer."""
+        """Swap and run the hooks. A failure is noted for the report to the leader, whose answer decides whether to swap back."""
         staged, decision = self._shadow_lock.staged, current.decision
         if not decision.undo and (staged is None or staged.epoch != decision.epoch):
             current.fault = self._fault(WrongState("not holding that round's version", "commit"), "commit")
@@ -114,16 +114,16 @@ class Committer:
             self._run_hooks(current)
         except (
             Exception
-        ) as error:  # targets and hooks are foreign code: whatever they raise, the leader hears it
-            current.fault = self._fault(error, "hooks" if current.held is LiveSide.AFTER else "commit")
+        ) as error:  # targets and hooks are foreign code: the leader is told whatever they raise
+            current.fault = self._fault(error, "hooks" if current.live is LiveSide.AFTER else "commit")
 
     def _finish(self, current: _Swap, deadline: Deadline) -> Settled:
-        """Hear the outcome, unless it is known; go back if that is it. Only then may the rank serve again."""
+        """Receive the outcome, unless it is known; swap back if it says so. Only then may the rank serve again."""
         if current.outcome is None:
-            current.outcome = self._ask(current, deadline)
-        if current.held is LiveSide.UNKNOWN:
+            current.outcome = self._request_outcome(current, deadline)
+        if current.live is LiveSide.UNKNOWN:
             raise Torn(f"rank {self._rank} was interrupted in the middle of a swap; it needs a restart")
-        if not current.outcome.keep and current.held is LiveSide.AFTER:
+        if not current.outcome.keep and current.live is LiveSide.AFTER:
             self._swap(current, LiveSide.BEFORE)
         if current.hooks_due:
             self._run_hooks(current)
@@ -131,24 +131,24 @@ class Committer:
         return current.outcome
 
     def _swap(self, current: _Swap, to: LiveSide) -> None:
-        """One swap. What cannot be undone stays noted as unknown."""
-        came_from, current.held = current.held, LiveSide.UNKNOWN
+        """One swap. If the target cannot undo a failed one, what is live stays noted as unknown."""
+        came_from, current.live = current.live, LiveSide.UNKNOWN
         self._shadow_lock.swaps += 1
         try:
             self._target.swap()
         except Torn:
             raise
         except Exception:
-            current.held = came_from  # all or nothing: the target has put everything back
+            current.live = came_from  # all or nothing: the target has put everything back
             raise
-        current.held, current.hooks_due = to, True
+        current.live, current.hooks_due = to, True
 
     def _run_hooks(self, current: _Swap) -> None:
         for hook in self._hooks:
             hook()
         current.hooks_due = False
 
-    def _ask(self, current: _Swap, deadline: Deadline) -> Settled:
+    def _request_outcome(self, current: _Swap, deadline: Deadline) -> Settled:
         seconds = time.monotonic() - current.began_s
         report = Swapped(
             boot=self._boot,
@@ -159,7 +159,7 @@ class Committer:
             fault=current.fault,
             unread=self._target.unread,
         )
-        return receive_outcome(self._channel, report, deadline, current.held.value)
+        return receive_outcome(self._channel, report, deadline, current.live.value)
 
     def _fault(self, error: Exception, step: str) -> Fault:
         ours = (
@@ -169,17 +169,17 @@ class Committer:
 
 
 def receive_outcome(channel: Channel[Message], report: Swapped, deadline: Deadline, held: str) -> Settled:
-    """Tell the leader what a rank did, and hear the outcome. OutcomeUnknown, with what the rank holds, where that cannot be heard."""
+    """Report to the leader, and receive the outcome. Raises OutcomeUnknown, with what the rank holds, if no answer comes."""
     rank = report.rank
     try:
         answer = channel.request(report, deadline, "the leader to tell the outcome")
     except (DeadlineExceeded, WireError) as error:
-        what = f"rank {rank} holds {held} and did not hear whether to keep them"
+        what = f"rank {rank} holds {held} and was not told whether to keep them"
         raise OutcomeUnknown(f"{what}: {error}") from error
     match answer:
         case Settled() as settled:
             return settled
         case Refusal(fault=fault):
-            raise OutcomeUnknown(f"rank {rank} asked for an outcome: {fault.message}")
+            raise OutcomeUnknown(f"rank {rank} requested an outcome: {fault.message}")
         case other:
             raise WrongState("waiting for an outcome", type(other).__name__)

@@ -1,8 +1,8 @@
 """A rank's part of a commit in place, from the decision to the known outcome. Runs on the main thread.
 
-Beats: have the staging thread overwrite what is live, run the hooks, tell the leader how far that came, hear the outcome. There is no
-way back: if any rank wrote and not all are done, all are torn. What is done so far is noted before the next beat, so that whatever
-interrupts it, the next boundary takes it up there.
+Steps: have the staging thread overwrite the live weights, run the hooks, report to the leader, receive the outcome. There is no way
+back: if any rank wrote and not all are done, all are torn. Each step is noted before the next one begins, so that the next boundary
+resumes after any interruption.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from liveweight.worker.shadow_lock import ShadowLock
 
 @dataclass(slots=True)
 class _Commit:
-    """One decision on its way: what came of the overwriting, what failed, what was heard."""
+    """One decision under way: the result of the overwriting, what failed, the outcome."""
 
     decision: Decision
     began_s: float = field(default_factory=time.monotonic)
@@ -57,13 +57,13 @@ class InPlaceCommitter:
         """How much longer than the leader a rank waits for its answer."""
 
     def carry_out(self, decision: Decision) -> Settled:
-        """Overwrite, and learn the outcome. If it raises, the rank must not serve; `resolve` takes it up where it stopped."""
+        """Overwrite, and receive the outcome. If it raises, the rank must not serve; `resolve` resumes where it stopped."""
         self._current = current = _Commit(decision)
         self._shadow_lock.doubt = True
         return self._finish(current, Deadline.after(decision.timeout_s + self.grace_s))
 
     def resolve(self, timeout_s: float) -> Settled | None:
-        """Take up a commit that did not come to its end. None: there was none."""
+        """Finish a commit that was interrupted. None: there was none."""
         current = self._current
         if current is None:
             return None
@@ -75,12 +75,12 @@ class InPlaceCommitter:
         if current.done is None:
             self._overwrite(current)
         if current.outcome is None:
-            current.outcome = self._ask(current, deadline)
+            current.outcome = self._request_outcome(current, deadline)
         self._current, self._shadow_lock.staged, self._shadow_lock.doubt = None, None, False
         return current.outcome
 
     def _overwrite(self, current: _Commit) -> None:
-        """Have live weights overwritten and run the hooks. A failure is noted, for the leader to hear."""
+        """Have live weights overwritten and run the hooks. A failure is noted for the report to the leader."""
         if current.decision.undo:
             current.done = Overwritten(begun=False)
             current.fault = self._fault(WrongState("in place, where nothing is kept", "undo"), "commit")
@@ -88,18 +88,18 @@ class InPlaceCommitter:
         if current.request is None:
             self._shadow_lock.swaps += 1
             until = Deadline.after(current.decision.timeout_s)
-            current.request = self._overwrites.ask(current.decision.epoch, until)
+            current.request = self._overwrites.submit(current.decision.epoch, until)
         done, current.fault = current.request.wait(self._rank)
         current.hooks_due, current.done = current.fault is None, done
-        self._shadow_lock.swaps += 1  # for who began to read in the middle
+        self._shadow_lock.swaps += 1  # for readers that began in the middle
         try:
             for hook in self._hooks if current.hooks_due else ():
                 hook()
-        except Exception as error:  # foreign code: whatever it raises, the leader hears it
+        except Exception as error:  # foreign code: the leader is told whatever it raises
             current.fault = self._fault(error, "hooks")
         current.hooks_due = False
 
-    def _ask(self, current: _Commit, deadline: Deadline) -> Settled:
+    def _request_outcome(self, current: _Commit, deadline: Deadline) -> Settled:
         report = Swapped(
             boot=self._boot,
             epoch=current.decision.epoch,

@@ -1,7 +1,7 @@
-"""Digests of what has landed in the shadow, taken by a thread of its own while the rest is on its way.
+"""Digests of the bytes that have landed in the shadow, computed by a separate thread while the rest is being staged.
 
-A reading is made as soon as every copy that touches its bytes is done; what is left when staging ends is read then. Through the target's
-declaration, as every reading of a shadow: which bytes are digested is shadow_digest's matter.
+A row is digested as soon as every copy that touches its bytes is done; the remaining rows are digested when staging ends. Which bytes
+are digested is shadow_digest's.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from liveweight.plan.digests import row_bytes
 from liveweight.spec.deadline import Deadline
 from liveweight.spec.digest import SEEDS, Lanes
 from liveweight.spec.table import Table
-from liveweight.worker.staging import BATCH_BYTES, LOOK_S, Outcome, StagingStopped, Stop, share
+from liveweight.worker.staging import BATCH_BYTES, POLL_S, Outcome, StagingStopped, Stop, run_batches
 
 
 class Readings:
@@ -44,7 +44,7 @@ class Readings:
 
 
 class DigestWhileStaging:
-    """One round's digests. `landed` is called by the lanes that stage; a thread of its own digests meanwhile; `rest` comes afterwards."""
+    """One round's digests. `landed` is called by the lanes that stage; a separate thread digests meanwhile; `finish` comes afterwards."""
 
     def __init__(self, readings: Readings, copy_threads: CopyThreads, *, smallest_batch_bytes: int) -> None:
         self._readings, self._copy_threads, self._smallest = readings, copy_threads, smallest_batch_bytes
@@ -58,7 +58,7 @@ class DigestWhileStaging:
         self._over = False
 
     @property
-    def beside(self) -> Self:
+    def concurrent(self) -> Self:
         """See Digesting."""
         return self
 
@@ -88,14 +88,14 @@ class DigestWhileStaging:
         run_once(2, run, name="liveweight-digest")
         return outcome[0]
 
-    def rest(self, *, stop: Stop, deadline: Deadline) -> Lanes | StagingStopped:
-        """The digest of every placement, once nothing is copied any more: what is left is read now."""
+    def finish(self, *, stop: Stop, deadline: Deadline) -> Lanes | StagingStopped:
+        """The digest of every placement. Called once all copies are done; digests the remaining rows."""
         left, begin = self._readings.bound, self._taken
 
         def read(lane: int, first: int, last: int) -> None:
             self._sums[lane] += left.run(begin + first, begin + last)
 
-        outcome = share(
+        outcome = run_batches(
             self._readings.sizes_bytes[begin:],
             read,
             copy_threads=self._copy_threads,
@@ -120,7 +120,7 @@ class DigestWhileStaging:
                 if self._bytes_before[end] - self._bytes_before[begin] >= self._smallest:
                     self._taken = end
                     return begin, end
-                self._changed.wait(LOOK_S)
+                self._changed.wait(POLL_S)
         return None
 
     def _ready(self) -> int:

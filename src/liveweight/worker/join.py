@@ -1,4 +1,4 @@
-"""Joining: how a rank reports to its leader, and what it can say of the weights that it brings."""
+"""How a rank joins its leader, and what it reports about the weights that it joins with."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from liveweight.worker.targets.target import Target
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JoinContent:
-    """What is known of the weights that a rank joins with: digests of its placements, 16 bytes each, and the version's tensors with
-    theirs, which one rank tells for all."""
+    """What is known of the weights that a rank joins with: digests of its placements, 16 bytes each, and the version's manifest with
+    digests, which one rank sends for all."""
 
     lanes: bytes
     manifest: Manifest | None = None
@@ -36,7 +36,7 @@ def join(
     met: str = "",
     deadline: Deadline,
 ) -> Joined:
-    """Report a rank for service; the leader's refusal is raised."""
+    """Join the leader. Raises the leader's refusal."""
     body = Join(
         rank=rank,
         host=this_host(),

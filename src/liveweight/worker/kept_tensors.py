@@ -1,7 +1,7 @@
-"""Keeping: the tensors of a rank that an offer leaves out stay as they are, through a commit and through its undo.
+"""Kept tensors: the tensors of a rank that an offer leaves out stay as they are, through a commit and through its undo.
 
-The shadow gets a copy of what is live of them before a round is staged. So whatever is swapped afterwards, both sides hold the same
-of these tensors, and no swap has to know of them. Which groups may be left out is the rank's program's; whether one is, the leader's.
+Before a round is staged, their live content is copied into the shadow. Both sides then hold the same content of these tensors, so no
+swap has to know of them. Which groups may be left out is decided by the rank's program; whether one is, by the leader.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ class KeptTensors:
         self._layouts: dict[tuple[str, ...], Layout] = {(): target.layout}
 
     def layout(self, groups: tuple[str, ...]) -> Layout:
-        """What a round stages that leaves these groups out."""
+        """The layout of a round that leaves these groups out."""
         if groups not in self._layouts:
             self._layouts[groups] = self._target.layout.without(self._tensors(groups))
         return self._layouts[groups]
 
     def fill(self, groups: tuple[str, ...]) -> None:
-        """Let the shadow hold what is live of these groups, as far as the rank has a part of them."""
+        """Copy the live content of these groups into the shadow, as far as the rank owns it."""
         if groups:
             owned = self._target.layout.specs()
             self._target.keep([name for name in self._tensors(groups) if name in owned])

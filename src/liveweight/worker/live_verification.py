@@ -1,7 +1,7 @@
-"""The live verifier: a rank's reading of its own live weights, beside whatever else the rank does.
+"""The live verifier: digests a rank's own live weights while the rank does other work.
 
-Owns a thread, which exists from the first time it is asked. It holds no lock while it reads, so that no swap waits for it; a reading
-during which weights were swapped is worth nothing, and says so. Who speaks to the leader is the staging thread.
+Owns a thread, which starts with the first order. The thread holds no lock while it reads, so that no swap waits for it; if weights were
+swapped meanwhile, the answer has no digests. The staging thread sends the answers to the leader.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from liveweight.worker.staging import Pace, StagingStopped
 from liveweight.worker.targets.target import ReadBack, Target
 
 DOUBT_S = 5.0
-"""How long the outcome of a swap may take before a rank that is asked says that it is in doubt."""
-LOOK_S = 0.1
+"""How long the outcome of a swap may take before the answer to an order is that the rank is in doubt."""
+POLL_S = 0.1
 
 
 class LiveVerifier:
-    """Digests one rank's live weights. Asked, heard and closed by the staging thread; `wake` is called from its own."""
+    """Digests one rank's live weights. All methods are for the staging thread; `wake` is called from the verifier's own thread."""
 
     def __init__(
         self,
@@ -55,23 +55,23 @@ class LiveVerifier:
         self._thread: threading.Thread | None = None
         self._closing = False
 
-    def ask(self, order: DigestLive) -> None:
-        """Take an order; its answer comes in time, after those of earlier ones."""
+    def submit(self, order: DigestLive) -> None:
+        """Queue an order. Answers come in the order of the orders."""
         self._orders.put((order, Deadline.after(order.timeout_s)))
         if self._thread is None:
-            name = f"liveweight-auditor-{self._rank}"
+            name = f"liveweight-live-verifier-{self._rank}"
             self._thread = threading.Thread(target=self._run, name=name, daemon=True)
             self._thread.start()
 
     def answers(self) -> list[LiveDigests]:
-        """What has been answered since the last call."""
+        """The answers since the last call."""
         found = []
         while self._answers:
             found.append(self._answers.popleft())
         return found
 
     def close(self) -> None:
-        """End the thread, in the middle of a reading too."""
+        """End the thread, also in the middle of a reading."""
         self._closing = True
         self._orders.put(None)
         if self._thread is not None:
@@ -84,9 +84,9 @@ class LiveVerifier:
                 self._wake()
 
     def _answer(self, order: DigestLive, deadline: Deadline, copy_threads: CopyThreads) -> LiveDigests:
-        began_s, fault, lanes, beside = time.monotonic(), None, None, ReadBack()
+        began_s, fault, lanes, read_back = time.monotonic(), None, None, ReadBack()
         try:
-            lanes, beside = self._read(order, deadline, copy_threads)
+            lanes, read_back = self._read(order, deadline, copy_threads)
         except Exception as error:  # whatever it is, the leader waits for an answer
             ours = (
                 error
@@ -100,26 +100,26 @@ class LiveVerifier:
             lanes=lanes,
             seconds=time.monotonic() - began_s,
             fault=fault,
-            differing=beside.differing,
-            unread=beside.unread,
+            differing=read_back.differing,
+            unread=read_back.unread,
         )
 
     def _read(
         self, order: DigestLive, deadline: Deadline, copy_threads: CopyThreads
     ) -> tuple[bytes | None, ReadBack]:
-        """The digests, and what serves beside them; None if weights were swapped meanwhile.
+        """The digests, and the comparison with what serves; None if weights were swapped meanwhile.
 
         The count is read before it is certain that no swap is under way: one that begins later raises it.
         """
         swaps = self._shadow_lock.swaps
-        self._be_certain(deadline)
+        self._wait_until_certain(deadline)
         self._bus.emit(AuditBegan(replica=self._replica, rank=self._rank))
 
         def changed() -> bool:
             return self._shadow_lock.swaps != swaps
 
         try:
-            lanes = self._reading().of(
+            lanes = self._live_digest().of(
                 self._target.live(),
                 copy_threads=copy_threads,
                 stop=lambda: self._closing or changed(),
@@ -127,24 +127,24 @@ class LiveVerifier:
                 names=None if order.names is None else frozenset(order.names),
                 pace=None if self._pace_bytes_per_s is None else Pace(self._pace_bytes_per_s),
             )
-            beside = self._target.read_back() or ReadBack()
+            read_back = self._target.read_back() or ReadBack()
         except Exception:
             if changed():  # in the middle of a swap tensors are not where they were
                 return None, ReadBack()
             raise
         if isinstance(lanes, StagingStopped) or changed():
             return None, ReadBack()
-        return lanes_to_bytes(lanes), beside
+        return lanes_to_bytes(lanes), read_back
 
-    def _be_certain(self, deadline: Deadline) -> None:
-        """Wait for a swap that is under way to come to its end."""
+    def _wait_until_certain(self, deadline: Deadline) -> None:
+        """Wait for a swap that is under way to end."""
         doubt = deadline.within(DOUBT_S)
-        while not self._shadow_lock.certain(min(LOOK_S, doubt.remaining_s())):
+        while not self._shadow_lock.certain(min(POLL_S, doubt.remaining_s())):
             if self._closing or doubt.over:
                 raise WrongState("in doubt about the last commit", "verify")
 
-    def _reading(self) -> ShadowDigest:
-        """Made when it is first needed: most ranks are never asked."""
+    def _live_digest(self) -> ShadowDigest:
+        """Made at first use: most ranks never get an order."""
         if self._digest is None:
             self._digest = ShadowDigest(self._target.layout, self._kernels)
         return self._digest

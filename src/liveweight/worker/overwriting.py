@@ -1,7 +1,7 @@
-"""Overwriting: a rank without a shadow reads its source straight over its live weights, while its main thread stands at a boundary.
+"""Overwriting: a rank without a shadow reads its source straight over its live weights, while its main thread waits at a boundary.
 
-Owns the hand-over between the two threads. The staging thread finds the source before the vote and holds it; the main thread asks for
-the bytes when the decision has reached it, and waits. Whether anything was written is known exactly: a failure before that costs nothing.
+Owns the queue between the two threads. The staging thread locates the source before the vote and keeps it; the main thread submits a
+request when it has the decision, and waits. Whether anything was written is known exactly: a failure before that leaves the weights whole.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class InPlaceSettings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LocatedSource:
-    """A source that was found, bound to live memory; nothing was read of it."""
+    """A source that was located and bound to live memory; nothing has been read from it."""
 
     order: Stage
     reading: Reading
@@ -68,7 +68,7 @@ class LocatedSource:
 
 
 class OverwriteRequest:
-    """One overwriting, on its way between the threads. It runs, or is taken back, never both."""
+    """A request of the main thread to the staging thread. It runs, or is withdrawn, never both."""
 
     def __init__(self, epoch: int, deadline: Deadline) -> None:
         self.epoch, self.deadline = epoch, deadline
@@ -77,7 +77,7 @@ class OverwriteRequest:
         self._end: tuple[Overwritten, Fault | None] | None = None
 
     def begin(self) -> bool:
-        """The staging thread takes it up; False where nobody wants it any more."""
+        """The staging thread begins it; False if the main thread has stopped waiting."""
         with self._lock:
             self._running = not self._over.is_set()
             return self._running
@@ -90,7 +90,7 @@ class OverwriteRequest:
             self._over.set()
 
     def wait(self, rank: int) -> tuple[Overwritten, Fault | None]:
-        """What came of it, at the deadline at the latest: one that runs on then may have written anything. The main thread."""
+        """The result, at the deadline at the latest: a request that still runs then may have written anything. For the main thread."""
         self._over.wait(self.deadline.remaining_s())
         with self._lock:
             if self._end is None:
@@ -102,19 +102,19 @@ class OverwriteRequest:
 
 
 class OverwriteQueue:
-    """Where a rank's two threads meet. `ask` is for the main thread, everything else for the staging thread's."""
+    """The queue between a rank's two threads. `submit` is for the main thread, everything else for the staging thread."""
 
     def __init__(self, settings: InPlaceSettings) -> None:
         self.settings = settings
         self.wake: Callable[[], None] = lambda: None
-        """Called when something was asked for."""
+        """Called when a request was submitted."""
         self._lock = threading.Lock()
-        self._asked: OverwriteRequest | None = None
+        self._request: OverwriteRequest | None = None
         self._closed = False
-        self._found: LocatedSource | None = None
+        self._source: LocatedSource | None = None
 
-    def ask(self, epoch: int, deadline: Deadline) -> OverwriteRequest:
-        """Overwrite with what that round has found, by the deadline."""
+    def submit(self, epoch: int, deadline: Deadline) -> OverwriteRequest:
+        """Request an overwrite with that round's source, by the deadline."""
         request = OverwriteRequest(epoch, deadline)
         with self._lock:
             if self._closed:
@@ -122,62 +122,62 @@ class OverwriteQueue:
                     Overwritten(begun=False), _untouched(ChannelClosed("the rank's staging thread has ended"))
                 )
                 return request
-            self._asked = request
+            self._request = request
         self.wake()
         return request
 
-    def hold(self, found: LocatedSource) -> None:
-        """A source was found; one that was held before is let go."""
-        self.let_go()
-        self._found = found
+    def keep_source(self, found: LocatedSource) -> None:
+        """Keep a located source; release the one before."""
+        self.release_source()
+        self._source = found
 
-    def let_go(self, round_id: RoundId | None = None) -> None:
-        """Forget the source of that round, or whichever is held."""
-        if self._found is not None and round_id in (None, self._found.order.round):
-            found, self._found = self._found, None
+    def release_source(self, round_id: RoundId | None = None) -> None:
+        """Release the source of that round, or, if None, whichever is kept."""
+        if self._source is not None and round_id in (None, self._source.order.round):
+            found, self._source = self._source, None
             found.reading.end()
 
     def take(self) -> tuple[OverwriteRequest, LocatedSource] | None:
-        """What is to be done now, if anything is. What cannot be done is answered here."""
+        """The request to run now, and its source. None if there is none, or if it cannot run: then it is answered here."""
         with self._lock:
-            request, self._asked = self._asked, None
+            request, self._request = self._request, None
         if request is None or not request.begin():
             return None
-        found = self._found
+        found = self._source
         if found is None or found.order.round.epoch != request.epoch:
             request.finish(
                 Overwritten(begun=False), _untouched(WrongState("not holding that round's source", "commit"))
             )
             return None
-        self._found = None
+        self._source = None
         return request, found
 
     def close(self) -> None:
-        """The staging thread ends: nobody waits for it."""
+        """The staging thread ends: answer the request that waits, and refuse later ones."""
         with self._lock:
-            self._closed, request, self._asked = True, self._asked, None
+            self._closed, request, self._request = True, self._request, None
         if request is not None:
             request.finish(
                 Overwritten(begun=False), _untouched(ChannelClosed("the rank's staging thread has ended"))
             )
-        self.let_go()
+        self.release_source()
 
 
-class _Noted:
-    """A reading that tells when it first writes."""
+class _NotingReading:
+    """A reading that notes whether it has begun to write, and calls `on_first` after its first read."""
 
     def __init__(self, reading: Reading, on_first: Callable[[], None]) -> None:
         self.rows: Table = reading.rows
-        self.overlaps = False  # what is live is digested once all of it is there
+        self.overlaps = False  # live weights are digested once all of them are there
         self._reading, self._on_first = reading, on_first
-        self._told = threading.Lock()
+        self._notified = threading.Lock()
         self.begun = False
 
     def read(self, first: int, last: int, go_on: GoOn = patient) -> None:
         """See Reading."""
         self.begun = True
         self._reading.read(first, last, go_on)
-        if self._told.acquire(blocking=False):  # and never released: once
+        if self._notified.acquire(blocking=False):  # never released, so that it is called once
             self._on_first()
 
     def check(self) -> None:
@@ -191,7 +191,7 @@ class _Noted:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Overwriter:
-    """Does a rank's requests, in the staging thread."""
+    """Runs a rank's overwrite requests, in the staging thread."""
 
     rank: int
     replica: str
@@ -202,14 +202,18 @@ class Overwriter:
     settings: InPlaceSettings
 
     def run(self, request: OverwriteRequest, found: LocatedSource, stop: Stop) -> Fault | None:
-        """Overwrite, digest what is live then if that was asked, and tell the main thread. Whatever goes wrong is told too."""
-        who = self._who(found.order)
-        reading = _Noted(found.reading, lambda: self.bus.emit(events.OverwritingBegan(**who, rank=self.rank)))
+        """Overwrite, digest the live weights if the round is verified, and finish the request. Returns the fault, if it failed."""
+        facts = self._facts(found.order)
+        reading = _NotingReading(
+            found.reading, lambda: self.bus.emit(events.OverwritingBegan(**facts, rank=self.rank))
+        )
         done, fault = Overwritten(begun=False), None
         try:
             done = self._overwrite(request, found, reading, stop)
             done = self._verified(request, found.order, done, stop)
-        except Exception as error:  # of the source, or foreign: it is told, and ends this round, not the rank
+        except (
+            Exception
+        ) as error:  # of the source, or foreign: it is reported, and ends this round, not the rank
             ours = (
                 error
                 if isinstance(error, LiveWeightError)
@@ -219,16 +223,16 @@ class Overwriter:
             fault = fault_of(ours, step="commit", rank=self.rank, waited_s=waited_s)
         finally:
             if not reading.begun:
-                found.reading.end()  # twice is fine
+                found.reading.end()  # may be called twice
             request.finish(msgspec.structs.replace(done, begun=reading.begun), fault)
         return fault
 
     def _overwrite(
-        self, request: OverwriteRequest, found: LocatedSource, reading: _Noted, stop: Stop
+        self, request: OverwriteRequest, found: LocatedSource, reading: _NotingReading, stop: Stop
     ) -> Overwritten:
         self.settings.synchronise()
         order = found.order
-        self.bus.emit(events.StagingBegan(**self._who(order), rank=self.rank))
+        self.bus.emit(events.StagingBegan(**self._facts(order), rank=self.rank))
         done = stage(
             reading,
             copy_threads=self.copy_threads,
@@ -242,7 +246,7 @@ class Overwriter:
         self.settings.synchronise()
         self.bus.emit(
             events.RankStaged(
-                **self._who(order), rank=self.rank, size_bytes=done.size_bytes, took_s=done.seconds
+                **self._facts(order), rank=self.rank, size_bytes=done.size_bytes, took_s=done.seconds
             )
         )
         return Overwritten(begun=True, size_bytes=done.size_bytes, stage_s=done.seconds)
@@ -259,15 +263,15 @@ class Overwriter:
         if isinstance(lanes, StagingStopped):
             raise RoundAborted("the round was given up while its weights were verified")
         verify_s = time.monotonic() - began_s
-        self.bus.emit(events.RankVerified(**self._who(order), rank=self.rank, took_s=verify_s))
+        self.bus.emit(events.RankVerified(**self._facts(order), rank=self.rank, took_s=verify_s))
         return msgspec.structs.replace(done, verify_s=verify_s, lanes=lanes_to_bytes(lanes))
 
-    def _who(self, order: Stage) -> events.RoundFacts:
+    def _facts(self, order: Stage) -> events.RoundFacts:
         return round_facts(self.replica, order)
 
 
 def round_facts(replica: str, order: Stage) -> events.RoundFacts:
-    """What a rank's events say of its round."""
+    """The fields that all events of a round have."""
     return {
         "replica": replica,
         "round": f"{order.round.boot}/{order.round.epoch}",

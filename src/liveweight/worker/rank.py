@@ -1,7 +1,7 @@
-"""The member: a rank's part of a replica's rounds, wherever its program gets its decisions from.
+"""A rank's part of a replica's rounds, wherever its program gets its decisions from.
 
-Composes the rank's parts: its two channels to the leader, the staging thread in the background, the swap on the main thread. Who brings the
-decisions to one step is the program's: a boundary in SPMD programs, the step stream in an engine.
+Composes the two channels to the leader, the staging thread in the background, and the committer on the main thread. How decisions reach
+all ranks at one step is the program's: rounds/boundary in SPMD programs, the step stream (engine/serving/step_stream) in an engine.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ from liveweight.worker.staging_thread import StagingSettings, StagingThread
 from liveweight.worker.targets.target import Target
 
 
-class _Seat(TypedDict):
-    """What either committer is told."""
+class _CommitterArguments(TypedDict):
+    """The arguments that both committers have in common."""
 
     rank: int
     seat: int
@@ -45,7 +45,7 @@ class _Seat(TypedDict):
 class WorkerRank:
     """One rank, joined to the leader at `address`. Every method is for the main thread.
 
-    `optional` are the groups of tensors that an offer may leave out; of such a round the rank keeps what it has. `content` is what is
+    `optional` are the groups of tensors that an offer may leave out; in such a round the rank keeps its own. `content` is what is
     known of the weights that it joins with; `live_kernels` are those of the device that these lie on, if it is not the shadow's.
     With `in_place` there is no shadow: a commit overwrites what is live. `met`: see Join; WrongState where the leader is another engine's.
     """
@@ -89,7 +89,7 @@ class WorkerRank:
             # Not before: only the leader that took the rank in is known to be the right one at that address.
             calls = stack.enter_context(_channel(address, secret, deadline))
             self._boot = joined.boot
-            seat: _Seat = {
+            arguments: _CommitterArguments = {
                 "rank": rank,
                 "seat": joined.seat,
                 "boot": joined.boot,
@@ -99,9 +99,9 @@ class WorkerRank:
             }
             self._committer: Committer | InPlaceCommitter
             if overwrites is None:
-                self._committer = Committer(target=target, **seat)
+                self._committer = Committer(target=target, **arguments)
             else:
-                self._committer = InPlaceCommitter(overwrites=overwrites, **seat)
+                self._committer = InPlaceCommitter(overwrites=overwrites, **arguments)
             self._staging_thread = StagingThread(
                 rank=rank,
                 channel=orders,
@@ -127,7 +127,7 @@ class WorkerRank:
 
     @property
     def failure(self) -> BaseException | None:
-        """Why the rank cannot follow any more, if so."""
+        """Why the rank cannot take part in rounds any more; None if it can."""
         return self._staging_thread.failure
 
     @property
@@ -138,7 +138,7 @@ class WorkerRank:
 
     @property
     def pace_bytes_per_s(self) -> float | None:
-        """What staging may take, from the next round on; None: all that it can."""
+        """The limit on staging, from the next round on; None: no limit."""
         return self._staging_thread.settings.pace_bytes_per_s
 
     @pace_bytes_per_s.setter
@@ -146,7 +146,7 @@ class WorkerRank:
         self._staging_thread.settings = replace(self._staging_thread.settings, pace_bytes_per_s=bytes_per_s)
 
     def carry_out(self, decision: Decision) -> Settled:
-        """Swap shadow and live weights, or overwrite these, and learn the outcome.
+        """Swap shadow and live weights, or overwrite the live weights, and receive the outcome.
 
         If it raises, the rank must not serve; see `resolve`.
         """
@@ -154,14 +154,14 @@ class WorkerRank:
 
     @contextmanager
     def changing(self, deadline: Deadline) -> Iterator[None]:
-        """Change what is live outside a round: nobody stages meanwhile, and whoever reads what is live notices."""
+        """Change live weights outside a round: no round stages meanwhile, and readers of live weights notice the change."""
         with self._shadow_lock.held(deadline):
             self._shadow_lock.staged = None
             self._shadow_lock.swaps += 1
             yield
 
     def resolve(self, timeout_s: float) -> Settled | None:
-        """Take up a swap that did not come to its end. None: there was none."""
+        """Finish a swap that was interrupted. None: there was none."""
         return self._committer.resolve(timeout_s)
 
     def close(self) -> None:

@@ -1,7 +1,7 @@
-"""The receiver: what a program that holds tensors adds to its loop to become a rank.
+"""The receiver: makes a program that holds tensors a rank of a replica.
 
-Composes a rank's parts: the staging thread in the background, the swap at a boundary, and in rank 0 the leader. The program calls
-`at_boundary()` between two steps; whatever version it then holds, it holds whole, and all ranks hold the same.
+Composes a rank (worker/rank), a boundary, and in rank 0 the leader server. The program calls `at_boundary()` between two steps;
+whatever version it then holds, it holds whole, and all ranks hold the same.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ RESOLVE_S = 5.0
 class RankReceiver:
     """One rank. Every method is for the main thread.
 
-    Rank 0 listens at `address`, where publishers find the replica; the others connect there. A replica of several ranks meets over
-    `group`, which must be gloo and is used for nothing else at the same time.
+    Rank 0 listens at `address`, where publishers find the replica; the others connect there. A replica of several ranks broadcasts
+    decisions over `group`, which must be gloo and is used for nothing else at the same time.
     """
 
     def __init__(
@@ -83,7 +83,7 @@ class RankReceiver:
                 stack.callback(self._leader.close)
                 address = self._leader.address
             self.address = address
-            self._member = WorkerRank(
+            self._worker_rank = WorkerRank(
                 target,
                 address=address,
                 secret=secret,
@@ -98,35 +98,37 @@ class RankReceiver:
                 deadline=deadline,
                 in_place=in_place,
             )
-            stack.callback(self._member.close)
+            stack.callback(self._worker_rank.close)
             self._resources = stack.pop_all()
 
     def at_boundary(self, idle_s: float = 0.0) -> Version | None:
         """Between two steps: carry out what was decided, on all ranks at once; returns the version that serves from here on.
 
-        Costs nothing where nothing was decided (one look at a variable; with several ranks, one small CPU broadcast). `idle_s` lets
-        an idle program wait here for a decision. If it raises after the ranks have met (OutcomeUnknown, or a hook's error on the way
-        back), this rank must not serve; called again, it finishes the same boundary and does not meet another time.
+        Costs nothing where nothing was decided (it reads one variable; with several ranks, one small CPU broadcast). `idle_s` lets
+        an idle program wait here for a decision. If it raises after the broadcast (OutcomeUnknown, or a hook's error on the way
+        back), this rank must not serve; called again, it finishes the same boundary without another broadcast.
 
         In place, it raises Torn on every rank if a commit failed after one of them had begun to write. The ranks must not serve then, but
-        go on calling: each call meets, and raises Torn, until a round has brought all of the weights.
+        go on calling: each call broadcasts, and raises Torn, until a round has brought all of the weights.
         """
-        settled = self._member.resolve(RESOLVE_S)
+        settled = self._worker_rank.resolve(RESOLVE_S)
         if settled is None:
             waiting = None if self._leader is None else self._slot.take(idle_s)
-            decision = self._boundary.meet(waiting)
+            decision = self._boundary.broadcast(waiting)
             if decision is not None:
-                settled = self._member.carry_out(decision)
+                settled = self._worker_rank.carry_out(decision)
         if settled is not None:
             self.version, self._torn = settled.serving, settled.torn
-        elif self._member.failure is not None:
-            raise ChannelClosed(f"rank {self.rank} cannot follow any more: {self._member.failure}")
+        elif self._worker_rank.failure is not None:
+            raise ChannelClosed(
+                f"rank {self.rank} cannot take part in rounds any more: {self._worker_rank.failure}"
+            )
         if self._torn is not None:
             raise Torn(self._torn)
         return self.version
 
     def regroup(self, group: ProcessGroup | None) -> None:
-        """Meet over a new group, after the old one failed. Every rank calls it."""
+        """Use a new group, after the old one failed. Every rank calls it."""
         self._boundary = BroadcastBoundary(group, self.rank, self.world)
 
     def close(self) -> None:

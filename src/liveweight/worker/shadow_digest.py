@@ -1,7 +1,7 @@
-"""The rank's own reading of its weights: digests of what lies in memory, through the target's declaration.
+"""Digests of a rank's weights in memory, shadow or live.
 
-Made from the layout alone, never from a copy plan, so that a wrong plan shows as well. What the digests are compared with is the
-leader's matter.
+Planned from the target's layout alone, never from a copy plan, so that a wrong copy plan shows as well. The comparison of the digests
+is the leader's (rounds/leader/staging_reports, audit_verdicts).
 """
 
 from __future__ import annotations
@@ -23,29 +23,36 @@ from liveweight.spec.layout import Layout
 from liveweight.spec.table import Table
 from liveweight.transports.port import Reading
 from liveweight.worker.digest_while_staging import DigestWhileStaging, Readings
-from liveweight.worker.staging import SMALLEST_BATCH_BYTES, ConcurrentWork, Pace, StagingStopped, Stop, share
+from liveweight.worker.staging import (
+    SMALLEST_BATCH_BYTES,
+    ConcurrentWork,
+    Pace,
+    StagingStopped,
+    Stop,
+    run_batches,
+)
 
 ROW_BYTES = 2 << 20
 BATCH_LANES = 32
-"""A batch reads at least so many times the bytes of a result: every call gives digests of all slots, which are then added up."""
+"""A batch reads at least this many times the bytes of a result: every call returns digests of all slots, which are then added up."""
 
 KEPT = 2
-"""Sets of memory whose reading is kept bound: live and shadow, which change places."""
+"""How many sets of memory stay bound: live and shadow, which change places."""
 
 
 class Digesting(Protocol):
     """The digest of a shadow that a round fills."""
 
     @property
-    def beside(self) -> ConcurrentWork | None:
-        """What works while the shadow fills; None: nothing does."""
+    def concurrent(self) -> ConcurrentWork | None:
+        """The work that runs while the shadow fills; None if there is none."""
 
-    def rest(self, *, stop: Stop, deadline: Deadline) -> Lanes | StagingStopped:
+    def finish(self, *, stop: Stop, deadline: Deadline) -> Lanes | StagingStopped:
         """Once all copies are done: the digest of every placement of the layout, in its order."""
 
 
 class ShadowDigest:
-    """Digests memories that a layout describes: the shadow before a vote, or what is live now. Used by one thread at a time."""
+    """Digests memories that a layout describes: the shadow before a vote, or live weights. Used by one thread at a time."""
 
     def __init__(self, layout: Layout, kernels: Kernels) -> None:
         plan = plan_digests(layout)
@@ -69,7 +76,7 @@ class ShadowDigest:
         names: Collection[str] | None = None,
         pace: Pace | None = None,
     ) -> Lanes | StagingStopped:
-        """The digest of every placement of the layout, in its order; or Stopped. Raises DeadlineExceeded.
+        """The digest of every placement of the layout, in its order; or StagingStopped. Raises DeadlineExceeded.
 
         With `names`, of those tensors alone: the others' are zero.
         """
@@ -77,7 +84,7 @@ class ShadowDigest:
         return outcome if isinstance(outcome, StagingStopped) else lanes
 
     def all_of(self, memories: Sequence[Memory], *, copy_threads: CopyThreads, deadline: Deadline) -> Lanes:
-        """The same, and nobody stops it."""
+        """The same as `of`, without a stop."""
         return self._read(memories, copy_threads, lambda: False, deadline)[0]
 
     def begin(
@@ -100,7 +107,7 @@ class ShadowDigest:
         return DigestWhileStaging(found, copy_threads, smallest_batch_bytes=self._smallest_batch_bytes)
 
     def forget(self) -> None:
-        """Let go of all memories. Called before they are given back: what is bound keeps them alive."""
+        """Release all memories. Called before they are given back: bound tables keep them alive."""
         self._bound.clear()
         self._readings.clear()
 
@@ -125,7 +132,7 @@ class ShadowDigest:
         def read(lane: int, first: int, last: int) -> None:
             sums[lane] += bound.run(first, last)
 
-        outcome = share(
+        outcome = run_batches(
             sizes_bytes,
             read,
             copy_threads=copy_threads,
@@ -155,13 +162,13 @@ class ShadowDigest:
 
 @dataclass(frozen=True, slots=True)
 class DigestAfterStaging:
-    """A Digesting that reads everything at the end."""
+    """A Digesting that reads everything after staging."""
 
     digest: ShadowDigest
     memories: Sequence[Memory]
     copy_threads: CopyThreads
-    beside: ConcurrentWork | None = None
+    concurrent: ConcurrentWork | None = None
 
-    def rest(self, *, stop: Stop, deadline: Deadline) -> Lanes | StagingStopped:
+    def finish(self, *, stop: Stop, deadline: Deadline) -> Lanes | StagingStopped:
         """See Digesting."""
         return self.digest.of(self.memories, copy_threads=self.copy_threads, stop=stop, deadline=deadline)

@@ -1,6 +1,6 @@
-"""The shadow lock: what keeps the threads of a rank out of each other's way around its two memories.
+"""The shadow lock: keeps the staging thread and the main thread of a rank from using the shadow at the same time.
 
-The shadow has one owner at a time. Live weights are read by whoever likes, and change at a swap alone; a reader learns from here
+The shadow has one owner at a time. Live weights may be read by any thread, and change only at a swap; `swaps` tells a reader
 whether there was one meanwhile.
 """
 
@@ -48,7 +48,7 @@ class ShadowLock:
 
     @contextmanager
     def held(self, deadline: Deadline) -> Iterator[None]:
-        """Own the shadow; DeadlineExceeded where the other side does not let go of it in time."""
+        """Own the shadow. Raises DeadlineExceeded if the other thread does not release it in time."""
         if not self.lock.acquire(timeout=deadline.remaining_s()):
             raise deadline.exceeded("the shadow, which the other thread holds")
         try:

@@ -1,7 +1,7 @@
-"""Staging: the rows of a reading, shared out over copy threads, paced, and interrupted between batches.
+"""Staging: the rows of a reading, divided among copy threads, paced, and interrupted between batches.
 
 Owns the order of the work, not the bytes: how a row is read is transports/'s, which rows there are is plan/'s. What a stop means
-for the round is the round's matter: here it is a value, which the caller cannot mistake for a finished stage.
+for the round is the caller's: here it is a value, StagingStopped, which the caller cannot mistake for a finished stage.
 """
 
 from __future__ import annotations
@@ -22,19 +22,19 @@ from liveweight.spec.table import Table
 from liveweight.transports.port import Reading
 
 BATCH_BYTES = 8 << 20
-"""What a thread takes at a time: a millisecond of copying, so that Python's part does not show and a stop is prompt."""
+"""What a thread takes at a time: a millisecond of copying, so that Python's overhead is small and a stop is prompt."""
 
-BESIDE_BATCH_BYTES = 2 << 20
-"""The same where what was read is worked on at once: so that little is left at the end."""
+CONCURRENT_BATCH_BYTES = 2 << 20
+"""The same with concurrent work on the rows that were read: little of it is left at the end."""
 
 SMALLEST_BATCH_BYTES = 256 << 10
 BATCHES_PER_THREAD = 8
 PACED_BATCH_S = 0.01
-LOOK_S = 0.02
-"""How long a paced thread waits before it looks again whether to stop."""
+POLL_S = 0.02
+"""How long a paced thread waits before it checks again whether to stop."""
 
 Stop: TypeAlias = Callable[[], bool]
-"""Whether the work is to end early. Called between batches, in the thread that asked for the work and in no other."""
+"""Whether to end the work early. Called between batches, only in the thread that started the work."""
 
 Rows: TypeAlias = Callable[[int, int, int], None]
 """Work on rows [first, last), in a lane: (lane, first, last)."""
@@ -44,13 +44,13 @@ Outcome = TypeVar("Outcome")
 
 
 class ConcurrentWork(Protocol):
-    """Work on what has been read, beside the reads."""
+    """Work on rows that have been read, while others are being read."""
 
     def landed(self, first: int, last: int) -> None:
-        """Rows [first, last) are there. Any thread."""
+        """Rows [first, last) have been read. Called from any thread."""
 
     def during(self, work: Callable[[], Outcome]) -> Outcome:
-        """Have that work done by this thread, and one's own by another; when it returns or raises, both have ended."""
+        """Run `work` in this thread and the concurrent work in another. When it returns or raises, both have ended."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,14 +63,14 @@ class StageResult:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StagingStopped:
-    """The caller's `stop` ended the work before its end; so much was done."""
+    """The caller's `stop` ended the work early, after `done_bytes`."""
 
     done_bytes: int
     size_bytes: int
 
 
 class Pace:
-    """A token bucket: when the next bytes may be moved. Shared by the threads of copy threads.
+    """A token bucket: when the next bytes may be moved. Shared by all copy threads.
 
     A little unused time is credited, so that waits that end late do not lower the rate.
     """
@@ -101,23 +101,23 @@ def stage(
     stop: Stop,
     deadline: Deadline,
     ends: Table | None = None,
-    beside: ConcurrentWork | None = None,
+    concurrent: ConcurrentWork | None = None,
 ) -> StageResult | StagingStopped:
     """Read every row into the shadow, and check before and after that the source did not change. Called from the staging thread.
 
-    `ends` says where batches of rows end; by default their sizes do. `beside` works on rows that are there. When it returns or raises,
-    no thread reads any more. Raises DeadlineExceeded, OfferChanged, or what the reading raises.
+    `ends` says where batches of rows end; by default their sizes do. `concurrent` works on rows that have been read. When `stage` returns
+    or raises, no thread reads any more. Raises DeadlineExceeded, OfferChanged, or the reading's error.
     """
     began_s = time.monotonic()
-    reads = _Reads(reading=reading, stop=stop, deadline=deadline, beside=beside)
+    reads = _Reads(reading=reading, stop=stop, deadline=deadline, concurrent=concurrent)
     sizes = row_bytes(reading.rows)
     try:
         reading.check()
         pace = None if pace_bytes_per_s is None else Pace(pace_bytes_per_s)
         outcome = (
             reads.all_of(sizes, copy_threads, pace, ends)
-            if beside is None
-            else beside.during(lambda: reads.all_of(sizes, copy_threads, pace, ends))
+            if concurrent is None
+            else concurrent.during(lambda: reads.all_of(sizes, copy_threads, pace, ends))
         )
         if isinstance(outcome, StagingStopped):
             return outcome
@@ -131,20 +131,20 @@ def stage(
 
 @dataclass(slots=True, kw_only=True)
 class _Reads:
-    """Reads that may wait to the deadline, or until the caller wants to stop, which only lane 0 may ask."""
+    """Reads that may wait until the deadline, or until the caller's `stop`, which only lane 0 may call."""
 
     reading: Reading
     stop: Stop
     deadline: Deadline
-    beside: ConcurrentWork | None
+    concurrent: ConcurrentWork | None
     ended: bool = False
 
     def all_of(
         self, sizes: Table, copy_threads: CopyThreads, pace: Pace | None, ends: Table | None
     ) -> int | StagingStopped:
-        if ends is None and self.beside is not None:
-            ends = cut(sizes, BESIDE_BATCH_BYTES)
-        return share(
+        if ends is None and self.concurrent is not None:
+            ends = cut(sizes, CONCURRENT_BATCH_BYTES)
+        return run_batches(
             sizes,
             self.read,
             copy_threads=copy_threads,
@@ -157,8 +157,8 @@ class _Reads:
 
     def read(self, lane: int, first: int, last: int) -> None:
         self.reading.read(first, last, lambda: self.go_on(lane))
-        if self.beside is not None and not self.ended:
-            self.beside.landed(first, last)
+        if self.concurrent is not None and not self.ended:
+            self.concurrent.landed(first, last)
 
     def go_on(self, lane: int) -> bool:
         self.deadline.check("bytes of the source to arrive, while staging")
@@ -167,7 +167,7 @@ class _Reads:
         return not self.ended
 
 
-def share(
+def run_batches(
     sizes_bytes: Table,
     work: Rows,
     *,
@@ -179,10 +179,10 @@ def share(
     smallest_batch_bytes: int = SMALLEST_BATCH_BYTES,
     ends: Table | None = None,
 ) -> int | StagingStopped:
-    """Work through rows of these sizes, in batches that whichever thread is free takes next; the bytes done, or Stopped.
+    """Work through rows of these sizes, in batches that the next free thread takes. Returns the bytes done, or StagingStopped.
 
     `smallest_batch_bytes` is for work that costs something per call; with `ends`, batches end there.
-    The first error of any thread ends all of them, and is raised here. `stop` and the deadline are looked at between batches.
+    The first error of any thread ends all of them, and is raised here. `stop` and the deadline are checked between batches.
     """
     size = int(sizes_bytes.sum())
     if stop():
@@ -197,7 +197,7 @@ def share(
         deadline=deadline,
         what=what,
         pace=pace,
-        turns=WorkQueue(len(ends)),
+        queue=WorkQueue(len(ends)),
     )
     copy_threads.run(job.work_through)
     return StagingStopped(done_bytes=job.done_bytes, size_bytes=size) if job.stopped else job.done_bytes
@@ -213,7 +213,7 @@ def cut(sizes_bytes: Table, batch_bytes: int) -> npt.NDArray[np.int64]:
 
 
 def _batch_bytes(total_bytes: int, threads: int, pace: Pace | None) -> int:
-    """Small enough that threads finish together and a paced one does not go in bursts."""
+    """Small enough that threads finish together and paced copies do not come in bursts."""
     even = total_bytes // (threads * BATCHES_PER_THREAD)
     smooth = BATCH_BYTES if pace is None else int(pace.bytes_per_s * PACED_BATCH_S)
     return min(BATCH_BYTES, even, smooth)
@@ -221,7 +221,7 @@ def _batch_bytes(total_bytes: int, threads: int, pace: Pace | None) -> int:
 
 @dataclass(slots=True, kw_only=True)
 class _Job:
-    """Batches of rows, handed out in order to the lanes of copy threads. Batch i ends before row ends[i]."""
+    """Batches of rows, given out in order to the copy threads, one lane each. Batch i ends before row ends[i]."""
 
     ends: Table
     bytes_before: Table
@@ -230,14 +230,14 @@ class _Job:
     deadline: Deadline
     what: str
     pace: Pace | None
-    turns: WorkQueue
+    queue: WorkQueue
     done_bytes: int = 0
     stopped: bool = False
     _lock: threading.Lock = field(default_factory=threading.Lock, init=False)
 
     def work_through(self, lane: int) -> None:
         """One lane's part: batch after batch until none is left, or until some lane ends the job."""
-        self.turns.work_through(lane, self._batch)
+        self.queue.work_through(lane, self._batch)
 
     def _batch(self, lane: int, batch: int) -> None:
         if not self._goes_on(lane):
@@ -250,12 +250,12 @@ class _Job:
             self.done_bytes += size
 
     def _goes_on(self, lane: int) -> bool:
-        """Whether the batch that was taken is to be done: not after an error, a stop or the deadline."""
-        if self.turns.ended():
+        """Whether to run the next batch: not after an error, a stop or the deadline."""
+        if self.queue.ended():
             return False
         if lane == 0 and self.stop():
             self.stopped = True
-            self.turns.end()
+            self.queue.end()
             return False
         if self.deadline.over:
             size = int(self.bytes_before[-1])
@@ -263,10 +263,10 @@ class _Job:
         return True
 
     def _wait(self, lane: int, pace: Pace, size_bytes: int) -> bool:
-        """Wait until the pace allows these bytes, looking up now and then; False where the job ended meanwhile."""
+        """Wait until the pace allows these bytes; False if the job ended meanwhile."""
         moment_s = pace.reserve(size_bytes)
         while (left_s := moment_s - pace.clock()) > 0:
-            look_s = min(left_s, LOOK_S, self.deadline.remaining_s())
-            if self.turns.ended(look_s) or not self._goes_on(lane):
+            poll_s = min(left_s, POLL_S, self.deadline.remaining_s())
+            if self.queue.ended(poll_s) or not self._goes_on(lane):
                 return False
         return True

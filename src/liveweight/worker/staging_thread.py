@@ -1,8 +1,8 @@
-"""The staging thread: the background thread of a rank that stages and verifies what the leader tells it to.
+"""The staging thread: the background thread of a rank that stages and verifies on the leader's orders.
 
-Owns the rank's channel to the leader, the readers and the copy threads. It writes into the shadow and nowhere else; making the shadow
-visible is the main thread's, at a boundary. The shadow lock keeps the two from meeting: whoever holds it owns the shadow. Of a rank
-without a shadow it finds the source, and overwrites live weights when the main thread asks for it (overwriting's).
+Owns the rank's channel to the leader, the readers and the copy threads. It writes only into the shadow; the main thread makes the shadow
+live, at a boundary. The thread that holds the shadow lock owns the shadow. In a rank without a shadow the staging thread locates the
+source, and overwrites live weights when the main thread requests it (overwriting).
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ from liveweight.worker.targets.target import Target
 
 IDLE_S = 60.0
 SEND_S = 5.0
-LOOK_S = 5.0
-"""How long one attempt to attach may wait; then the staging thread looks whether the round still stands, and tries again."""
+ATTACH_S = 5.0
+"""How long one attempt to attach may wait; then the staging thread checks whether the round is still open, and tries again."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,7 +58,7 @@ class StagingSettings:
 
 
 class StagingThread:
-    """Serves one rank until closed. Construct and close from the rank's main thread; what `settings` says is for the next round."""
+    """Serves one rank until closed. Construct and close from the rank's main thread. A change of `settings` applies to the next round."""
 
     def __init__(
         self,
@@ -80,11 +80,11 @@ class StagingThread:
         self._rank, self._channel, self._target = rank, channel, target
         self._digest, self._readers, self.settings = digest, readers, settings
         self._shadow_lock, self._replica, self._bus, self._overwrites = shadow_lock, replica, bus, overwrites
-        self._keeping = KeptTensors(target, optional)
+        self._kept_tensors = KeptTensors(target, optional)
         self._pending: deque[Message] = deque()
         self._closing, self._on_failure, self._waker = False, on_failure, channel.waker()
         self.failure: BaseException | None = None
-        """Why the staging thread has ended, if it did not by `close`; the next boundary says so, and `on_failure` is called on its
+        """Why the staging thread has ended, if not by `close`; the next boundary raises it, and `on_failure` is called on the staging
         thread."""
         self._live_verifier = LiveVerifier(
             rank=rank,
@@ -99,7 +99,7 @@ class StagingThread:
         self._copy_threads = CopyThreads(settings.threads)
         if overwrites is not None:
             overwrites.wake = self._waker.wake
-        self._thread = threading.Thread(target=self._run, name=f"liveweight-agent-{rank}", daemon=True)
+        self._thread = threading.Thread(target=self._run, name=f"liveweight-staging-{rank}", daemon=True)
         self._thread.start()
 
     def close(self) -> None:
@@ -113,7 +113,7 @@ class StagingThread:
             try:
                 while not self._closing:
                     self._serve()
-            except BaseException as error:  # nobody else would hear it: the leader is gone, or this is a bug
+            except BaseException as error:  # nobody else would notice: the leader is gone, or this is a bug
                 self.failure = error
             finally:
                 if self._overwrites is not None:
@@ -126,17 +126,17 @@ class StagingThread:
 
     def _serve(self) -> None:
         message = self._pending.popleft() if self._pending else self._receive()
-        self._tell_digests()
+        self._send_digests()
         match message:
             case DigestLive():
-                self._live_verifier.ask(message)
+                self._live_verifier.submit(message)
             case Stage():
                 self._round(message)
             case DropShadow(round=round_id):
                 self._drop(round_id)
             case _:
                 pass
-        self._overwrite()  # after what was told before it: a round that was given up is not carried out
+        self._overwrite()  # after earlier messages: a round that was given up is not carried out
 
     def _receive(self) -> Message | None:
         try:
@@ -145,16 +145,16 @@ class StagingThread:
             return None
 
     def _round(self, order: Stage) -> None:
-        """Stage and verify; whatever goes wrong is told to the leader and leaves the live weights as they are."""
+        """Stage and verify. A failure is reported to the leader and leaves the live weights as they are."""
         deadline = Deadline.after(order.timeout_s)
         step = "stage"
         try:
             with self._shadow_lock.for_staging(deadline):
                 if self._overwrites is not None:
-                    self._find(order, self._overwrites, deadline)
+                    self._locate(order, self._overwrites, deadline)
                     return
                 shadow = self._target.shadow()
-                self._keeping.fill(order.keep)
+                self._kept_tensors.fill(order.keep)
                 digesting = self._stage(order, shadow, deadline)
                 if digesting is None:
                     return
@@ -168,24 +168,26 @@ class StagingThread:
             self._report_failure(order, step, ChannelClosed(f"the source is gone: {error}"), deadline)
         except LiveWeightError as error:
             self._report_failure(order, step, error, deadline)
-        except Exception as error:  # foreign: it is told, and ends this round, not the rank
+        except Exception as error:  # foreign: it is reported, and ends this round, not the rank
             self._report_failure(order, step, Unavailable(f"{type(error).__name__}: {error}"), deadline)
 
-    def _find(self, order: Stage, overwrites: OverwriteQueue, deadline: Deadline) -> None:
-        """In place, before the vote: the source is there and is what was offered. It is read when all are to commit."""
+    def _locate(self, order: Stage, overwrites: OverwriteQueue, deadline: Deadline) -> None:
+        """In place, before the vote: check that the source is there and is what was offered. It is read during the commit."""
         began_s = time.monotonic()
-        overwrites.let_go()
+        overwrites.release_source()
         reading = self._bind(order, self._target.live(), deadline)
         if reading is None:
             return
-        overwrites.hold(LocatedSource(order=order, reading=reading, layout=self._keeping.layout(order.keep)))
+        overwrites.keep_source(
+            LocatedSource(order=order, reading=reading, layout=self._kept_tensors.layout(order.keep))
+        )
         reading.check()
         self._shadow_lock.staged = order.round
         seconds = time.monotonic() - began_s
         self._send(Staged(round=order.round, rank=self._rank, size_bytes=0, seconds=seconds))
 
     def _overwrite(self) -> None:
-        """Do what the main thread asks for, if it does."""
+        """Run the main thread's request, if there is one."""
         if self._overwrites is None or (taken := self._overwrites.take()) is None:
             return
         overwriter = Overwriter(
@@ -207,7 +209,7 @@ class StagingThread:
         reading = self._bind(order, shadow, deadline)
         if reading is None:
             return None
-        self._bus.emit(events.StagingBegan(**self._who(order), rank=self._rank))
+        self._bus.emit(events.StagingBegan(**self._facts(order), rank=self._rank))
         digesting = self._digest.begin(
             reading, shadow, self._copy_threads, ahead=order.verify and reading.overlaps
         )
@@ -217,19 +219,21 @@ class StagingThread:
             pace_bytes_per_s=self.settings.pace_bytes_per_s,
             stop=lambda: self._stop(order.round),
             deadline=deadline,
-            beside=digesting.beside,
+            concurrent=digesting.concurrent,
         )
         if isinstance(done, StagingStopped):
             return None
         seconds = time.monotonic() - began_s
         self._send(Staged(round=order.round, rank=self._rank, size_bytes=done.size_bytes, seconds=seconds))
         self._bus.emit(
-            events.RankStaged(**self._who(order), rank=self._rank, size_bytes=done.size_bytes, took_s=seconds)
+            events.RankStaged(
+                **self._facts(order), rank=self._rank, size_bytes=done.size_bytes, took_s=seconds
+            )
         )
         return digesting
 
     def _bind(self, order: Stage, memories: Sequence[Memory], deadline: Deadline) -> Reading | None:
-        """Attach to the source, looking up now and then; None if the round was given up meanwhile."""
+        """Attach to the source. None if the round was given up meanwhile."""
         reader = self._readers.get(order.offer.mode)
         if reader is None:
             raise WrongState(
@@ -237,8 +241,8 @@ class StagingThread:
             )
         while not self._stop(order.round):
             try:
-                layout = self._keeping.layout(order.keep)
-                return reader.bind(order.offer, layout, memories, deadline.within(LOOK_S))
+                layout = self._kept_tensors.layout(order.keep)
+                return reader.bind(order.offer, layout, memories, deadline.within(ATTACH_S))
             except DeadlineExceeded:
                 if deadline.over:
                     raise
@@ -246,31 +250,31 @@ class StagingThread:
 
     def _verify(self, order: Stage, digesting: Digesting, deadline: Deadline) -> bool:
         began_s = time.monotonic()
-        lanes = digesting.rest(stop=lambda: self._stop(order.round), deadline=deadline)
+        lanes = digesting.finish(stop=lambda: self._stop(order.round), deadline=deadline)
         if isinstance(lanes, StagingStopped):
             return False
         seconds = time.monotonic() - began_s
         self._send(Verified(round=order.round, rank=self._rank, lanes=lanes_to_bytes(lanes), seconds=seconds))
-        self._bus.emit(events.RankVerified(**self._who(order), rank=self._rank, took_s=seconds))
+        self._bus.emit(events.RankVerified(**self._facts(order), rank=self._rank, took_s=seconds))
         return True
 
     def _stop(self, round_id: RoundId) -> bool:
         """Whether the round was given up meanwhile. Called by staging and verifying, in this thread."""
         while (message := self._channel.receive_now()) is not None:
-            if isinstance(message, DigestLive):  # beside the round, not after it
-                self._live_verifier.ask(message)
+            if isinstance(message, DigestLive):  # during the round, not after it
+                self._live_verifier.submit(message)
             else:
                 self._pending.append(message)
-        self._tell_digests()
+        self._send_digests()
         return self._closing or any(isinstance(m, DropShadow) and m.round == round_id for m in self._pending)
 
-    def _tell_digests(self) -> None:
+    def _send_digests(self) -> None:
         for answer in self._live_verifier.answers():
             self._send(answer)
 
     def _drop(self, round_id: RoundId) -> None:
         if self._overwrites is not None:
-            self._overwrites.let_go(round_id)
+            self._overwrites.release_source(round_id)
         with self._shadow_lock.lock:
             if self._shadow_lock.staged == round_id:
                 self._shadow_lock.staged = None
@@ -278,7 +282,7 @@ class StagingThread:
 
     def _report_failure(self, order: Stage, step: str, error: LiveWeightError, deadline: Deadline) -> None:
         if self._overwrites is not None:
-            self._overwrites.let_go()
+            self._overwrites.release_source()
         for reader in self._readers.values():
             reader.forget(order.offer.source)
         fault = fault_of(error, step=step, rank=self._rank, waited_s=deadline.waited_s())
@@ -296,5 +300,5 @@ class StagingThread:
             self._pending.append(message)
         return False
 
-    def _who(self, order: Stage) -> events.RoundFacts:
+    def _facts(self, order: Stage) -> events.RoundFacts:
         return round_facts(self._replica, order)

@@ -1,7 +1,7 @@
-"""Streaming: an offer as an iterator of whole tensors, read a few at a time. For programs that load weights their own way.
+"""A weight stream: an offer as an iterator of whole tensors, read a few at a time. For programs that load weights their own way.
 
-Owns a thread that reads ahead, a bounded queue between it and the caller, and the memory of what lies in it. Nothing here knows a
-transfer mode: every offer is read through the port's Reader, some tensors at a time, in memory that the tensors then keep.
+Owns a thread that reads ahead, a bounded queue between it and the caller, and the memory of the queued tensors. Nothing here depends on
+the transfer mode: every offer is read through a Reader (transports/port), some tensors at a time, into memory that the tensors keep.
 """
 
 from __future__ import annotations
@@ -32,15 +32,15 @@ if TYPE_CHECKING:
     import torch
 
 CHUNK_BYTES = 64 << 20
-"""What is read at a time, unless a tensor is larger: small ones together, since every read of an offer costs something."""
-LOOK_S = 0.1
+"""What is read at a time, unless a tensor is larger: small tensors together, because every read of an offer has a fixed cost."""
+POLL_S = 0.1
 
 Named: TypeAlias = "tuple[str, torch.Tensor]"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReadableOffer:
-    """An offer, its tensors, the digests of these where they are known, and who reads it."""
+    """An offer, its tensors, their digests if they are known, and the reader for it."""
 
     offer: Offer
     manifest: Manifest
@@ -50,23 +50,23 @@ class ReadableOffer:
 
 
 class OfferAccess(Protocol):
-    """How a stream gets at its offer."""
+    """How a stream opens and releases its offer."""
 
     def open(self, deadline: Deadline) -> ReadableOffer:
-        """Called in the reading thread, first of all."""
+        """Called first, in the reading thread."""
 
     def interrupt(self) -> None:
         """End an `open` that waits. From any thread."""
 
     def release(self) -> None:
-        """Nothing is read any more. Called once, in the reading thread, whatever happened."""
+        """Release the offer: nothing is read any more. Called once, in the reading thread, also after an error."""
 
 
 class WeightStream:
     """Yields every tensor of an offer as (name, tensor), in the manifest's order; tied names follow each other, with one tensor.
 
-    The tensors are the caller's, on the host, and keep their memory themselves. At most `prefetch` chunks are read ahead. What goes wrong
-    is raised by `next`. Leaving the loop early, an error in it, `close` and losing the last reference all end the reading, and free
+    The tensors are the caller's, on the host, and keep their memory themselves. At most `prefetch` chunks are read ahead. Errors are
+    raised by `next`. Leaving the loop early, an error in it, `close` and losing the last reference all end the reading, and free
     what was read.
     """
 
@@ -85,7 +85,7 @@ class WeightStream:
         self._reading = reading
         self._tensors = _tensors(reading)
         reading.thread.start()
-        # A generator that nobody began runs none of its own end. Not at exit: the thread ends with the process.
+        # A generator that was never started does not run its `finally`. Not at exit: the thread ends with the process.
         weakref.finalize(self, reading.close).atexit = False
 
     def __iter__(self) -> Self:
@@ -95,7 +95,7 @@ class WeightStream:
         return next(self._tensors)
 
     def close(self) -> None:
-        """End the reading, and wait until it has. Twice is fine."""
+        """End the reading, and wait until it has ended. May be called twice."""
         self._tensors.close()
         self._reading.close()
 
@@ -107,7 +107,7 @@ class WeightStream:
 
 
 def _tensors(reading: _Reading) -> Generator[Named, None, None]:
-    """Whatever ends the loop over it ends the reading."""
+    """Ends the reading when the loop over it ends, however it ends."""
     try:
         while (chunk := reading.take()) is not None:
             yield from chunk
@@ -117,7 +117,7 @@ def _tensors(reading: _Reading) -> Generator[Named, None, None]:
 
 
 class _Reading:
-    """The thread that reads ahead. It holds no reference to the stream: losing that one ends this."""
+    """The thread that reads ahead. It holds no reference to the stream, so that losing the stream ends the reading."""
 
     def __init__(self, access: OfferAccess, deadline: Deadline, prefetch: int, chunk_bytes: int) -> None:
         self._access, self._deadline, self._chunk_bytes = access, deadline, chunk_bytes
@@ -126,9 +126,9 @@ class _Reading:
         self.thread = threading.Thread(target=self._run, name="liveweight-stream", daemon=True)
 
     def take(self) -> list[Named] | None:
-        """The next tensors; None at the end. What the thread raised is raised here, in the caller's."""
+        """The next tensors; None at the end. Raises the error of the reading thread."""
         try:
-            item = self._ready.get(timeout=self._deadline.remaining_s() + LOOK_S)
+            item = self._ready.get(timeout=self._deadline.remaining_s() + POLL_S)
         except queue.Empty:
             raise self._deadline.exceeded("the next tensors of the stream") from None
         if isinstance(item, BaseException):
@@ -141,7 +141,7 @@ class _Reading:
         self._access.interrupt()
         while self.thread.is_alive():
             self._drain()
-            self.thread.join(LOOK_S)
+            self.thread.join(POLL_S)
         self._drain()
 
     def _drain(self) -> None:
@@ -156,7 +156,7 @@ class _Reading:
         self._put(ended)
 
     def _read(self) -> BaseException | None:
-        """Read everything; how it ended."""
+        """Read everything. Returns the error that ended it, or None."""
         try:
             source, done = self._access.open(self._deadline), 0
             with CopyThreads(1) as copy_threads:
@@ -175,7 +175,7 @@ class _Reading:
     def _chunk(
         self, source: ReadableOffer, first: int, specs: Sequence[TensorSpec], copy_threads: CopyThreads
     ) -> list[Named] | None:
-        """Some tensors, read and compared with their digests; None if the caller wants no more."""
+        """Some tensors, read and compared with their digests; None if the stream was closed."""
         layout = _apart(specs)
         _, parts = allocate_tensors(layout.memories_bytes, "a stream's tensors")
         shadow = [Memory.of_view(part) for part in parts]
@@ -195,10 +195,10 @@ class _Reading:
         return [(name, tensor) for spec, tensor in zip(specs, shaped, strict=True) for name in spec.names]
 
     def _put(self, item: list[Named] | BaseException | None) -> bool:
-        """Hand it to the caller, when there is room; whether it wants more."""
+        """Queue it for the caller when there is room. False if the stream was closed."""
         while not self._stopping.is_set():
             try:
-                self._ready.put(item, timeout=LOOK_S)
+                self._ready.put(item, timeout=POLL_S)
             except queue.Full:
                 continue
             return True

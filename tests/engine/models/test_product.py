@@ -1,4 +1,4 @@
-"""The product of activations and weights: every way against float64; bits that stay the same; what is refused; what is chosen."""
+"""The product of activations and weights: every method against float64; bits that stay the same; what is refused; what is chosen."""
 
 from __future__ import annotations
 

@@ -35,7 +35,7 @@ def labels(store: Store) -> list[str | int]:
     return found
 
 
-def heard() -> tuple[Bus, Recorder]:
+def recorded_bus() -> tuple[Bus, Recorder]:
     bus, recorder = Bus(), Recorder()
     bus.subscribe(recorder)
     return bus, recorder
@@ -44,7 +44,7 @@ def heard() -> tuple[Bus, Recorder]:
 def test_every_commit_is_saved_as_it_is_installed_and_the_last_ones_are_kept(
     elastic: Elastic, publisher: Any, models: Models, short_path: Path
 ) -> None:
-    bus, recorder = heard()
+    bus, recorder = recorded_bus()
     engine, store = elastic(models.directory(mtp=True), bus=bus), Store(short_path / "snapshots")
     for label in (1, 2, 3):
         with_it = publisher(engine, models.directory(mtp=True, seed=label))
@@ -68,7 +68,7 @@ def test_every_commit_is_saved_as_it_is_installed_and_the_last_ones_are_kept(
 def test_a_snapshot_that_a_commit_overtakes_leaves_nothing_and_the_newer_version_is_saved(
     elastic: Elastic, publisher: Any, models: Models, short_path: Path, gate: Gate
 ) -> None:
-    bus, recorder = heard()
+    bus, recorder = recorded_bus()
     engine, store = elastic(models.directory(), gate=gate, bus=bus), Store(short_path / "snapshots")
     gate.shut()
     publisher(engine, models.directory(seed=1)).publish(1)
@@ -95,7 +95,7 @@ def test_only_every_nth_commit_is_saved(
 def test_a_full_disk_is_said_and_the_engine_serves_on(
     elastic: Elastic, publisher: Any, models: Models, tmp_path: Path
 ) -> None:
-    bus, recorder = heard()
+    bus, recorder = recorded_bus()
     with small_disk(tmp_path) as disk:
         engine = elastic(models.directory(), snapshots={"directory": str(disk / "store")}, bus=bus)
         version = publisher(engine, models.directory(seed=1)).publish(1).version

@@ -1,4 +1,4 @@
-"""The engine loop with a rank that checks what it is told: steps cross swaps, and no page of other weights is taken for one of these.
+"""The engine loop with a rank that checks its entries: steps cross swaps, and no page of other weights is taken for one of these.
 
 The rank is the real runner over cells that remember which weights wrote them. A token that was drawn over cells of other weights is
 another token, and its answer must say so.
@@ -63,7 +63,7 @@ class VersionedCells(Cells):
 
 
 @dataclasses.dataclass
-class Heard:
+class ReceivedAnswer:
     """What a client got: tokens, the weights they came from, and whether the answer said by then that keys of others were used."""
 
     prompt: list[int]
@@ -78,7 +78,7 @@ class Heard:
 
 
 class Stage:
-    """A engine loop whose ranks are one runner in this thread, and whose waits are the test's turns."""
+    """An engine loop whose ranks are one runner in this thread, and whose waits are the test's turns."""
 
     def __init__(
         self, *, policy: KvPolicy, luck: float | None, depth: int, blocks: int, in_place: bool = False
@@ -92,10 +92,10 @@ class Stage:
         model: Any = Oracle(luck)
         cells: Any = self.cells
         slots = Slots(limits.max_running, context=limits.context, block_tokens=limits.block_tokens)
-        self.runner = StepRunner(model, cells, slots, weights="0 0", speaks=True)
+        self.runner = StepRunner(model, cells, slots, weights="0 0", reports=True)
         self.inbox, self.policy = DecisionInbox(), policy
         self.entries: deque[Step | Swap] = deque()
-        self.heard: list[Heard] = []
+        self.answers: list[ReceivedAnswer] = []
         self.rounds = self.crossed = 0
         self.turn: Callable[[], list[tuple[Done, ...]]] = list
         ranks: Any = self
@@ -103,7 +103,7 @@ class Stage:
             self.scheduler, ranks, self.inbox, depth=depth, kv_policy="recompute", in_place=in_place
         )
 
-    # What a engine loop asks of its ranks.
+    # What an engine loop calls on its ranks.
 
     def send(self, entry: Step | Swap) -> None:
         self.crossed += isinstance(entry, Step) and any(isinstance(e, Swap) for e in self.entries)
@@ -118,16 +118,16 @@ class Stage:
     # What the test may do in a turn.
 
     def ask(self, prompt: list[int], count: int) -> None:
-        heard = Heard(prompt)
-        self.heard.append(heard)
+        answer = ReceivedAnswer(prompt)
+        self.answers.append(answer)
         sampling = Sampling(max_tokens=count, temperature=0.0)
-        self.scheduler.add(Sequence(len(self.heard), list(prompt), sampling, heard.take, Silent()))
+        self.scheduler.add(Sequence(len(self.answers), list(prompt), sampling, answer.take, Silent()))
 
     def ask_on(self, which: int, count: int) -> None:
         """Take an answer up where it is."""
-        if self.heard:
-            heard = self.heard[which % len(self.heard)]
-            self.ask([*heard.prompt, *(token for token, _, _ in heard.tokens)][:LONGEST], count)
+        if self.answers:
+            answer = self.answers[which % len(self.answers)]
+            self.ask([*answer.prompt, *(token for token, _, _ in answer.tokens)][:LONGEST], count)
 
     def decide(self) -> None:
         self.rounds += 1
@@ -183,16 +183,16 @@ def play(stage: Stage, actions: list[tuple[str, Any]]) -> None:
 
 def assert_told(stage: Stage) -> None:
     """Every answer is whole; each token is the one of the weights it names, unless the answer says that it used others' keys."""
-    for heard in stage.heard:
-        assert heard.last is not None
-        assert heard.last.fault is None
-        tokens = list(heard.prompt)
-        for token, weights, reused in heard.tokens:
+    for answer in stage.answers:
+        assert answer.last is not None
+        assert answer.last.fault is None
+        tokens = list(answer.prompt)
+        for token, weights, reused in answer.tokens:
             if not reused:
                 assert token == drawn_by(int(weights.split()[0]), tokens)
             tokens.append(token)
         if stage.policy == "recompute":
-            assert not any(reused for _, _, reused in heard.tokens)
+            assert not any(reused for _, _, reused in answer.tokens)
     assert stage.scheduler.pool.free == stage.scheduler.limits.blocks
 
 
@@ -243,17 +243,17 @@ def test_requests_that_come_while_a_round_heals_a_torn_engine_wait_for_its_outco
     stage = Stage(policy="reuse", luck=None, depth=2, blocks=40, in_place=True)
 
     def refused() -> None:
-        assert stage.engine_loop.word == "torn"
+        assert stage.engine_loop.reported_state == "torn"
         with pytest.raises(Torn, match="told to tear"):
-            stage.engine_loop.check_whole()
+            stage.engine_loop.check_not_torn()
 
     def taken() -> None:
-        stage.engine_loop.check_whole()
+        stage.engine_loop.check_not_torn()
         stage.ask([1, 2, 3], 4)
 
     healing = [("do", refused), ("decide", None), ("do", taken)]
     play(stage, [("decide", None), ("do", stage.tear), *healing, ("do", stage.tear), *healing])
-    assert [heard.last and heard.last.finish for heard in stage.heard] == ["abort", "length"]
-    assert [len(heard.tokens) for heard in stage.heard] == [0, 4]
-    assert (stage.engine_loop.word, stage.crossed) == ("stopped", 0)
+    assert [answer.last and answer.last.finish for answer in stage.answers] == ["abort", "length"]
+    assert [len(answer.tokens) for answer in stage.answers] == [0, 4]
+    assert (stage.engine_loop.reported_state, stage.crossed) == ("stopped", 0)
     assert_told(stage)

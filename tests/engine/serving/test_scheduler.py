@@ -1,4 +1,4 @@
-"""The scheduler with a rank that checks what it is told: every query must see exactly its own sequence, whatever was shared,
+"""The scheduler with a rank that checks its entries: every query must see exactly its own sequence, whatever was shared,
 taken back, guessed or ended.
 
 The rank is the real runner over a model whose next token is a function of all tokens before, read back from the pages. A page that was
@@ -45,7 +45,7 @@ class World:
         slots = Slots(
             self.limits.max_running, context=self.limits.context, block_tokens=self.limits.block_tokens
         )
-        self.runner = StepRunner(model, cells, slots, weights="w", speaks=True)
+        self.runner = StepRunner(model, cells, slots, weights="w", reports=True)
         self.depth = depth
         self.stream: deque[Step] = deque()
         self.numbers = 0

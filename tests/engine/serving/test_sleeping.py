@@ -1,4 +1,4 @@
-"""Engines that sleep and wake up: memory is given back and taken again, answers stay right, and nothing runs on what is not there."""
+"""Engines that sleep and wake up: memory is released and restored, answers stay right, and nothing runs on what is not there."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ MIDDLING = Size(
 SOME = st.sampled_from([("weight",), ("kv_cache",), BOTH])
 
 
-def said(engine: Engine) -> list[int]:
+def greedy_answer(engine: Engine) -> list[int]:
     """A greedy answer."""
     return ask(engine, PROMPT, greedy(8)).wait().ids
 
@@ -59,7 +59,7 @@ def large(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.timeout(300)
 def test_memory_is_given_back_and_comes_again(start: Start, large: Path) -> None:
     engine = start(large, tp=2, kv_bytes=256 << 20)
-    before = said(engine)
+    before = greedy_answer(engine)
     size_bytes = sum(file.stat().st_size for file in large.glob("*.safetensors"))
     awake = resident(engine)
     slept = engine.sleep(["weight"], WITHIN_S)
@@ -69,7 +69,7 @@ def test_memory_is_given_back_and_comes_again(start: Start, large: Path) -> None
     woken = engine.wake(["weight"], WITHIN_S)
     assert (woken.asleep, woken.changed) == ((), ("weight",))
     assert resident(engine) - asleep > 0.8 * size_bytes
-    assert said(engine) == before
+    assert greedy_answer(engine) == before
 
 
 @pytest.mark.timeout(300)
@@ -96,7 +96,7 @@ def test_nothing_runs_while_it_sleeps_and_wrong_orders_are_refused(
     start: Start, publisher: Publishers, models: Models
 ) -> None:
     engine = start(models.directory(), tp=2, kv_bytes=4 << 20)
-    before, made = said(engine), publisher(engine, models.directory(seed=1))
+    before, made = greedy_answer(engine), publisher(engine, models.directory(seed=1))
     engine.sleep(BOTH, WITHIN_S)
     waiting = ask(engine, PROMPT, greedy(8))
     with pytest.raises(WrongState, match="asleep"):
@@ -115,7 +115,7 @@ def test_nothing_runs_while_it_sleeps_and_wrong_orders_are_refused(
     assert engine.wake(BOTH, WITHIN_S).changed == ()
     assert waiting.wait().ids == before
     assert made.publish("step_1").behind == ()
-    assert said(engine) != before
+    assert greedy_answer(engine) != before
     assert made.verify().match
 
 
@@ -126,7 +126,7 @@ def test_an_operators_pause_outlasts_a_sleep(start: Start, models: Models) -> No
     engine.wake(["kv_cache"], WITHIN_S)
     assert engine.paused == "paused"
     engine.resume()
-    assert len(said(engine)) == 8
+    assert len(greedy_answer(engine)) == 8
 
 
 def test_a_round_that_is_open_keeps_an_engine_awake(
@@ -157,19 +157,19 @@ def test_weights_that_cannot_be_written_leave_it_awake(start: Start, models: Mod
     full = tmp_path / "full"
     full.mkdir()
     engine = start(models.directory(), tp=2, kv_bytes=4 << 20, sleep_directory=str(full))
-    before = said(engine)
+    before = greedy_answer(engine)
     full.rmdir()
     with pytest.raises(OutOfSpace, match="full"):
         engine.sleep(["weight"], WITHIN_S)
     assert (engine.status().state, engine.status().asleep) == ("running", ())
-    assert said(engine) == before
+    assert greedy_answer(engine) == before
 
 
 def test_weights_that_were_damaged_on_disk_are_named_and_leave_it_asleep(
     start: Start, models: Models, tmp_path: Path
 ) -> None:
     engine = start(models.directory(), tp=2, kv_bytes=4 << 20, sleep_directory=str(tmp_path))
-    before = said(engine)
+    before = greedy_answer(engine)
     engine.sleep(["weight"], WITHIN_S)
     part = max((path for path in tmp_path.rglob("*") if path.is_file()), key=lambda path: path.stat().st_size)
     whole = part.read_bytes()
@@ -183,12 +183,12 @@ def test_weights_that_were_damaged_on_disk_are_named_and_leave_it_asleep(
             engine.resume()
     part.write_bytes(whole)
     engine.wake(["weight"], WITHIN_S)
-    assert said(engine) == before
+    assert greedy_answer(engine) == before
     assert list(tmp_path.iterdir()) == []
 
 
 class Nights(RuleBasedStateMachine):
-    """Sleeps, wake-ups, pauses, rounds and requests in any order, beside a model of what is asleep. Told over HTTP."""
+    """Sleeps, wake-ups, pauses, rounds and requests in any order, beside a model of what is asleep. Over HTTP."""
 
     engine: Engine
     http: httpx.Client
@@ -207,18 +207,18 @@ class Nights(RuleBasedStateMachine):
     @rule(tags=SOME)
     def sleep(self, tags: tuple[Tag, ...]) -> None:
         before = resident(self.engine)
-        told = self._told("/v1/sleep", tags)
-        assert set(told) == set(tags) - self.asleep
-        if "weight" in told:
+        changed = self._changed("/v1/sleep", tags)
+        assert set(changed) == set(tags) - self.asleep
+        if "weight" in changed:
             assert before - resident(self.engine) > 0.6 * self.size_bytes
         self.asleep |= set(tags)
 
     @rule(tags=SOME)
     def wake(self, tags: tuple[Tag, ...]) -> None:
         before = resident(self.engine)
-        told = self._told("/v1/wakeup", tags)
-        assert set(told) == set(tags) & self.asleep
-        if "weight" in told:
+        changed = self._changed("/v1/wakeup", tags)
+        assert set(changed) == set(tags) & self.asleep
+        if "weight" in changed:
             assert resident(self.engine) - before > 0.6 * self.size_bytes
         self.asleep -= set(tags)
         self._settle()
@@ -261,7 +261,7 @@ class Nights(RuleBasedStateMachine):
         type(self).serving = which
         self.waiting = [(answer, -1) for answer, _ in self.waiting]
 
-    def _told(self, route: str, tags: tuple[Tag, ...]) -> list[str]:
+    def _changed(self, route: str, tags: tuple[Tag, ...]) -> list[str]:
         """What changed."""
         answer = self.http.post(route, json={"tags": tags})
         assert answer.status_code == 200, answer.text
@@ -302,7 +302,7 @@ def test_nights_in_any_order(start: Start, publisher: Publishers, tmp_path: Path
         Nights.expected = []
         for made in Nights.publishers:
             made.publish("first")
-            Nights.expected.append(said(engine)[:4])
+            Nights.expected.append(greedy_answer(engine)[:4])
         Nights.publishers[0].publish("again")
         Nights.serving = 0
         assert Nights.expected[0] != Nights.expected[1]

@@ -35,10 +35,10 @@ class Damaging:
 
     def __init__(self, make: Any, engine: Any, source: Path, **settings: Any) -> None:
         bus, self.armed = Bus(), False
-        bus.subscribe(self._hear)
+        bus.subscribe(self._on_event)
         self.publisher: lw.Publisher = make(engine, source, bus=bus, **settings)
 
-    def _hear(self, event: AnyEvent) -> None:
+    def _on_event(self, event: AnyEvent) -> None:
         if isinstance(event, OfferMade) and self.armed:
             self.armed = False
             arena: Any = self.publisher._offers

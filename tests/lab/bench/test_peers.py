@@ -17,7 +17,7 @@ from liveweight.lab.bench.engine.idle import ENGINES, IdleSettings, bench_idle, 
 from liveweight.lab.bench.model_shapes import module_of, small_tensors
 from liveweight.lab.bench.peers.contender import PeerShare, buckets
 from liveweight.lab.bench.peers.peers import OURS, PeersSettings, _Check, bench_peers, compared
-from liveweight.lab.bench.peers.rank import WAYS, lanes_of
+from liveweight.lab.bench.peers.rank import METHODS, lanes_of
 from liveweight.lab.bench.report import write_report
 from liveweight.lab.bench.rounds.growth import GrowthSettings, bench_growth, exponent
 from liveweight.trainer.offers.live import share_module
@@ -31,7 +31,7 @@ RANKS = 2
 def test_every_contender_takes_part_or_is_said_to_be_absent() -> None:
     report = bench_peers(PeersSettings(size_gb=0.01, ranks=RANKS, rounds=2, tensors=60))
     rows, absent = report["contenders"], report["absent"]
-    wanted = {way.name for way in WAYS} | ({"ray"} - set(absent))
+    wanted = {method.name for method in METHODS} | ({"ray"} - set(absent))
     assert wanted <= set(rows)
     assert len(set(rows) - wanted) == sum(mode not in absent for mode, _, _ in OURS)
     assert ("ray" in absent) == (find_spec("ray") is None)

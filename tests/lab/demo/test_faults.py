@@ -1,4 +1,4 @@
-"""What chaos plans to break, how a run is told to end, and how the trainer's policy keeps its versions."""
+"""The fault plan of --chaos, how a run is stopped, and how the trainer's policy keeps its versions."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ torch.set_num_threads(1)
 @pytest.mark.parametrize("steps", [1, 2, 3, 6, 20, 100, 400])
 @pytest.mark.parametrize("seed", range(5))
 def test_chaos_spares_the_first_and_the_last_step_and_breaks_everything_once(steps: int, seed: int) -> None:
-    blows = plan(steps, 3, seed)
-    assert all(1 < step < steps for step in blows)
-    assert blows == plan(steps, 3, seed)
-    assert {blow.replica for blow in blows.values()} <= {0, 1, 2}
+    faults = plan(steps, 3, seed)
+    assert all(1 < step < steps for step in faults)
+    assert faults == plan(steps, 3, seed)
+    assert {fault.replica for fault in faults.values()} <= {0, 1, 2}
     if steps >= 6:
-        assert {blow.kind for blow in blows.values()} == set(KINDS)
-    assert len(blows) <= max(len(KINDS), steps // 20)
+        assert {fault.kind for fault in faults.values()} == set(KINDS)
+    assert len(faults) <= max(len(KINDS), steps // 20)
 
 
 def test_plans_of_other_seeds_differ() -> None:

@@ -8,7 +8,7 @@ import random
 import pytest
 import torch
 
-from liveweight.lab.demo.learning.grpo import EPSILON, advantages, batch_of, loss, telling
+from liveweight.lab.demo.learning.grpo import EPSILON, advantages, batch_of, informative, loss
 from liveweight.lab.demo.learning.samples import Sample, SampleGroup
 from liveweight.lab.demo.learning.task import SortDigits
 
@@ -67,10 +67,10 @@ def test_groups_whose_answers_are_equally_good_teach_nothing() -> None:
     differing = SampleGroup(
         question="2=", samples=(sample((1,), (-1.0,), reward=1.0), sample((2,), (-2.0,), reward=0.0))
     )
-    samples, found = telling([same, differing])
+    samples, found = informative([same, differing])
     assert samples == list(differing.samples)
     assert found == pytest.approx([1.0, -1.0], abs=1e-3)
-    assert telling([same]) == ([], [])
+    assert informative([same]) == ([], [])
 
 
 def test_answers_are_padded_and_padding_is_masked() -> None:

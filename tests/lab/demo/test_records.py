@@ -109,11 +109,11 @@ def test_lines_tell_every_step_and_every_fault(capsys: pytest.CaptureFixture[str
     assert "reward     0.08 -> 0.62" in said
 
 
-def test_the_picture_shows_what_was_heard_last() -> None:
+def test_the_picture_shows_the_latest_records() -> None:
     picture, console = TerminalPicture(SETTINGS), Console(width=110, record=True, file=io.StringIO())
     console.print(picture.draw())  # before anything is known
     for record in records():
-        picture.hear(record)
+        picture.on_record(record)
     console.print(picture.draw())
     shown = console.export_text()
     for expected in (

@@ -94,9 +94,9 @@ def test_a_request_asks_for_what_a_sample_needs() -> None:
 def test_generation_runs_ahead_by_the_bound_and_no_further(staleness: int) -> None:
     bound = StalenessBound(staleness=staleness, batch=BATCH)
     for served in range(3):
-        allowed = [asked for asked in range(100) if bound.may_ask(asked, served, served + 1)]
+        allowed = [asked for asked in range(100) if bound.may_request(asked, served, served + 1)]
         assert allowed == list(range((served + staleness + 1) * BATCH))
-        waiting = [asked for asked in range(100) if bound.may_ask(asked, served, served)]
+        waiting = [asked for asked in range(100) if bound.may_request(asked, served, served)]
         assert waiting == list(range((served + (staleness if staleness >= 2 else staleness + 1)) * BATCH))
     assert bound.fresh(7 - staleness, 7)
     assert not bound.fresh(6 - staleness, 7)
@@ -104,7 +104,7 @@ def test_generation_runs_ahead_by_the_bound_and_no_further(staleness: int) -> No
 
 
 class FakeEngine:
-    """Answers every request with the label that it is told, and counts; nobody's weights are behind it."""
+    """Answers every request with the label that the test set, and counts requests. Has no weights."""
 
     def __init__(self) -> None:
         self.label, self.asked, self.status = "0", 0, 200

@@ -50,7 +50,7 @@ def engine_of(model_dir: Path, *, updates: bool = True, **settings: Any) -> Echo
     """An engine that says it serves NEW and can go back to OLD."""
     how = Updates(address="ipc:///run/me/engine.sock", secret_file="none") if updates else None
     engine = EchoEngine(EngineConfig(model=str(model_dir), updates=how, max_running=2, **settings))
-    engine.told = UpdateStatus(state="serving b", serving=NEW, undo=OLD, round=None, rounds=(ROUND,))
+    engine.reported = UpdateStatus(state="serving b", serving=NEW, undo=OLD, round=None, rounds=(ROUND,))
     return engine
 
 
@@ -124,17 +124,17 @@ def test_the_weights_are_told_with_their_rounds_and_the_leaders_address(live: Se
     }
 
 
-@pytest.mark.parametrize(("kept", "told"), [((), "current"), (("draft",), "kept")])
+@pytest.mark.parametrize(("kept", "expected"), [((), "current"), (("draft",), "kept")])
 def test_an_engine_that_drafts_says_whether_its_draft_is_of_the_version(
-    model_dir: Path, kept: tuple[str, ...], told: str
+    model_dir: Path, kept: tuple[str, ...], expected: str
 ) -> None:
     engine = engine_of(model_dir)
     engine.spec = msgspec.structs.replace(engine.spec, draft_layers=1)
     ended = dataclasses.replace(ROUND, kept=kept)
-    engine.told = dataclasses.replace(engine.told, kept=kept, rounds=(ended,))
+    engine.reported = dataclasses.replace(engine.reported, kept=kept, rounds=(ended,))
     with serving(engine) as served, served.http() as http:
         said = http.get("/v1/weights").json()
-    assert said["draft"] == told
+    assert said["draft"] == expected
     assert said["rounds"][0]["draft"] == ("kept" if kept else None)
 
 
@@ -317,7 +317,11 @@ def test_requests_are_ended_by_the_ids_of_their_answers(model_dir: Path) -> None
 
 def test_the_guard_knows_every_control_route(http: httpx.Client) -> None:
     paths = http.get("/openapi.json").json()["paths"]
-    control = {path for path, ways in paths.items() if any("control" in way["tags"] for way in ways.values())}
+    control = {
+        path
+        for path, methods in paths.items()
+        if any("control" in method["tags"] for method in methods.values())
+    }
     assert control == CONTROL_PATHS
 
 

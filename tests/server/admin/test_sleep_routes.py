@@ -78,26 +78,31 @@ def test_the_commands_say_what_came_of_it(nap: Served[EchoEngine]) -> None:
 
 
 def test_the_page_names_every_field_of_naps_and_weights() -> None:
-    from liveweight.server.admin.sleep_routes import NapAnswer, NapRequest
+    from liveweight.server.admin.sleep_routes import SleepAnswer, SleepRequest
     from liveweight.server.response_types import WeightsAnswer
 
     page = (ROOT / "docs" / "api.md").read_text(encoding="utf-8")
-    fields = [*NapRequest.model_fields, *WeightsAnswer.__annotations__]
+    fields = [*SleepRequest.model_fields, *WeightsAnswer.__annotations__]
     assert [field for field in fields if f"`{field}`" not in page] == []
-    assert [field for field in NapAnswer.__annotations__ if f'"{field}"' not in page] == []
+    assert [field for field in SleepAnswer.__annotations__ if f'"{field}"' not in page] == []
 
 
-def said(label: str | int, serving_s: float = 1.0, **more: Any) -> dict[str, Any]:
+def status_answer(label: str | int, serving_s: float = 1.0, **more: Any) -> dict[str, Any]:
     version = {"run": "start" if label == "initial" else "r", "label": label, "digest": str(label)}
     return {"url": str(label), "version": version, "serving_s": serving_s, "recovery": None, **more}
 
 
 def test_who_is_behind_is_told_beside_the_newest() -> None:
     gone, missed = {"url": "x", "error": "LW-205"}, {"behind": {"label": "step_9"}}
-    told = with_behind([said("step_2"), said("step_10", 50.0), said("initial"), gone])
-    assert [one["behind"] for one in told] == ["step_10", None, "step_10", None]
-    assert [one["behind"] for one in with_behind([said("initial"), said("initial")])] == [None, None]
-    assert [one["behind"] for one in with_behind([said("step_8", recovery=missed)])] == ["step_9"]
+    rows = with_behind(
+        [status_answer("step_2"), status_answer("step_10", 50.0), status_answer("initial"), gone]
+    )
+    assert [one["behind"] for one in rows] == ["step_10", None, "step_10", None]
+    assert [one["behind"] for one in with_behind([status_answer("initial"), status_answer("initial")])] == [
+        None,
+        None,
+    ]
+    assert [one["behind"] for one in with_behind([status_answer("step_8", recovery=missed)])] == ["step_9"]
 
 
 def test_status_shows_who_is_behind_and_its_json_says_so(nap: Served[EchoEngine], model_dir: Path) -> None:

@@ -69,7 +69,7 @@ def test_an_update_is_answered_with_its_version_its_steps_and_every_ranks_costs(
         answer = http.post(UPDATE)
     said = answer.json()
     assert answer.status_code == 200
-    assert said.pop("call_id") == answer.headers[HEADER] == live.engine.wishes[0].call
+    assert said.pop("call_id") == answer.headers[HEADER] == live.engine.update_requests[0].call
     times = {"hold_s": 0.25, "stage_s": 1.5, "verify_s": 0.5, "pause_s": 0.0}
     more = {"vote_s": 0.01, "commit_s": 0.02, "stall_s": 0.002, "total_s": 2.5}
     ranks = [
@@ -109,7 +109,7 @@ def test_what_is_installed_already_is_a_success_without_a_round(live: Served[Ech
 
 
 @pytest.mark.parametrize(
-    ("body", "wish"),
+    ("body", "expected"),
     [
         (None, {}),
         ({}, {}),
@@ -125,12 +125,12 @@ def test_what_is_installed_already_is_a_success_without_a_round(live: Served[Ech
     ],
 )
 def test_every_field_reaches_the_engine(
-    live: Served[EchoEngine], body: dict[str, Any] | None, wish: dict[str, Any]
+    live: Served[EchoEngine], body: dict[str, Any] | None, expected: dict[str, Any]
 ) -> None:
     with live.http() as http:
         answer = http.post(UPDATE, json=body)
     assert answer.status_code == 200
-    assert live.engine.wishes == [RequestedVersion(call=answer.headers[HEADER], **wish)]
+    assert live.engine.update_requests == [RequestedVersion(call=answer.headers[HEADER], **expected)]
 
 
 @pytest.mark.parametrize(
@@ -163,7 +163,7 @@ def test_a_wrong_body_is_a_422_that_names_the_field_and_begins_nothing(
     problem = answer.json()["error"]
     assert (answer.status_code, problem["type"]) == (422, "invalid_request_error")
     assert (problem["param"] and problem["param"].partition(".")[0]) == param
-    assert live.engine.wishes == []
+    assert live.engine.update_requests == []
     assert HEADER in answer.headers
 
 
@@ -207,10 +207,10 @@ def test_whatever_comes_of_it_has_an_honest_status(
     if isinstance(objection, RoundFailed):
         assert "Still serving a" in problem["message"]
         assert problem["message"].endswith(objection.cause.remedy)
-    with pytest.raises(LiveWeightError) as told:
+    with pytest.raises(LiveWeightError) as caught:
         EngineClient(live.url).update({}, 10.0)
-    assert told.value.code == code
-    assert type(told.value) is type(objection.cause if isinstance(objection, RoundFailed) else objection)
+    assert caught.value.code == code
+    assert type(caught.value) is type(objection.cause if isinstance(objection, RoundFailed) else objection)
 
 
 def test_a_version_that_is_not_offered_is_a_409_that_lists_what_is(live: Served[EchoEngine]) -> None:

@@ -65,7 +65,7 @@ def test_without_a_body_everything_is_compared_with_what_is_installed(live: Serv
         "mismatches": [],
         "ranks": [{"rank": 0, "seconds": 0.25}],
     }
-    assert live.engine.questions[0].timeout_s == 60.0
+    assert live.engine.verify_requests[0].timeout_s == 60.0
 
 
 def test_what_differs_is_named_and_is_no_error(live: Served[EchoEngine]) -> None:

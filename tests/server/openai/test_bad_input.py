@@ -1,4 +1,4 @@
-"""Whatever is wrong with a request is told in one shape, by the right status, naming the field; and the server goes on."""
+"""Whatever is wrong with a request is answered in one shape, by the right status, naming the field; and the server goes on."""
 
 from __future__ import annotations
 
@@ -131,11 +131,11 @@ def test_a_wrong_field_is_named(http: httpx.Client, name: str) -> None:
     sent = json.dumps(case.body).encode()
     answer = http.post(case.route, content=sent, headers={"content-type": "application/json"})
     assert answer.status_code == case.status, answer.text
-    error = told(answer)
+    error = error_of(answer)
     assert (error["type"], error["param"]) == (case.kind, case.param), error
 
 
-def told(answer: httpx.Response) -> dict[str, Any]:
+def error_of(answer: httpx.Response) -> dict[str, Any]:
     """The error, if it has the shape."""
     body = answer.json()
     assert set(body) == {"error"}
@@ -173,16 +173,16 @@ def test_a_body_that_is_no_request_is_refused(http: httpx.Client, route: str, na
 def test_a_body_that_is_not_said_to_be_json_is_refused(http: httpx.Client, kind: str | None) -> None:
     headers = {} if kind is None else {"content-type": kind}
     answer = http.post(COMPLETIONS, content=b'{"prompt": "a"}', headers=headers)
-    assert (answer.status_code, "application/json" in told(answer)["message"]) == (400, True)
+    assert (answer.status_code, "application/json" in error_of(answer)["message"]) == (400, True)
 
 
-NEUTRAL = [
+IGNORED = [
     (COMPLETIONS, name, value) for name, values in ignored_fields.COMPLETION.items() for value in values
 ]
-NEUTRAL += [(CHAT, name, value) for name, values in ignored_fields.CHAT.items() for value in values]
+IGNORED += [(CHAT, name, value) for name, values in ignored_fields.CHAT.items() for value in values]
 
 
-@pytest.mark.parametrize(("route", "name", "value"), NEUTRAL)
+@pytest.mark.parametrize(("route", "name", "value"), IGNORED)
 def test_fields_that_ask_for_nothing_are_accepted(
     http: httpx.Client, route: str, name: str, value: object
 ) -> None:
@@ -195,13 +195,13 @@ def test_fields_that_ask_for_nothing_are_accepted(
     ("table", "route"), [(ignored_fields.COMPLETION, COMPLETIONS), (ignored_fields.CHAT, CHAT)]
 )
 def test_fields_that_ask_for_something_are_refused(
-    http: httpx.Client, table: ignored_fields.Neutral, route: str
+    http: httpx.Client, table: ignored_fields.IgnoredFields, route: str
 ) -> None:
     for name in table:
         body = {"prompt": "a"} if route == COMPLETIONS else {"messages": [{"role": "user", "content": "a"}]}
         answer = http.post(route, json={**body, name: ["something"]})
-        assert (answer.status_code, told(answer)["param"]) == (400, name)
-        assert "not supported" in told(answer)["message"]
+        assert (answer.status_code, error_of(answer)["param"]) == (400, name)
+        assert "not supported" in error_of(answer)["message"]
 
 
 @pytest.mark.parametrize(
@@ -224,7 +224,7 @@ def test_unknown_routes_and_methods_are_told_in_the_same_shape(
 ) -> None:
     answer = http.request(method, path)
     assert answer.status_code == status
-    told(answer)
+    error_of(answer)
     assert ("allow" in answer.headers) == (status == 405)
 
 
@@ -239,7 +239,7 @@ def test_an_unexpected_error_says_nothing_of_the_inside(
         for body in ({"prompt": "a"}, {"prompt": "a", "stream": True}):
             answer = http.post(COMPLETIONS, json=body)
             assert answer.status_code == 500
-            assert told(answer) == {
+            assert error_of(answer) == {
                 "message": "internal error; the server's log has it",
                 "type": "server_error",
                 "param": None,

@@ -18,7 +18,7 @@ import pytest
 
 from liveweight.engine.engine import Engine
 from tests.engine.test_engine import with_good_draft
-from tests.server.openai.test_bad_input import BODIES, CASES, CHAT, COMPLETIONS, told
+from tests.server.openai.test_bad_input import BODIES, CASES, CHAT, COMPLETIONS, error_of
 from tests.support.engine.engines import WITHIN_S, Models, first_difference
 from tests.support.processes.fork_server import Zygote
 from tests.support.processes.http_server import Served
@@ -291,7 +291,7 @@ def test_bad_input_is_refused_and_the_real_engine_goes_on(zygote: Zygote, models
         before = http.post(COMPLETIONS, json=good).json()["choices"]
         for name, case in CASES.items():
             answer = http.post(case.route, content=json.dumps(case.body).encode(), headers=headers)
-            error = told(answer)
+            error = error_of(answer)
             assert (answer.status_code, error["type"], error["param"]) == (
                 case.status,
                 case.kind,

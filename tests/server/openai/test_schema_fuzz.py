@@ -1,4 +1,4 @@
-"""The OpenAPI schema, taken at its word: requests made from it, and answers compared with it."""
+"""The OpenAPI schema: requests made from it, and answers compared with it."""
 
 from __future__ import annotations
 

@@ -34,7 +34,7 @@ from liveweight.errors import (
 from liveweight.spec.deadline import Deadline
 from liveweight.spec.manifest import Version
 from liveweight.wire.messages.values import RankTimes
-from tests.support.engine.echo_weights import HELD, look
+from tests.support.engine.echo_weights import HELD, verify_held
 
 BLOCK = 16
 PADDING = 5
@@ -61,7 +61,7 @@ class Row:
 class EchoEngine:
     """The whole facade. `pace_s` is the time of a step; `gate` lets steps run; `switch` maps a token's index to new weights.
 
-    `told` is what it says of its rounds, `offers` what its source has, and `objection` what an undo, an update or a
+    `reported` is its update status, `offers` what its source has, and `objection` what an undo, an update or a
     verification is refused with; `damaged` weights are not what was installed.
     """
 
@@ -77,15 +77,15 @@ class EchoEngine:
         self.gate.set()
         self.switch: dict[int, str] = {}
         self.start = Version(run="start", label="initial", digest="0" * 32)
-        self.told = UpdateStatus(
+        self.reported = UpdateStatus(
             state="serving initial", serving=self.start, undo=None, round=None, rounds=()
         )
         self.objection: LiveWeightError | None = None
-        self.questions: list[VerificationRequest] = []
+        self.verify_requests: list[VerificationRequest] = []
         self.damaged = False
         self.asleep: frozenset[Tag] = frozenset()
         self.offers: list[Version] = []
-        self.wishes: list[RequestedVersion] = []
+        self.update_requests: list[RequestedVersion] = []
         self.total_blocks = 4096
         self._held: set[int] | None = None  # while paused: the requests that still run
         self._pace_s = pace_s
@@ -204,7 +204,7 @@ class EchoEngine:
     def update_status(self) -> UpdateStatus:
         if self.config.updates is None:
             raise WrongState("started without live updates", "a question about live updates")
-        return self.told
+        return self.reported
 
     def undo(self, timeout_s: float) -> Version | None:
         del timeout_s
@@ -212,44 +212,44 @@ class EchoEngine:
             raise WrongState("started without live updates", "an undo")
         if self.objection is not None:
             raise self.objection
-        back = self.told.undo
+        back = self.reported.undo
         if back is None:
             raise WrongState("serving, without an undo", "undo")
-        self.told = UpdateStatus(
-            state="serving", serving=back, undo=None, round=None, rounds=self.told.rounds
+        self.reported = UpdateStatus(
+            state="serving", serving=back, undo=None, round=None, rounds=self.reported.rounds
         )
         return back
 
-    def verify(self, question: VerificationRequest) -> VerificationResult:
+    def verify(self, request: VerificationRequest) -> VerificationResult:
         if self.config.updates is None:
             raise WrongState("started without live updates", "a verification")
         if self.objection is not None:
             raise self.objection
-        self.questions.append(question)
-        source = question.against == "source"
-        offered = [version for version in self.offers if question.version in (None, version.label)]
+        self.verify_requests.append(request)
+        source = request.against == "source"
+        offered = [version for version in self.offers if request.version in (None, version.label)]
         if source and not offered:
-            raise VersionNotOffered(str(question.version), [str(version) for version in self.offers])
-        answer = look(
-            replace(question, manifest=HELD) if source else question,
-            self.told.serving or self.start,
+            raise VersionNotOffered(str(request.version), [str(version) for version in self.offers])
+        answer = verify_held(
+            replace(request, manifest=HELD) if source else request,
+            self.reported.serving or self.start,
             damaged=self.damaged,
         )
         return replace(answer, compared_with=offered[-1]) if source else answer
 
-    def update_weights(self, wish: RequestedVersion) -> UpdateResult:
+    def update_weights(self, request: RequestedVersion) -> UpdateResult:
         if self.config.updates is None or self.config.updates.source is None:
             raise WrongState("started without a source (--weights-from)", "an update that is asked for")
-        self.wishes.append(wish)
+        self.update_requests.append(request)
         if self.objection is not None:
             raise self.objection
         labels = [str(version.label) for version in self.offers]
-        wanted = labels[-1] if labels and wish.version is None else str(wish.version)
+        wanted = labels[-1] if labels and request.version is None else str(request.version)
         if wanted not in labels:
             raise VersionNotOffered(wanted, labels)
         version = self.offers[labels.index(wanted)]
-        unchanged = self.told.serving == version
-        self.told = UpdateStatus(
+        unchanged = self.reported.serving == version
+        self.reported = UpdateStatus(
             state=f"serving {version}", serving=version, undo=None, round=None, rounds=()
         )
         times = [0.0] * 8 if unchanged else [0.25, 1.5, 0.5, 0.0, 0.01, 0.02, 0.002, 2.5]
@@ -259,7 +259,7 @@ class EchoEngine:
             outcome="unchanged" if unchanged else "committed",
             round=None if unchanged else "boot/1",
             mode="ipc",
-            verified=wish.verify and not unchanged,
+            verified=request.verify and not unchanged,
             tensors=46,
             kept=(),
             steps=UpdateTimes(**dict(zip(UpdateTimes.__slots__, times, strict=True))),
@@ -303,22 +303,22 @@ class EchoEngine:
         while True:
             with self._changed:
                 self._changed.wait_for(lambda: self._rows or self._cancelled or self._closing)
-                said = [(row, self._ended(row, "abort")) for row in self._take_cancelled()]
+                deliveries = [(row, self._ended(row, "abort")) for row in self._take_cancelled()]
                 if self._closing and not self._rows:
-                    self._deliver(said)
+                    self._deliver(deliveries)
                     self._state = "stopped" if self._fault is None else "failed"
                     return
                 if self.gate.is_set():
-                    said += self._step()
-                if not said:
+                    deliveries += self._step()
+                if not deliveries:
                     self._changed.wait(0.005)
                 self._changed.notify_all()
-            self._deliver(said)
+            self._deliver(deliveries)
             if self._pace_s:
                 threading.Event().wait(self._pace_s)
 
-    def _deliver(self, said: list[tuple[Row, Delta]]) -> None:
-        for row, delta in said:
+    def _deliver(self, deliveries: list[tuple[Row, Delta]]) -> None:
+        for row, delta in deliveries:
             row.sink(delta)
 
     def _take_cancelled(self) -> list[Row]:

@@ -22,21 +22,21 @@ HELD = Manifest(tensors=_SPECS).with_digests([to_hex(lanes) for lanes in _LANES]
 """The tensors, with the digests that they were installed with."""
 
 
-def look(question: VerificationRequest, serving: Version, *, damaged: bool) -> VerificationResult:
+def verify_held(request: VerificationRequest, serving: Version, *, damaged: bool) -> VerificationResult:
     """What the engine finds. `damaged`: the norm is no longer what was installed."""
     digest_sums = DigestSums([packed(_SPECS)])
     lanes = _LANES.copy()
     lanes[0, 0] ^= damaged
-    given = None if question.manifest is None else of_manifest(digest_sums, question.manifest)
+    given = None if request.manifest is None else of_manifest(digest_sums, request.manifest)
     found = verdict(
         digest_sums,
         [lanes],
         seconds=[0.25],
-        chosen=choose(digest_sums, question.names, given),
+        chosen=choose(digest_sums, request.names, given),
         given=given,
         installed=(InstalledVersion(serving, of_manifest(digest_sums, HELD, (_LANES,))), InstalledVersion()),
-        listed=question.listed,
+        listed=request.listed,
     )
     return VerificationResult(
-        verdict=found, compared_with=serving if question.against == "installed" else None
+        verdict=found, compared_with=serving if request.against == "installed" else None
     )

@@ -37,7 +37,7 @@ class Gate:
         (self.directory / "shut").touch()
 
     def reached(self) -> None:
-        """Wait until the rank stands there."""
+        """Wait until the rank is held."""
         assert select.select([self._reached], [], [], WITHIN_S)[0]
         os.read(self._reached, 1)
 
@@ -52,7 +52,7 @@ class Gate:
 
 
 def launching(zygote: Zygote, gate: Gate | None, started: Callable[[int, RankProcess], None]) -> Launch:
-    """Start ranks by forking; `started` is told of each, with its rank, as soon as it is there."""
+    """Start ranks by forking; `started` is called with each and its rank, as soon as it runs."""
 
     def launch(rank: int, end: socket.socket) -> RankProcess:
         config: dict[str, object] = {} if gate is None or rank == 0 else {"gate": str(gate.directory)}

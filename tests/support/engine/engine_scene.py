@@ -29,14 +29,14 @@ CHUNK_BYTES = 16384
 Got = TypeVar("Got")
 
 
-class AtOpen:
-    """Holds the engine's leader where it has opened a round and told nobody yet."""
+class OpenHolder:
+    """Holds the engine's leader where it has opened a round and notified nobody yet."""
 
     def __init__(self) -> None:
         self._wanted, self._held, self._go = threading.Event(), threading.Event(), threading.Event()
 
     def on_event(self, event: AnyEvent) -> None:
-        """The bus's reader."""
+        """Called by the bus."""
         if isinstance(event, RoundOpened) and self._wanted.is_set():
             self._wanted.clear()
             self._held.set()
@@ -56,7 +56,7 @@ class AtOpen:
         self._go.set()
 
 
-class Told:
+class ConsoleHolder:
     """Holds a program that has a console."""
 
     def __init__(self, program: Conversation, event: str) -> None:
@@ -96,7 +96,7 @@ class Scene:
         self._cluster, self._stack = cluster, stack
         self._zygote, self._consoles = zygote, RankConsoles(cluster.directory, WORLD)
         stack.callback(self._consoles.close)
-        self._at_open = AtOpen()
+        self._at_open = OpenHolder()
         self._pool = stack.enter_context(ThreadPoolExecutor(2))
         self.program: Program | None = None
         if apart:
@@ -151,36 +151,42 @@ class Scene:
         holder = self._holder(moment)
         holder.hold()
         call = self.trainer.begin("publish", label=label)
-        held = Held(holder, call, self._pool, Told(self.rank, "StagingBegan") if moment == "open" else None)
+        held = Held(
+            holder, call, self._pool, ConsoleHolder(self.rank, "StagingBegan") if moment == "open" else None
+        )
         holder.held()
         try:
             yield held
         finally:
             held.go()
 
-    def _holder(self, moment: Moment) -> AtOpen | Told:
+    def _holder(self, moment: Moment) -> OpenHolder | ConsoleHolder:
         match moment:
             case "open" if self.program is not None:
-                return Told(self.program, "RoundOpened")
+                return ConsoleHolder(self.program, "RoundOpened")
             case "open":
                 return self._at_open
             case "staging":
-                return Told(self.rank, "StagingBegan")
+                return ConsoleHolder(self.rank, "StagingBegan")
             case "overwriting":
-                return Told(self.rank, "OverwritingBegan")
+                return ConsoleHolder(self.rank, "OverwritingBegan")
             case "verifying":
-                return Told(self.rank, "RankStaged")
+                return ConsoleHolder(self.rank, "RankStaged")
             case "voting":
-                return Told(self.trainer, "Voting")
+                return ConsoleHolder(self.trainer, "Voting")
             case "committing":
-                return Told(self.rank, "Hook")
+                return ConsoleHolder(self.rank, "Hook")
 
 
 class Held:
-    """A round that stands still. `call` is the trainer's publish; `next_holder` holds the round in place of a leader that must answer."""
+    """A round that is held. `call` is the trainer's publish; `next_holder` holds the round in place of a leader that must answer."""
 
     def __init__(
-        self, holder: AtOpen | Told, call: int, pool: ThreadPoolExecutor, next_holder: Told | None
+        self,
+        holder: OpenHolder | ConsoleHolder,
+        call: int,
+        pool: ThreadPoolExecutor,
+        next_holder: ConsoleHolder | None,
     ) -> None:
         self._holder, self._pool, self._next, self.call = holder, pool, next_holder, call
         self._holds = True
@@ -192,11 +198,11 @@ class Held:
             self._holder.go()
 
     def gone(self) -> None:
-        """Who held is no more."""
+        """The holding process is gone."""
         self._holds = False
 
     def meanwhile(self, act: Callable[[], Got]) -> Got:
-        """Do this while it stands still."""
+        """Do this while the round is held."""
         doing: Future[Got] = self._pool.submit(act)
         if self._next is not None:
             self._next.hold()

@@ -140,7 +140,7 @@ def answers(engine: Asked, prompts: Iterable[Sequence[int]], sampling: Sampling)
 
 
 Logits = Callable[[Sequence[int]], torch.Tensor]
-"""The logits after each of these tokens, [tokens, vocab], by somebody whose word counts."""
+"""The logits after each of these tokens, [tokens, vocab], from a trusted reference."""
 
 
 def first_difference(logits: Logits, prompt: Sequence[int], tokens: Sequence[int]) -> str | None:

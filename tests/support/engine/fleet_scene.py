@@ -20,7 +20,7 @@ from tests.support.programs.engine_rank_program import HOLD
 NAMES, WORLD, SEEDS = "abc", 2, 4
 
 
-class Member:
+class FleetEngine:
     """One engine of the fleet, its ranks' consoles, and the clients that ask it."""
 
     def __init__(self, fleet: FleetScene, name: str) -> None:
@@ -50,7 +50,7 @@ class Member:
 
     @property
     def label(self) -> object:
-        """What it serves, by the word of its leader."""
+        """What it serves, as its leader reports."""
         serving = self.engine.update_status().serving
         return None if serving is None else serving.label
 
@@ -70,11 +70,11 @@ class FleetScene:
         self.cluster, self.zygote, self.stack = cluster, zygote, stack
         self.directories = [models.directory(seed=seed) for seed in range(SEEDS)]
         self.seeds: dict[str, int] = {"initial": 0}
-        self.members = [Member(self, name) for name in NAMES]
-        for member in self.members:
-            stack.callback(member.consoles.close)
-        for member in self.members:
-            member.start()
+        self.engines = [FleetEngine(self, name) for name in NAMES]
+        for engine in self.engines:
+            stack.callback(engine.consoles.close)
+        for engine in self.engines:
+            engine.start()
         self.trainer = self.start_trainer(**trainer)
 
     def start_trainer(self, **options: Any) -> Program:
@@ -88,25 +88,25 @@ class FleetScene:
         return self.trainer.begin("publish", label=seed, name=name)
 
     def publish(self, name: str, seed: int) -> dict[str, Any]:
-        """Publish, and what came of it."""
+        """Publish; returns the result."""
         return self.trainer.end(self.begin(name, seed))
 
     @property
     def labels(self) -> list[object]:
         """What the engines serve."""
-        return [member.label for member in self.members]
+        return [engine.label for engine in self.engines]
 
     @contextmanager
-    def load(self, *members: Member) -> Iterator[None]:
+    def load(self, *engines: FleetEngine) -> Iterator[None]:
         """Requests to all engines, or these, meanwhile."""
         with ExitStack() as stack:
-            for member in members or self.members:
-                stack.enter_context(member.clients())
+            for engine in engines or self.engines:
+                stack.enter_context(engine.clients())
             yield
 
     def wrong(self, logits: Callable[[Path], Logits]) -> Sequence[str]:
         """Tokens that clients got and that their own version would not have drawn."""
-        asked = [pair for member in self.members for clients in member.asked for pair in clients.answers]
+        asked = [pair for engine in self.engines for clients in engine.asked for pair in clients.answers]
         assert asked
         return mixtures(
             asked, lambda weights: logits(self.directories[self.seeds[weights.partition("@")[0]]])

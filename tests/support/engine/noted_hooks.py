@@ -1,4 +1,4 @@
-"""Hooks that write down what they find in a rank, and fail when they are told to. Imported by ranks, by the name that they are given."""
+"""Hooks that write down what they find in a rank, and fail on request. Imported by ranks, by the name that they are given."""
 
 from __future__ import annotations
 
@@ -39,9 +39,9 @@ def _note(name: str, model: Model) -> None:
     }
     with notes.open("a", encoding="utf-8") as file:
         file.write(json.dumps(line) + "\n")
-    told = notes.with_suffix(".fail")
-    if told.exists() and told.read_text(encoding="utf-8") == name:
-        told.unlink()
+    marker = notes.with_suffix(".fail")
+    if marker.exists() and marker.read_text(encoding="utf-8") == name:
+        marker.unlink()
         raise RuntimeError("told to fail")
 
 

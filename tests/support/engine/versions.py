@@ -37,7 +37,7 @@ def mixtures(asked: Sequence[Asked], logits: Callable[[str], Logits]) -> list[st
 
 
 class Clients:
-    """Threads that ask one request after the other, until told to stop or the engine fails; every answer is kept."""
+    """Threads that ask one request after the other, until stopped or the engine fails; every answer is kept."""
 
     def __init__(self, engine: Engine, count: int, tokens: int) -> None:
         self._engine, self._tokens, self._stop = engine, tokens, threading.Event()

@@ -36,9 +36,9 @@ def chromium() -> str:
 def measured(page: Path, script: str, directory: Path) -> Any:
     """What a script, run in the laid out page, returns. The page itself is not changed: a copy is opened."""
     report = f"JSON.stringify((() => {{ {script} }})())"
-    told = f"<script>document.body.dataset.measured = {report};</script></body>"
+    script = f"<script>document.body.dataset.measured = {report};</script></body>"
     copy = directory / "measured.html"
-    copy.write_text(page.read_text(encoding="utf-8").replace("</body>", told), encoding="utf-8")
+    copy.write_text(page.read_text(encoding="utf-8").replace("</body>", script), encoding="utf-8")
     command = [
         chromium(),
         *FLAGS,

@@ -28,30 +28,30 @@ class Command:
             ends = (nothing.fileno(), writes, self._errors.fileno())
             self.pid = zygote.start("tests.support.programs.cli_program", config, *ends)
         os.close(writes)
-        self._said, self._running = b"", True
+        self._output, self._running = b"", True
 
     def first_line(self) -> str:
         """Wait for it."""
         deadline_s = time.monotonic() + WITHIN_S
-        while b"\n" not in self._said and self._read(deadline_s):
+        while b"\n" not in self._output and self._read(deadline_s):
             continue
-        assert b"\n" in self._said, self.errors
-        return self._said.decode().partition("\n")[0]
+        assert b"\n" in self._output, self.errors
+        return self._output.decode().partition("\n")[0]
 
     def ended(self) -> tuple[int, str]:
         """Its exit code and what it printed, when it has ended."""
         deadline_s = time.monotonic() + WITHIN_S
         while self._read(deadline_s):
             continue
-        said, _, code = self._said.decode().rpartition(EXIT)
-        assert code, f"process {self.pid} was killed, having said {said} {self.errors}"
-        return int(code.rstrip("}\n")), said
+        printed, _, code = self._output.decode().rpartition(EXIT)
+        assert code, f"process {self.pid} was killed, having printed {printed} {self.errors}"
+        return int(code.rstrip("}\n")), printed
 
     def _read(self, deadline_s: float) -> bool:
         if not select.select([self._reads], [], [], max(0.0, deadline_s - time.monotonic()))[0]:
-            raise TimeoutError(f"process {self.pid} neither spoke nor ended; {self._said!r} {self.errors}")
+            raise TimeoutError(f"process {self.pid} neither spoke nor ended; {self._output!r} {self.errors}")
         more = os.read(self._reads, 1 << 16)
-        self._said += more
+        self._output += more
         self._running = self._running and bool(more)
         return self._running
 
@@ -83,8 +83,8 @@ class Cli:
     def run(self, place: Path, *arguments: object, **environment: str) -> CompletedProcess[str]:
         """One command, to its end."""
         with self.started(place, *arguments, **environment) as command:
-            code, said = command.ended()
-            return CompletedProcess([str(argument) for argument in arguments], code, said, command.errors)
+            code, printed = command.ended()
+            return CompletedProcess([str(argument) for argument in arguments], code, printed, command.errors)
 
     @contextmanager
     def started(self, place: Path, *arguments: object, **environment: str) -> Iterator[Command]:

@@ -1,4 +1,4 @@
-"""Real processes for a test: ranks and trainers, told what to do over their standard streams, ended with the test."""
+"""Real processes for a test: ranks and trainers, commanded over their standard streams, ended with the test."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Program(Conversation):
         signal.pidfd_send_signal(self._pidfd, number)
 
     def stop(self) -> None:
-        """SIGSTOP, and wait until it stands still."""
+        """SIGSTOP, and wait until it is stopped."""
         stop(self.pid)
 
     def kill(self) -> None:
@@ -110,7 +110,7 @@ class Cluster:
         return self._start("tests.support.programs.rank_program", config | options)
 
     def trainer(self, names: str = "a", **options: Any) -> Program:
-        """Start a trainer for these replicas and wait until it has met them."""
+        """Start a trainer for these replicas and wait until it is connected to them."""
         trainer = self.start_trainer(names, **options)
         trainer.expect("ready")
         return trainer
@@ -145,11 +145,11 @@ class Cluster:
             "lease_s": 10.0,
             "run": "run",
         }
-        told = [config | options | {"rank": rank} for rank in range(world)]
-        return [self._start("tests.support.programs.trainer_rank_program", one) for one in told]
+        configs = [config | options | {"rank": rank} for rank in range(world)]
+        return [self._start("tests.support.programs.trainer_rank_program", one) for one in configs]
 
     def trainer_ranks(self, world: int, names: str = "a", **options: Any) -> list[Program]:
-        """Start the ranks of a trainer and wait until they have met each other and the replicas."""
+        """Start the ranks of a trainer and wait until they are connected to each other and the replicas."""
         ranks = self.start_trainer_ranks(world, names, **options)
         for rank in ranks:
             assert "error" not in rank.expect("ready")
@@ -157,8 +157,8 @@ class Cluster:
 
     def engine(self, config: EngineConfig, consoles: list[str]) -> Program:
         """Start an engine in a process of its own; it says when it is ready."""
-        told = {"engine": msgspec.to_builtins(config), "consoles": consoles}
-        return self._start("tests.support.programs.engine_program", told)
+        program_config = {"engine": msgspec.to_builtins(config), "consoles": consoles}
+        return self._start("tests.support.programs.engine_program", program_config)
 
     def snapshots(self, role: str, store: Path, first: int = 0) -> Program:
         """Start a process that writes or prunes snapshots until it is killed, and wait until it begins."""
@@ -169,7 +169,7 @@ class Cluster:
         return program
 
     def finish(self, ranks: list[Program]) -> list[int]:
-        """End a replica the ordinary way (one rank's word to stop reaches all); the exit codes."""
+        """End a replica the ordinary way (one rank's stop reaches all); the exit codes."""
         ranks[0].begin("stop")
         return [rank.ended() for rank in ranks]
 

@@ -40,9 +40,9 @@ def small_demo(short_path: Path, *arguments: str) -> AbstractContextManager[subp
 
 def lines_of(started: subprocess.Popen[str], within_s: float = ENDED_S) -> list[dict[str, Any]]:
     """The JSON lines that it prints, once it has ended well."""
-    said, errors = started.communicate(timeout=within_s)
+    output, errors = started.communicate(timeout=within_s)
     assert (started.returncode, errors) == (0, "")
-    return [json.loads(line) for line in said.splitlines()]
+    return [json.loads(line) for line in output.splitlines()]
 
 
 def files_left(short_path: Path) -> list[Path]:

@@ -18,7 +18,7 @@ from liveweight.errors import LiveWeightError
 from liveweight.server.app import build_app
 from liveweight.server.engine_port import EnginePort
 from liveweight.server.request_guard import AccessRules
-from liveweight.server.server import Ending, ServerTimes, bind, serve, url_of
+from liveweight.server.server import ServerTimes, Shutdown, bind, serve, url_of
 
 E = TypeVar("E", bound=EnginePort)
 
@@ -30,13 +30,13 @@ class Served(Generic[E]):
     url: str
     engine: E
     loop: asyncio.AbstractEventLoop
-    ending: Ending
+    shutdown: Shutdown
     thread: threading.Thread
     fault: LiveWeightError | None = None
 
     def end(self) -> None:
         """As a signal does."""
-        self.loop.call_soon_threadsafe(self.ending.ask)
+        self.loop.call_soon_threadsafe(self.shutdown.request)
 
     def openai(self, key: str = "none") -> openai.OpenAI:
         """OpenAI's client, which shows every error at once."""
@@ -60,10 +60,10 @@ def serving(
 
     async def main() -> None:
         app = build_app(engine, registry=CollectorRegistry(), access=access or AccessRules(), first=first)
-        loop, ending = asyncio.get_running_loop(), Ending()
-        made.append(Served(url_of(bound), engine, loop, ending, threading.current_thread()))
+        loop, shutdown = asyncio.get_running_loop(), Shutdown()
+        made.append(Served(url_of(bound), engine, loop, shutdown, threading.current_thread()))
         settings = times or ServerTimes(grace_s=0.0)
-        made[0].fault = await serve(engine, app, bound, settings, ready=ready.set, ending=ending)
+        made[0].fault = await serve(engine, app, bound, settings, ready=ready.set, shutdown=shutdown)
 
     thread = threading.Thread(target=asyncio.run, args=(main(),), name="server")
     thread.start()

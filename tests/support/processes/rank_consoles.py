@@ -1,4 +1,4 @@
-"""The consoles of an engine's ranks: where each says what moment it is in, and waits there when it was asked to."""
+"""The consoles of an engine's ranks: where each reports the moment it is in, and waits there when it was asked to."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class RankConsoles:
         """The newest of each rank."""
 
     def accept(self, rank: int) -> int:
-        """Hear of a rank that was started; its process id."""
+        """Add the console of a rank that was started; returns its process id."""
         link, _ = self._listeners[rank].accept()
         with link:
             console = Conversation(f"rank {rank}", reads=link.makefile("r"), writes=link.makefile("w"))

@@ -75,10 +75,10 @@ class Reference:
     def generate(self, prompt: Sequence[int], count: int) -> list[int]:
         """The greedy answer."""
         given = torch.tensor([list(prompt)])
-        said = self.model.generate(
+        generated = self.model.generate(
             given, attention_mask=torch.ones_like(given), max_new_tokens=count, do_sample=False
         )
-        return [int(token) for token in said[0, len(prompt) :]]
+        return [int(token) for token in generated[0, len(prompt) :]]
 
     def logits(self, tokens: Sequence[int]) -> torch.Tensor:
         """After each of the tokens."""

@@ -53,7 +53,7 @@ def ended(started: subprocess.Popen[str]) -> tuple[int, str]:
 
 @dataclass(frozen=True)
 class Process:
-    """A process, told from a later one with the same id by when it was born."""
+    """A process, distinguished from a later one with the same id by its start time."""
 
     pid: int
     born: str

@@ -18,11 +18,11 @@ class SpareRank:
 
     def __init__(self, config: Mapping[str, Any]) -> None:
         self._ours, theirs = socket.socketpair()
-        told = {**config, "parent": os.getpid()}
+        rank_config = {**config, "parent": os.getpid()}
         self._pid = os.fork()
         if self._pid == 0:
             self._ours.close()
-            _wait_and_run(theirs, told)
+            _wait_and_run(theirs, rank_config)
         theirs.close()
 
     def launch(self, end: socket.socket) -> RankProcess:

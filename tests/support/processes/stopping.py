@@ -14,7 +14,7 @@ STOPPED = ("T", "t", "Z", "X")
 
 
 def stop(pid: int, within_s: float = WITHIN_S) -> None:
-    """SIGSTOP, and wait until every thread of the process stands still.
+    """SIGSTOP, and wait until every thread of the process is stopped.
 
     The signal alone does not stop it: one thread must be scheduled to take it, and until then the others work on.
     """

@@ -1,6 +1,6 @@
 """Two hosts for a test: network namespaces joined by one cable, which the test may cut, slow down and mend.
 
-Needs root and iproute2. Processes are put into a host by its name. There UCX is told to use TCP, for it would notice that both are
+Needs root and iproute2. Processes are put into a host by its name. UCX is set to use TCP there, for it would notice that both are
 one machine.
 """
 
@@ -43,7 +43,7 @@ class TwoHosts:
         self.mend()
 
     def cut(self) -> None:
-        """Nothing passes any more, and nobody is told: the engine's end goes dead."""
+        """Nothing passes any more, without an error: the engine's end goes dead."""
         _ip("-n", self.engine, "link", "set", "cable", "down")
 
     def mend(self) -> None:

@@ -1,4 +1,4 @@
-"""What a test and one of its programs say to each other: commands there, answers and moments back, a JSON line each."""
+"""Messages between a test and one of its programs: commands there, answers and moments back, a JSON line each."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ ANSWER_S = 60.0
 
 
 class Conversation:
-    """The test's side. What a program says is read at once, and kept until it is asked for."""
+    """The test's side. Messages of the program are read at once, and kept until the test wants them."""
 
     def __init__(self, name: str, *, reads: TextIO, writes: TextIO) -> None:
         self._name, self._reads, self._writes = name, reads, writes
@@ -30,13 +30,13 @@ class Conversation:
         self._said.put(None)
 
     def expect(self, key: str, value: object = None, within_s: float = ANSWER_S) -> dict[str, Any]:
-        """The next thing said that has that key (and value); what else was said is kept."""
+        """The next message that has that key (and value); the others are kept."""
         ends_s = time.monotonic() + within_s
         looked = 0
         while True:
             for number in range(looked, len(self._kept)):
-                said = self._kept[number]
-                if key in said and value in (None, said[key]):
+                message = self._kept[number]
+                if key in message and value in (None, message[key]):
                     return self._kept.pop(number)
             looked = len(self._kept)
             try:

@@ -32,8 +32,8 @@ class Counting:
 def main(config: dict[str, Any]) -> None:
     """Be a rank until the stream ends."""
     counts: Counter[str] = Counter()
-    make, meet = rank_group.collectives, rank_group.join_group
+    make, join = rank_group.collectives, rank_group.join_group
     rank_group.collectives = lambda *arguments: Counting(make(*arguments), counts)
-    vars(process)["meet"] = lambda **arguments: Counting(meet(**arguments), counts)
+    vars(process)["join_group"] = lambda **arguments: Counting(join(**arguments), counts)
     process.main(os.dup(0), parent=None)
     Path(config["counts"]).write_text(json.dumps(counts))

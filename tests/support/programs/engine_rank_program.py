@@ -1,6 +1,6 @@
 """A rank of the embedded engine. Forked from the zygote, standard input is its end of the stream.
 
-With a console it tells the test the moments of its part in rounds, and holds there.
+With a console it reports the moments of its part in rounds to the test, and holds there.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def main(config: dict[str, Any]) -> None:
 
 
 def hold_writing(gate: Path) -> None:
-    """Let the rank stand still in the middle of a snapshot, wherever tests/support/engine/elastic's gate is shut."""
+    """Hold the rank in the middle of a snapshot, wherever tests/support/engine/elastic's gate is shut."""
 
     def stand(self: RankSnapshotWriter, size_bytes: int) -> None:
         del self, size_bytes

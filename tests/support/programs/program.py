@@ -1,6 +1,6 @@
 """What the test programs share: commands as JSON lines on standard input, answers and moments on standard output.
 
-A moment is an event of the round itself: the program says that it has come, and holds there until it is told to go on.
+A moment is an event of the round itself: the program reports it, and holds there until the test lets it go on.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Console:
             self._writes.flush()
 
     def on_event(self, event: AnyEvent) -> None:
-        """The bus's reader: tells the test what happened, and holds where it was asked to."""
+        """Called by the bus: reports the event to the test, and holds where the test asked for it."""
         rank: int | None = getattr(event, "rank", None)
         self.moment(type(event).__name__, REPLICA if rank is None else rank)
 

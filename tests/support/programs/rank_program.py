@@ -89,7 +89,7 @@ def damage_when_landed(console: Console, target: TensorTarget) -> None:
 
 
 class ToldToFail(RuntimeError):
-    """What a hook raises that the test told to fail."""
+    """The error of a hook that the test makes fail."""
 
 
 def fail_once(console: Console) -> None:
@@ -100,11 +100,11 @@ def fail_once(console: Console) -> None:
 
 
 def serve(console: Console, receiver: lw.Receiver, tensors: dict[str, torch.Tensor]) -> None:
-    """Step until told to stop. In a replica of several, one rank's word to stop reaches all."""
+    """Step until the stop command. In a replica of several, one rank's stop reaches all."""
     while True:
         try:
             boundary(console, receiver)
-            stop = meet(console, receiver, tensors)
+            stop = serve_command(console, receiver, tensors)
         except (lw.LiveWeightError, RuntimeError) as error:  # gloo's errors are RuntimeErrors
             console.send(lost=str(error), fingerprint=model.fingerprint(tensors))
             console.commands.get()  # the replica's leader lives until the test has seen what it makes of this
@@ -114,7 +114,7 @@ def serve(console: Console, receiver: lw.Receiver, tensors: dict[str, torch.Tens
 
 
 def boundary(console: Console, receiver: lw.Receiver) -> None:
-    """The boundary of a step. One that a hook ended is called again: it finishes, and does not meet the others another time."""
+    """The boundary of a step. One that a hook ended is called again: it finishes, and does not wait for the others again."""
     try:
         receiver.at_boundary(idle_s=0.02)
     except lw.Torn as torn:
@@ -126,20 +126,20 @@ def boundary(console: Console, receiver: lw.Receiver) -> None:
         TORN.clear()
 
 
-def meet(console: Console, receiver: lw.Receiver, tensors: dict[str, torch.Tensor]) -> bool:
-    """The rest of a step: serve one command; whether any rank was told to stop."""
-    word = torch.zeros(1, dtype=torch.int64)
+def serve_command(console: Console, receiver: lw.Receiver, tensors: dict[str, torch.Tensor]) -> bool:
+    """The rest of a step: serve one command; returns whether any rank got the stop command."""
+    stop = torch.zeros(1, dtype=torch.int64)
     try:
         command: dict[str, Any] = console.commands.get_nowait()
     except queue.Empty:
         command = {"do": "nothing"}
     if command["do"] == "stop":
-        word[0] = 1
+        stop[0] = 1
     elif command["do"] != "nothing":
         console.serve(command, lambda asked: act(asked, receiver, tensors))
     if receiver.world > 1:
-        dist.all_reduce(word, op=dist.ReduceOp.MAX)
-    return bool(word.item())
+        dist.all_reduce(stop, op=dist.ReduceOp.MAX)
+    return bool(stop.item())
 
 
 def act(

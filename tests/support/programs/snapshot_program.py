@@ -1,4 +1,4 @@
-"""A process that writes snapshots, or prunes them, over and over, until it is killed or told to stop."""
+"""A process that writes snapshots, or prunes them, over and over, until it is killed or gets the stop command."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A trainer: holds a version of the test model, or of a checkpoint, and publishes it when it is told to."""
+"""A trainer: holds a version of the test model, or of a checkpoint, and publishes it on command."""
 
 from __future__ import annotations
 
@@ -197,13 +197,13 @@ def act(
             return {
                 "match": found.match,
                 "version": found.version.label,
-                "replicas": [told(replica) for replica in found.replicas],
+                "replicas": [verdict_json(replica) for replica in found.replicas],
             }
         case other:
             raise ValueError(other)
 
 
-def told(replica: ReplicaVerdict) -> dict[str, object]:
+def verdict_json(replica: ReplicaVerdict) -> dict[str, object]:
     """A replica's verdict, as JSON has it."""
     fault, verdict = replica.fault, replica.verdict
     facts: dict[str, object] = {"name": replica.name, "match": replica.match}

@@ -1,4 +1,4 @@
-"""One rank of a trainer: holds its shards of the test model, as FSDP2 or as plain DTensors, and publishes them when it is told to."""
+"""One rank of a trainer: holds its shards of the test model, as FSDP2 or as plain DTensors, and publishes them on command."""
 
 from __future__ import annotations
 
@@ -83,10 +83,10 @@ def act(command: dict[str, Any], publisher: lw.Publisher, weights: Any) -> dict[
             weights.load(-1)  # the optimiser goes on: what was frozen does not change
             return {}
         case "wait":
-            return told(publisher.wait())
+            return report_json(publisher.wait())
         case "publish":
             weights.load(command["label"])
-            return told(publisher.publish(command["label"]))
+            return report_json(publisher.publish(command["label"]))
         case "fail":
             weights.fails = True
             return {}
@@ -102,7 +102,7 @@ def act(command: dict[str, Any], publisher: lw.Publisher, weights: Any) -> dict[
             raise ValueError(other)
 
 
-def told(report: lw.Report) -> dict[str, object]:
+def report_json(report: lw.Report) -> dict[str, object]:
     """What the test compares of a report."""
     return {
         "version": report.version.label,
@@ -229,9 +229,9 @@ class Gathered:
     def _gather(self) -> Any:
         self.passes += 1
         for name, value in model.full(abs(self.label)).items():
-            meeting = torch.ones(1)
-            dist.all_reduce(meeting)  # hangs unless every rank comes here
-            assert meeting.item() == self._world
+            arrived = torch.ones(1)
+            dist.all_reduce(arrived)  # hangs unless every rank comes here
+            assert arrived.item() == self._world
             if self.fails and name == "layers.0.v.weight":
                 yield name, value[:1]
             else:

@@ -111,7 +111,7 @@ def test_the_same_gpu_under_another_index_is_read(short_path: Path, stack: ExitS
     assert read(reader_on(there, stack), source, there).eq(9).all()
 
 
-def test_an_offer_waits_for_what_is_queued_and_a_read_is_queued_aside(
+def test_an_offer_waits_for_what_is_queued_and_a_read_is_queued_on_a_side_stream(
     short_path: Path, stack: ExitStack
 ) -> None:
     here, there = fake_cuda(short_path, "cuda:1"), fake_cuda(short_path, "cuda:1")

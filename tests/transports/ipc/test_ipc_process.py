@@ -90,15 +90,15 @@ def send(**facts: object) -> None:
     sys.stdout.flush()
 
 
-def heard() -> Iterator[dict[str, Any]]:
+def received() -> Iterator[dict[str, Any]]:
     for line in sys.stdin:
         yield json.loads(line)
 
 
 def rank(_: str) -> None:
-    """Reads every offer that it is told of into its shadow, and says what lies there."""
+    """Reads every offer that it receives into its shadow, and sends what lies there."""
     with IpcReader(SECRET, choose_kernels()) as reader, allocate(layout().memories_bytes[0]) as shadow:
-        for order in heard():
+        for order in received():
             offer = msgspec.json.decode(order["offer"], type=Offer)
             try:
                 read_all(reader.bind(offer, layout(), [shadow.memory], soon()))
@@ -109,14 +109,14 @@ def rank(_: str) -> None:
 
 
 def source(argument: str) -> None:
-    """Offers an arena under a fixed name, and then anew with every seed that it is told."""
+    """Offers an arena under a fixed name, and then anew with every seed that it receives."""
     directory, name, seed = argument.split(",")
     size = layout().memories_bytes[0]
     with (
         IpcSource(Path(directory), SECRET, name=name) as transport_source,
         transport_source.allocate(size) as arena,
     ):
-        for number in itertools.chain([int(seed)], (order["seed"] for order in heard())):
+        for number in itertools.chain([int(seed)], (order["seed"] for order in received())):
             arena.raise_generation()
             arena.memory.bytes()[:] = content(number)
             offer = transport_source.offer(layout(), [arena], "frozen")
@@ -241,7 +241,7 @@ class Child:
     def receive(self) -> dict[str, Any]:
         assert self.process.stdout is not None
         ready, _, _ = select.select([self.process.stdout], [], [], 30)
-        assert ready, "the child said nothing"
+        assert ready, "the child sent nothing"
         line = self.process.stdout.readline()
         assert line, f"the child ended with {self.process.wait(20)}"
         facts: dict[str, Any] = json.loads(line)

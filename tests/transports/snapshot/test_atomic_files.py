@@ -1,4 +1,4 @@
-"""Files that settle while the next is written: each is synced before it has its name, and none that failed is left behind."""
+"""Files that are synced while the next is written: each is synced before it has its name, and none that failed is left behind."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from liveweight.transports.snapshot.disk.atomic_files import FileSync, write_all
 from tests.support.wire import leaving_nothing, wait_until
 
 
-def put(path: Path, settling: FileSync) -> None:
-    with written(path, durable=True, settling=settling) as descriptor:
+def put(path: Path, sync: FileSync) -> None:
+    with written(path, durable=True, sync=sync) as descriptor:
         write_all(descriptor, memoryview(path.name.encode()))
 
 
@@ -42,10 +42,10 @@ def test_the_next_is_written_while_one_is_synced_and_none_has_its_name_before(
         assert go.wait(60)
 
     monkeypatch.setattr(os, "fsync", fsync)
-    with FileSync() as settling:
-        put(tmp_path / "first", settling)
+    with FileSync() as sync:
+        put(tmp_path / "first", sync)
         assert begun.wait(60)
-        with written(tmp_path / "second", durable=True, settling=settling) as descriptor:
+        with written(tmp_path / "second", durable=True, sync=sync) as descriptor:
             write_all(descriptor, memoryview(b"second"))
             assert not (tmp_path / "first").exists()
             go.set()
@@ -62,16 +62,16 @@ def test_a_sync_that_fails_is_raised_and_its_file_is_gone(
 ) -> None:
     failing_sync(monkeypatch, bad)
     named = pytest.raises(OutOfSpace, match=f"part{bad} could not be written")
-    with leaving_nothing(), named, FileSync() as settling:
+    with leaving_nothing(), named, FileSync() as sync:
         for number in (1, 2, 3):
-            put(tmp_path / f"part{number}", settling)
+            put(tmp_path / f"part{number}", sync)
     assert f"part{bad}" not in {path.name for path in tmp_path.iterdir()}
     assert not [path for path in tmp_path.iterdir() if path.name.startswith(".")]
 
 
 def test_an_error_while_the_next_is_written_waits_for_the_one_before(tmp_path: Path) -> None:
-    with leaving_nothing(), pytest.raises(ValueError, match="given up"), FileSync() as settling:
-        put(tmp_path / "first", settling)
-        with written(tmp_path / "second", durable=True, settling=settling):
+    with leaving_nothing(), pytest.raises(ValueError, match="given up"), FileSync() as sync:
+        put(tmp_path / "first", sync)
+        with written(tmp_path / "second", durable=True, sync=sync):
             raise ValueError("given up")
     assert [path.name for path in tmp_path.iterdir()] == ["first"]

@@ -33,7 +33,7 @@ def flip(file: Path, position: int) -> None:
 
 
 def refused(path: Path, match: str) -> None:
-    """By whoever reads it, and by whoever only looks."""
+    """Refused when it is restored, and when it is verified."""
     with pytest.raises(SnapshotDamaged, match=match):
         restored(path, world=2)
     with pytest.raises(SnapshotDamaged, match=match), OpenSnapshot(path) as snapshot:

@@ -112,14 +112,14 @@ def test_a_snapshot_that_was_replaced_by_force_is_noticed(tmp_path: Path) -> Non
 def test_a_snapshot_that_is_being_written_is_listed_as_such_and_never_pruned(tmp_path: Path) -> None:
     store = Store(tmp_path)
     save_label(store, 1)
-    with store.begin("2") as begun:
+    with store.begin("2") as draft:
         (listed,) = [entry for entry in store.listed() if entry.commit is None]
-        assert (listed.path, listed.writing) == (begun.path, True)
+        assert (listed.path, listed.writing) == (draft.path, True)
         assert store.prune(1).removed == ()
-        RankWriter(begun.path, image(2), snapshot=begun.snapshot, rank=0, settings=SETTINGS).write()
-        begun.commit(version(2), ranks=1)
-    assert store.newest() == begun.path
-    assert same(restored(begun.path)[0], weights(2))
+        RankWriter(draft.path, image(2), snapshot=draft.snapshot, rank=0, settings=SETTINGS).write()
+        draft.commit(version(2), ranks=1)
+    assert store.newest() == draft.path
+    assert same(restored(draft.path)[0], weights(2))
 
 
 def test_what_a_writer_that_died_left_is_removed(tmp_path: Path) -> None:
@@ -157,9 +157,9 @@ def test_a_store_that_cannot_be_written_is_an_error_that_names_it(tmp_path: Path
 def test_ranks_that_are_not_all_there_are_never_committed(tmp_path: Path) -> None:
     store = Store(tmp_path)
     layout = Image(layout=sharded(1, 2), memories=[Memory.from_array(weights(1))])
-    with pytest.raises(Exception, match=r"manifests of ranks \[1\], wanted 2"), store.begin("1") as begun:
-        RankWriter(begun.path, layout, snapshot=begun.snapshot, rank=1, settings=SETTINGS).write()
-        begun.commit(version(1), ranks=2)
+    with pytest.raises(Exception, match=r"manifests of ranks \[1\], wanted 2"), store.begin("1") as draft:
+        RankWriter(draft.path, layout, snapshot=draft.snapshot, rank=1, settings=SETTINGS).write()
+        draft.commit(version(1), ranks=2)
     assert list(tmp_path.iterdir()) == []
 
 

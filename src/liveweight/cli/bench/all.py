@@ -55,7 +55,7 @@ def everything(
 
 
 def _measure(out: Path, scale: float, names: Sequence[str]) -> None:
-    """Each benchmark's figures into its file. One whose packages are missing here is passed over, and has none."""
+    """Write each benchmark's figures into its file. Skips a benchmark whose packages are missing here."""
     for name in names:
         print(f"{name} ...", flush=True)
         place = out / f"{name}.json"

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 def _writable(place: str | None) -> str | None:
-    """Asked before anything is measured."""
+    """Check this before anything is measured."""
     if place is not None and place != "-" and not Path(place).parent.is_dir():
         raise typer.BadParameter(f"{Path(place).parent} is not a directory")
     return place
@@ -55,11 +55,11 @@ def digest(
     from liveweight.lab.bench.digest import bench_digest
 
     report = bench_digest(size_mb=size_mb, repeats=repeats)
-    tell(report.to_dict(), json_to, lambda: _show(report))
+    print_report(report.to_dict(), json_to, lambda: _show(report))
 
 
-def tell(report: dict[str, Any], json_to: str | None, show: Callable[[], None]) -> None:
-    """As JSON in place of a table, or as a table and, if asked for, as JSON in a file."""
+def print_report(report: dict[str, Any], json_to: str | None, show: Callable[[], None]) -> None:
+    """Print JSON instead of a table if `json_to` is "-"; else print the table, and write JSON to that file, if any."""
     text = json.dumps(report, indent=2)
     if json_to == "-":
         print(text)
@@ -103,7 +103,7 @@ def ipc(
         size_gb=size_gb, ranks=ranks, rounds=rounds, tensors=tensors, threads=threads, cast=cast
     )
     report = bench_ipc(settings)
-    tell(report, json_to, lambda: _show_ipc(report))
+    print_report(report, json_to, lambda: _show_ipc(report))
 
 
 def _show_ipc(report: dict[str, Any]) -> None:
@@ -147,7 +147,7 @@ def engine(
         model=model, size=size, arch=arch, tp=tp, prompts=prompts, new_tokens=new_tokens, repeats=repeats
     )
     report = bench_engine(settings)
-    tell(report, json_to, lambda: _show_engine(report))
+    print_report(report, json_to, lambda: _show_engine(report))
 
 
 def _show_engine(report: dict[str, Any]) -> None:
@@ -194,7 +194,7 @@ def live(
         policies=("reuse", "recompute") if kv_policy == "both" else (kv_policy,),
     )
     report = bench_live(settings)
-    tell(report, json_to, lambda: _show_live(report))
+    print_report(report, json_to, lambda: _show_live(report))
 
 
 def _show_live(report: dict[str, Any]) -> None:
@@ -228,7 +228,7 @@ def snapshot(
 
     settings = SnapshotSettings(size_gb=size_gb, rounds=rounds, part_bytes=part_mb << 20, directory=directory)
     report = bench_snapshot(settings)
-    tell(report, json_to, lambda: _show_snapshot(report))
+    print_report(report, json_to, lambda: _show_snapshot(report))
 
 
 def _show_snapshot(report: dict[str, Any]) -> None:
@@ -261,7 +261,7 @@ def nixl(
     from liveweight.lab.bench.nixl import NixlSettings, bench_nixl
 
     report = bench_nixl(NixlSettings(size_gb=size_gb, rounds=rounds))
-    tell(report, json_to, lambda: _show_nixl(report))
+    print_report(report, json_to, lambda: _show_nixl(report))
 
 
 def _show_nixl(report: dict[str, Any]) -> None:

@@ -6,7 +6,7 @@ from typing import Annotated, Any
 
 import typer
 
-from liveweight.cli.bench.group import JsonTo, app, tell
+from liveweight.cli.bench.group import JsonTo, app, print_report
 from liveweight.cli.failures import reporting_errors
 
 
@@ -39,7 +39,7 @@ def growth(
             rounds=rounds,
         )
     )
-    tell(report, json_to, lambda: _show(report))
+    print_report(report, json_to, lambda: _show(report))
 
 
 def _show(report: dict[str, Any]) -> None:

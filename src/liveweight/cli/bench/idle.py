@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 import typer
 
-from liveweight.cli.bench.group import JsonTo, app, tell
+from liveweight.cli.bench.group import JsonTo, app, print_report
 from liveweight.cli.failures import reporting_errors
 
 
@@ -26,7 +26,7 @@ def idle(
     from liveweight.lab.bench.engine.idle import IdleSettings, bench_idle
 
     report = bench_idle(IdleSettings(size=size, tp=tp, turns=turns, steps=steps))
-    tell(report, json_to, lambda: _show(report))
+    print_report(report, json_to, lambda: _show(report))
 
 
 def _show(report: dict[str, Any]) -> None:

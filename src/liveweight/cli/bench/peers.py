@@ -6,7 +6,7 @@ from typing import Annotated, Any
 
 import typer
 
-from liveweight.cli.bench.group import JsonTo, app, tell
+from liveweight.cli.bench.group import JsonTo, app, print_report
 from liveweight.cli.failures import reporting_errors
 
 
@@ -25,7 +25,7 @@ def peers(
     from liveweight.lab.bench.peers.peers import PeersSettings, bench_peers
 
     report = bench_peers(PeersSettings(size_gb=size_gb, ranks=ranks, rounds=rounds))
-    tell(report, json_to, lambda: _show(report))
+    print_report(report, json_to, lambda: _show(report))
 
 
 def _show(report: dict[str, Any]) -> None:

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
-from liveweight.cli.bench.group import JsonTo, tell
+from liveweight.cli.bench.group import JsonTo, print_report
 
 
 def vllm(
@@ -28,7 +28,7 @@ def vllm(
     """
     from liveweight.lab.bench.vllm.vllm import VllmSettings, bench_vllm
 
-    python.stat()  # one that is not there is told before a model is made
+    python.stat()  # fail here if it does not exist, before a model is made
     settings = VllmSettings(
         python=python.absolute(),
         environment=dict(os.environ),
@@ -37,7 +37,7 @@ def vllm(
         tokens=tokens,
     )
     report = bench_vllm(settings)
-    tell(report, json_to, lambda: _show(report))
+    print_report(report, json_to, lambda: _show(report))
 
 
 def _show(report: dict[str, Any]) -> None:

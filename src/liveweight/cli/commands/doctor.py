@@ -1,6 +1,6 @@
 """`liveweight doctor`: what this machine can do, and the line that fixes what it cannot.
 
-Owns the questions. Each is one function that looks, changes nothing that lasts, and never raises for what it finds.
+Owns the checks. Each is one function, which changes nothing that lasts, and never raises because of what it finds.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ LOCKED_WANTED = "unlimited"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finding:
-    """The answer to one question: `ok`, `limited` (something is slower or not possible) or `broken` (nothing works without it)."""
+    """The result of one check: `ok`, `limited` (something is slower or not possible) or `broken` (nothing works without it)."""
 
     name: str
     state: Literal["ok", "limited", "broken"]
@@ -58,7 +58,7 @@ def doctor(
 
 
 def examine() -> list[Finding]:
-    """All questions, in the order in which they are told."""
+    """Run all checks, in the order in which they are printed."""
     questions: Sequence[Callable[[], Finding]] = (
         shared_memory,
         kernels,
@@ -76,7 +76,7 @@ def examine() -> list[Finding]:
 
 
 def shared_memory() -> Finding:
-    """Memory that can be sealed, which every offer of host memory lies in; and the room for torch's own."""
+    """Sealed memory, which every offer of host memory needs; and the room for torch's own shared memory."""
     from liveweight.transports.ipc.arena import SharedArena
 
     name = "shared memory"
@@ -121,7 +121,7 @@ def descriptors() -> Finding:
 
 
 def gloo() -> Finding:
-    """What ranks without a scheduler meet over."""
+    """Gloo, by which ranks without a scheduler agree on the step at which they swap."""
     if find_spec("torch") is None:
         return Finding(
             name="gloo",
@@ -155,7 +155,7 @@ def gpus() -> Finding:
 
 
 def cuda_ipc() -> Finding:
-    """Whether processes can lend each other device memory."""
+    """Whether processes can share device memory."""
     if not _gpus():
         return Finding(name="CUDA IPC", state="limited", found="needs a GPU", fix="see GPUs")
     if Path("/.dockerenv").exists() and not SHARED_MEMORY.is_dir():

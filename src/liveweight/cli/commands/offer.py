@@ -1,4 +1,4 @@
-"""`liveweight offer`: a checkpoint directory, held for engines that ask for it."""
+"""`liveweight offer`: offers a checkpoint directory to engines that pull it."""
 
 from __future__ import annotations
 

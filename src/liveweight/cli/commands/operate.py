@@ -1,4 +1,4 @@
-"""`liveweight undo`, `pause`, `resume`, `sleep` and `wakeup`: what operators tell running engines, by their URLs."""
+"""`liveweight undo`, `pause`, `resume`, `sleep` and `wakeup`: commands to running engines, by their URLs."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def pause(
     control_key: ControlKey = None,
     control_key_file: ControlKeyFile = None,
 ) -> None:
-    """Let an engine's requests stand still.
+    """Pause an engine's requests.
 
     For example: liveweight pause http://127.0.0.1:8000 --mode wait
     """
@@ -58,7 +58,7 @@ def pause(
 def resume(
     url: Url, timeout: Timeout = 60.0, control_key: ControlKey = None, control_key_file: ControlKeyFile = None
 ) -> None:
-    """Let an engine's requests go on.
+    """Resume an engine's requests.
 
     For example: liveweight resume http://127.0.0.1:8000
     """
@@ -73,11 +73,11 @@ def sleep(
     control_key: ControlKey = None,
     control_key_file: ControlKeyFile = None,
 ) -> None:
-    """Let an engine give the memory of its weights and its cache back; its requests stand still.
+    """Let an engine release the memory of its weights and its cache; its requests pause.
 
     For example: liveweight sleep http://127.0.0.1:8000 --tag kv_cache
     """
-    _tell_nap(url, _client(url, control_key, control_key_file).sleep(_words(tag), timeout))
+    _print_sleep(url, _client(url, control_key, control_key_file).sleep(_tags(tag), timeout))
 
 
 def wakeup(
@@ -87,25 +87,25 @@ def wakeup(
     control_key: ControlKey = None,
     control_key_file: ControlKeyFile = None,
 ) -> None:
-    """Let an engine take its memory again; its requests go on when nothing is asleep any more.
+    """Let an engine allocate its memory again; its requests go on once nothing is asleep.
 
     For example: liveweight wakeup http://127.0.0.1:8000
     """
-    _tell_nap(url, _client(url, control_key, control_key_file).wakeup(_words(tag), timeout))
+    _print_sleep(url, _client(url, control_key, control_key_file).wakeup(_tags(tag), timeout))
 
 
-def _words(tag: str | None) -> list[str] | None:
+def _tags(tag: str | None) -> list[str] | None:
     return None if tag is None else [tag]
 
 
-def _tell_nap(url: str, told: Mapping[str, Any]) -> None:
-    size_mb, asleep = told["size_bytes"] / 1e6, ", ".join(told["asleep"])
-    moved = f" · {size_mb:.1f} MB in {told['took_s']:.2f} s" if told["changed"] else ""
+def _print_sleep(url: str, result: Mapping[str, Any]) -> None:
+    size_mb, asleep = result["size_bytes"] / 1e6, ", ".join(result["asleep"])
+    moved = f" · {size_mb:.1f} MB in {result['took_s']:.2f} s" if result["changed"] else ""
     print(f"{url} is asleep: {asleep}{moved}" if asleep else f"{url} is awake{moved}")
 
 
 def label_of(version: Mapping[str, Any] | None) -> str:
-    """A version's label; while an engine swaps its weights it serves none."""
+    """A version's label. An engine that is swapping its weights serves no version."""
     return "nothing at this moment" if version is None else str(version["label"])
 
 

@@ -1,4 +1,4 @@
-"""`liveweight push`: a checkpoint directory into running engines."""
+"""`liveweight push`: publishes a checkpoint directory to running engines."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import typer
 
 from liveweight.cli.commands.operate import Timeout, Urls, label_of
 from liveweight.cli.exit_codes import FAILED
-from liveweight.cli.failures import line_of
+from liveweight.cli.failures import error_line
 from liveweight.cli.mode_option import mode_option
 from liveweight.cli.progress import ProgressLine, ProgressReplica
 from liveweight.cli.secrets import ControlKey, ControlKeyFile, SecretFile, key_of
@@ -65,13 +65,13 @@ def push(
     lines = {url: ProgressLine(url, _write, alone=len(before) == 1) for url in before}
     engines = [
         ProgressReplica(
-            WireReplica(leader_of(url, said), secret), lines[url], ranks=said["tp"], verify=verify
+            WireReplica(leader_of(url, weights), secret), lines[url], ranks=weights["tp"], verify=verify
         )
-        for url, said in before.items()
+        for url, weights in before.items()
     ]
     how: dict[str, Any] = {"offer": offer, "transfer_mode": transfer_mode, "verify": verify}
     with (
-        _told(before, lines.values()),
+        _ending_lines(before, lines.values()),
         Publisher(directory, engines=engines, secret=secret, run=run, timeout_s=timeout, **how) as publisher,
     ):
         report = publisher.publish(version)
@@ -79,21 +79,20 @@ def push(
 
 
 @contextmanager
-def _told(before: Mapping[str, Mapping[str, Any]], lines: Collection[ProgressLine]) -> Iterator[None]:
-    """Ends the lines. A refusal also says what the engines serve, since nothing was touched."""
+def _ending_lines(before: Mapping[str, Mapping[str, Any]], lines: Collection[ProgressLine]) -> Iterator[None]:
+    """End the lines. After a refusal, also print what the engines still serve."""
     try:
         yield
     except Refused as error:
-        serving = ", ".join(dict.fromkeys(label_of(said["version"]) for said in before.values()))
-        _end(lines)
-        print(line_of(error, f"{error.code} {error}. Still serving {serving}."), file=sys.stderr)
+        serving = ", ".join(dict.fromkeys(label_of(weights["version"]) for weights in before.values()))
+        _end_lines(lines)
+        print(error_line(error, f"{error.code} {error}. Still serving {serving}."), file=sys.stderr)
         raise typer.Exit(FAILED) from error
     finally:
-        _end(lines)
+        _end_lines(lines)
 
 
-def _end(lines: Collection[ProgressLine]) -> None:
-    """No more steps."""
+def _end_lines(lines: Collection[ProgressLine]) -> None:
     for line in lines:
         line.end()
 

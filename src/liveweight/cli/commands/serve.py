@@ -18,7 +18,7 @@ import typer
 
 from liveweight.cli.commands.serve_settings import ServerSettings, settings_of
 from liveweight.cli.exit_codes import DONE, RANK_LOST
-from liveweight.cli.failures import line_of
+from liveweight.cli.failures import error_line
 from liveweight.cli.mode_option import mode_option
 from liveweight.cli.secrets import ApiKey, ApiKeyFile, ControlKey, ControlKeyFile, SecretFile
 from liveweight.errors import LiveWeightError, MissingExtra
@@ -192,15 +192,14 @@ def serve(
 
     For example: liveweight serve ./model --tp 2 --port 8000
     """
-    config, front = settings_of(dict(locals()))
-    os.environ.setdefault(
-        "UCX_LOG_FILE", os.devnull
-    )  # of the ranks, before they load it: else it is our terminal
-    run(config, front, _start)
+    config, server_settings = settings_of(dict(locals()))
+    # For the ranks, before they load UCX: otherwise UCX logs to our terminal.
+    os.environ.setdefault("UCX_LOG_FILE", os.devnull)
+    run(config, server_settings, _start)
 
 
-def run(config: EngineConfig, front: ServerSettings, start: Start) -> None:
-    """Bind, start, serve, stop. Exits with a code of its own after a lost rank; raises what kept it from starting."""
+def run(config: EngineConfig, server_settings: ServerSettings, start: Start) -> None:
+    """Bind, start, serve, stop. Exits with RANK_LOST after a lost rank; raises the error that prevented the start."""
     try:
         from prometheus_client import CollectorRegistry
 
@@ -211,49 +210,51 @@ def run(config: EngineConfig, front: ServerSettings, start: Start) -> None:
     from liveweight.observe.metrics import MetricsReader
 
     bus, registry = logging_bus(), CollectorRegistry()
-    if front.access_log:
+    if server_settings.access_log:
         logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
     try:
         with (
-            bind(front.host, front.port) as bound,
+            bind(server_settings.host, server_settings.port) as bound,
             bus.subscribe(MetricsReader(registry)),
             interruptible(),
             _started(config, start, bus) as engine,
         ):
-            fault = asyncio.run(_serve(engine, front, bound, registry))
+            fault = asyncio.run(_serve(engine, server_settings, bound, registry))
     except KeyboardInterrupt:
-        raise typer.Exit(DONE) from None  # a signal while it started: nothing was served yet
+        raise typer.Exit(DONE) from None  # a signal during the start: nothing was served yet
     if fault is not None:
-        print(line_of(fault), file=sys.stderr)
+        print(error_line(fault), file=sys.stderr)
         raise typer.Exit(RANK_LOST) from fault
 
 
 async def _serve(
-    engine: EnginePort, front: ServerSettings, bound: socket.socket, registry: CollectorRegistry
+    engine: EnginePort, server_settings: ServerSettings, bound: socket.socket, registry: CollectorRegistry
 ) -> LiveWeightError | None:
     from liveweight.server.app import build_app
     from liveweight.server.request_guard import AccessRules
-    from liveweight.server.server import Ending, ServerTimes, serve, url_of
+    from liveweight.server.server import ServerTimes, Shutdown, serve, url_of
 
-    ending = Ending()
+    shutdown = Shutdown()
     for number in (signal.SIGTERM, signal.SIGINT):
-        asyncio.get_running_loop().add_signal_handler(number, ending.ask)
+        asyncio.get_running_loop().add_signal_handler(number, shutdown.request)
     access = AccessRules(
-        api_key=front.api_key, control_key=front.control_key, max_body_bytes=front.max_body_bytes
+        api_key=server_settings.api_key,
+        control_key=server_settings.control_key,
+        max_body_bytes=server_settings.max_body_bytes,
     )
     first: list[APIRouter] = []
-    if front.fastdeploy is not None:
+    if server_settings.fastdeploy is not None:
         from liveweight.integrations.fastdeploy import routes as fastdeploy
 
-        first.append(fastdeploy.router_of(front.fastdeploy))
+        first.append(fastdeploy.router_of(server_settings.fastdeploy))
         access = dataclasses.replace(access, control_paths=fastdeploy.PATHS)
-        for note in front.fastdeploy.notes:
+        for note in server_settings.fastdeploy.notes:
             print(note, file=sys.stderr)
     app = build_app(engine, registry=registry, access=access, first=first)
-    serving = ServerTimes(grace_s=front.grace_s, access_log=front.access_log)
+    serving = ServerTimes(grace_s=server_settings.grace_s, access_log=server_settings.access_log)
     updates = "no updates" if engine.address is None else f"updates at {engine.address}"
     line = f"serving {engine.name} on {url_of(bound)}, tp {engine.config.tp}, {updates}"
-    return await serve(engine, app, bound, serving, ready=lambda: print(line, flush=True), ending=ending)
+    return await serve(engine, app, bound, serving, ready=lambda: print(line, flush=True), shutdown=shutdown)
 
 
 def _start(config: EngineConfig, bus: Bus) -> EnginePort:
@@ -278,7 +279,7 @@ def _started(config: EngineConfig, start: Start, bus: Bus) -> Iterator[EnginePor
 
 @contextmanager
 def interruptible() -> Iterator[None]:
-    """Until the server takes signals itself, SIGTERM ends the start as Ctrl-C does: with everything released."""
+    """Until the server handles signals itself, SIGTERM ends the start as Ctrl-C does, with everything released."""
 
     def interrupt(number: int, frame: object) -> NoReturn:
         del number, frame
@@ -292,5 +293,5 @@ def interruptible() -> Iterator[None]:
 
 
 def _missing(error: ModuleNotFoundError) -> Exception:
-    """The pip line that helps; the error itself, if it is about something else."""
+    """MissingExtra, with the pip line that helps, if the module belongs to the extra; else the error itself."""
     return MissingExtra("serving", "engine") if (error.name or "").partition(".")[0] in _NEEDED else error

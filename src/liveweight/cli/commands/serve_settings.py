@@ -1,4 +1,4 @@
-"""From the options of `liveweight serve` to what the engine and its server are started with."""
+"""Turns the options of `liveweight serve` into the configuration of the engine and the settings of its HTTP server."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _AS_THEY_ARE = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerSettings:
-    """What the server is told beside the engine's configuration."""
+    """The HTTP server's settings, beside the engine's configuration."""
 
     host: str = "127.0.0.1"
     port: int = 8000
@@ -39,10 +39,10 @@ class ServerSettings:
 
 
 def settings_of(given: Mapping[str, Any]) -> tuple[EngineConfig, ServerSettings]:
-    """Both, from the options by their names. EngineConfigInvalid where they contradict each other."""
+    """Build both from the options by name. EngineConfigInvalid if options contradict each other."""
     from liveweight.engine.config import EngineConfig, Restarts
 
-    front = ServerSettings(
+    server_settings = ServerSettings(
         host=given["host"],
         port=given["port"],
         api_key=key_of(given["api_key"], given["api_key_file"]),
@@ -60,7 +60,7 @@ def settings_of(given: Mapping[str, Any]) -> tuple[EngineConfig, ServerSettings]
     updates = _updates(given)
     kept = {"snapshots": _snapshots(given), "restarts": Restarts() if given["restart_ranks"] else None}
     awaits = given["await_weights"]
-    return msgspec.structs.replace(config, updates=updates, await_weights=awaits, **kept), front
+    return msgspec.structs.replace(config, updates=updates, await_weights=awaits, **kept), server_settings
 
 
 def _fastdeploy(given: Mapping[str, Any]) -> FastDeploySettings | None:

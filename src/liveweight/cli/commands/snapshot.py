@@ -1,4 +1,4 @@
-"""`liveweight snapshot`: weights in files, written, looked at, exported and pruned."""
+"""`liveweight snapshot`: saves, lists, inspects, verifies, exports and prunes weights in files."""
 
 from __future__ import annotations
 
@@ -73,19 +73,21 @@ def save(
 
     images, began_s = checkpoint_images(directory, tp), time.monotonic()
     settings = WriteSettings(part_bytes=part_mb << 20)
-    with _line("saved", sum(image.layout.placed_bytes for image in images), quiet=as_json) as progress:
+    with _progress_line(
+        "saved", sum(image.layout.placed_bytes for image in images), quiet=as_json
+    ) as progress:
         saved = write(
             Store(store), Version(run=run, label=version), images, settings=settings, progress=progress
         )
     if isinstance(saved, SavedSnapshot):  # nobody cancels it here
-        _tell_saved(saved, time.monotonic() - began_s, as_json)
+        _print_saved(saved, time.monotonic() - began_s, as_json)
 
 
-def _tell_saved(saved: SavedSnapshot, took_s: float, as_json: bool) -> None:
+def _print_saved(saved: SavedSnapshot, took_s: float, as_json: bool) -> None:
     if as_json:
         _print_json({**_facts(saved.path, saved.commit), "took_s": took_s})
     else:
-        print(f"{saved.path}: {_told(saved.commit)}, {took_s:.1f} s")
+        print(f"{saved.path}: {_summary(saved.commit)}, {took_s:.1f} s")
 
 
 @app.command("list")
@@ -100,7 +102,7 @@ def list_(store: StoreDir, as_json: AsJson = False) -> None:
         _print_json([_listed(entry) for entry in found])
         return
     for entry in found:
-        print(f"{entry.path.name}: {_state(entry) if entry.commit is None else _told(entry.commit)}")
+        print(f"{entry.path.name}: {_state(entry) if entry.commit is None else _summary(entry.commit)}")
 
 
 @app.command()
@@ -128,7 +130,7 @@ def inspect(place: Place, as_json: AsJson = False) -> None:
         if as_json:
             _print_json(facts)
             return
-        print(f"{snapshot.path}: {_told(snapshot.commit)}")
+        print(f"{snapshot.path}: {_summary(snapshot.commit)}")
         for rank in ranks:
             print(f"rank {rank['rank']}{SEPARATOR}device id {rank['device_id']}{SEPARATOR}{_mb(rank)}")
             for part in rank["parts"]:  # type: ignore[attr-defined]
@@ -149,7 +151,7 @@ def verify_(place: Place, as_json: AsJson = False) -> None:
     began_s = time.monotonic()
     with _opened(place) as snapshot:
         total = sum(manifest.size_bytes for manifest in snapshot.manifests)
-        with _line("verified", total, quiet=as_json) as progress:
+        with _progress_line("verified", total, quiet=as_json) as progress:
             checked = verify(snapshot, progress)
         took_s = time.monotonic() - began_s
         facts = _facts(snapshot.path, snapshot.commit)
@@ -182,12 +184,12 @@ def export_(
     from liveweight.transports.snapshot.export import export
 
     with _opened(place) as snapshot:
-        with _line("exported", snapshot.commit.weights_bytes, quiet=as_json) as progress:
+        with _progress_line("exported", snapshot.commit.weights_bytes, quiet=as_json) as progress:
             written = export(snapshot, directory, shard_bytes=shard_mb << 20, like=like, progress=progress)
         facts = _facts(snapshot.path, snapshot.commit)
     if as_json:
-        told = {"directory": str(directory), "files": written.files, "verified": written.verified}
-        _print_json({**facts, **told})
+        facts_of_export = {"directory": str(directory), "files": written.files, "verified": written.verified}
+        _print_json({**facts, **facts_of_export})
         return
     checked = "" if written.verified else ", without digests to compare"
     print(f"{directory}: {written.tensors} tensors in {len(written.files)} files{checked}")
@@ -206,8 +208,8 @@ def prune(
     """
     pruned = _store(store).prune(keep)
     if as_json:
-        said = {"removed": pruned.removed, "in_use": pruned.in_use}
-        _print_json({name: [str(path) for path in paths] for name, paths in said.items()})
+        paths_by_outcome = {"removed": pruned.removed, "in_use": pruned.in_use}
+        _print_json({name: [str(path) for path in paths] for name, paths in paths_by_outcome.items()})
         return
     for path in pruned.removed:
         print(f"removed {path.name}")
@@ -216,7 +218,7 @@ def prune(
 
 
 def _store(directory: Path) -> Store:
-    """A store that is there: only writing makes one."""
+    """Open an existing store; only saving creates one."""
     from liveweight.transports.snapshot.disk.store import Store
 
     if not directory.is_dir():
@@ -236,8 +238,8 @@ def _opened(place: Path) -> OpenSnapshot:
 
 
 @contextmanager
-def _line(step: str, total_bytes: int, *, quiet: bool) -> Iterator[Callable[[int], None]]:
-    """A line on the terminal that says how far a step has come; one line in all where nobody looks at it."""
+def _progress_line(step: str, total_bytes: int, *, quiet: bool) -> Iterator[Callable[[int], None]]:
+    """Show a step's progress on one line of the terminal; nothing if stderr is no terminal."""
     live = sys.stderr.isatty() and not quiet
     done_bytes, shown_s = 0, 0.0
 
@@ -282,7 +284,7 @@ def _state(entry: StoredSnapshot) -> str:
     return "being written" if entry.writing else "not complete: its writer is gone"
 
 
-def _told(commit: CommitFile) -> str:
+def _summary(commit: CommitFile) -> str:
     tensors = f"{len(commit.manifest.tensors)} tensors"
     ranks = f"{len(commit.ranks)} rank{'s' if len(commit.ranks) > 1 else ''}"
     parts = (str(commit.version), tensors, ranks, f"{commit.weights_bytes / 1e6:.1f} MB")

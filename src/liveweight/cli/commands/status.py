@@ -1,4 +1,4 @@
-"""`liveweight status`: what engines serve, which of them are behind, and how their last rounds went; once, or again and again."""
+"""`liveweight status`: what engines serve, which of them are behind, and how their last rounds went; once, or repeatedly."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import typer
 
 from liveweight.cli.commands.operate import Timeout, Urls
 from liveweight.cli.exit_codes import FAILED
-from liveweight.cli.failures import line_of
+from liveweight.cli.failures import error_line
 from liveweight.cli.secrets import ControlKey, ControlKeyFile, key_of
 from liveweight.errors import LiveWeightError
 from liveweight.server.admin.fleet_status import with_behind
@@ -51,10 +51,10 @@ def status(
     with ThreadPoolExecutor(len(urls)) as pool:
         while True:
             deadline = Deadline.after(timeout)
-            answers = list(pool.map(partial(_asked, key=key, deadline=deadline), urls))
+            answers = list(pool.map(partial(_get_status, key=key, deadline=deadline), urls))
             errors = [error for _, error in answers if error is not None]
-            said = with_behind([one for one, _ in answers])
-            _tell(said, errors, as_json=as_json, again=watch is not None)
+            statuses = with_behind([one for one, _ in answers])
+            _print(statuses, errors, as_json=as_json, again=watch is not None)
             if watch is None:
                 break
             pause.wait(watch)
@@ -62,25 +62,27 @@ def status(
         raise typer.Exit(FAILED) from errors[0]
 
 
-def _asked(url: str, key: str | None, deadline: Deadline) -> tuple[dict[str, Any], LiveWeightError | None]:
-    """What an engine says, or why it says nothing."""
+def _get_status(
+    url: str, key: str | None, deadline: Deadline
+) -> tuple[dict[str, Any], LiveWeightError | None]:
+    """Get an engine's status, or the error that prevents it."""
     try:
         return {"url": url, **EngineClient(url, key).weights(deadline)}, None
     except LiveWeightError as error:
         return {"url": url, "error": f"{error.code} {error}"}, error
 
 
-def _tell(
-    said: Sequence[Mapping[str, Any]], errors: Sequence[LiveWeightError], *, as_json: bool, again: bool
+def _print(
+    statuses: Sequence[Mapping[str, Any]], errors: Sequence[LiveWeightError], *, as_json: bool, again: bool
 ) -> None:
     if as_json:
-        print(json.dumps(said, indent=None if again else 2), flush=True)
+        print(json.dumps(statuses, indent=None if again else 2), flush=True)
     else:
         if again and sys.stdout.isatty():
             print(_FROM_THE_TOP, end="")
-        _show([_COLUMNS, *(_row(answer) for answer in said)])
+        _show([_COLUMNS, *(_row(answer) for answer in statuses)])
     for error in errors:
-        print(line_of(error), file=sys.stderr, flush=True)
+        print(error_line(error), file=sys.stderr, flush=True)
 
 
 def _row(answer: Mapping[str, Any]) -> Sequence[str]:
@@ -93,9 +95,9 @@ def _row(answer: Mapping[str, Any]) -> Sequence[str]:
         stalls = [one["stall_s"] for one in rounds if one["stall_s"] is not None]
         stall = f"{stalls[-1] * 1e3:.1f} ms" if stalls else "-"
     behind = "-" if answer["behind"] is None else str(answer["behind"])
-    told = (str(version["label"]), (version["digest"] or "-")[:12], behind, _state(answer))
+    columns = (str(version["label"]), (version["digest"] or "-")[:12], behind, _state(answer))
     round_id = "-" if answer["round"] is None else answer["round"]
-    return (answer["url"], answer["model"], *told, answer["paused"], round_id, last, stall)
+    return (answer["url"], answer["model"], *columns, answer["paused"], round_id, last, stall)
 
 
 def _state(answer: Mapping[str, Any]) -> str:

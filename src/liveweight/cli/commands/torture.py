@@ -1,4 +1,4 @@
-"""`liveweight torture`: whether an engine can be trusted while its updates are killed, stopped, corrupted and cut off."""
+"""`liveweight torture`: kills, stops, corrupts and cuts off an engine's updates, and checks every token that it serves."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def torture(
 
 
 def _check(target: str, vllm_python: Path | None) -> None:
-    """What is missing is said before anything is started."""
+    """Refuse a missing extra or option before anything is started."""
     if any(find_spec(name) is None for name in _NEEDED):
         raise MissingExtra("the torture", "engine")
     if target == "vllm" and vllm_python is None:
@@ -85,7 +85,7 @@ def _check(target: str, vllm_python: Path | None) -> None:
 
 
 def verdict(result: TortureResult) -> str:
-    """What came of it, in a few lines."""
+    """The result in a few lines."""
     lines = [
         f"{result.target}: {result.kills} strikes at {result.rounds} rounds in {result.took_s:.0f} s; "
         f"{result.committed} committed, {result.restarts} restarts, {result.tokens} tokens replayed",
@@ -97,7 +97,7 @@ def verdict(result: TortureResult) -> str:
 
 
 def _progress(number: int, target: TortureTarget) -> None:
-    """On a terminal, one line that grows old."""
+    """On a terminal, rewrite one line of counts."""
     if sys.stderr.isatty():
         counts = target.counts
         text = f"\r{number} strikes, {counts.committed} committed, {counts.restarts} restarts"

@@ -1,4 +1,4 @@
-"""`liveweight update`: an engine is asked to take a version from its source."""
+"""`liveweight update`: asks an engine to update to a version of its source."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import typer
 from liveweight.cli.commands.operate import Timeout, Url, label_of
 from liveweight.cli.commands.push import Verify
 from liveweight.cli.exit_codes import FAILED
-from liveweight.cli.failures import line_of
+from liveweight.cli.failures import error_line
 from liveweight.cli.mode_option import mode_option
 from liveweight.cli.progress import SEPARATOR
 from liveweight.cli.secrets import ControlKey, ControlKeyFile, key_of
@@ -19,7 +19,7 @@ from liveweight.errors import LiveWeightError, OutcomeUnknown
 from liveweight.server.client import EngineClient
 from liveweight.spec.deadline import Deadline
 
-Wanted = Annotated[
+WantedVersion = Annotated[
     str | None, typer.Option("--version", help="A version that its source offers; by default the newest.")
 ]
 
@@ -40,7 +40,7 @@ Pause = Annotated[
 
 def update(
     url: Url,
-    version: Wanted = None,
+    version: WantedVersion = None,
     transfer_mode: Mode = None,
     verify: Verify = True,
     kv_policy: Kv = None,
@@ -55,7 +55,7 @@ def update(
     """
     client = EngineClient(url, key_of(control_key, control_key_file, "control key"))
     before = client.weights(Deadline.after(timeout))
-    wish: dict[str, object] = {
+    request: dict[str, object] = {
         "version": version,
         "transfer_mode": transfer_mode,
         "verify_checksum": verify,
@@ -63,9 +63,9 @@ def update(
         "pause": pause,
     }
     try:
-        answer = client.update({name: value for name, value in wish.items() if value is not None}, timeout)
+        answer = client.update({name: value for name, value in request.items() if value is not None}, timeout)
     except LiveWeightError as error:
-        print(line_of(error, _problem(error, before)), file=sys.stderr)
+        print(error_line(error, _problem(error, before)), file=sys.stderr)
         raise typer.Exit(FAILED) from error
     print(SEPARATOR.join(_steps(answer, before["tp"])))
     print(f"{url} serves {label_of(answer['version'])}, digest {answer['version']['digest']}")
@@ -84,7 +84,7 @@ def _steps(answer: Mapping[str, Any], ranks: int) -> list[str]:
 
 
 def _problem(error: LiveWeightError, before: Mapping[str, Any]) -> str:
-    """What went wrong, and what serves: as the engine says it, or, where nothing was begun, as it was before."""
+    """What went wrong, and which version serves: as the engine reports it, or, if nothing was begun, the version before."""
     text = f"{error.code} {error}".removesuffix(".")
     if isinstance(error, OutcomeUnknown) or "Still serving" in text:
         return f"{text}."

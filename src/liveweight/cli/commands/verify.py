@@ -1,4 +1,4 @@
-"""`liveweight verify`: whether engines hold exactly the weights of a checkpoint directory, now."""
+"""`liveweight verify`: whether engines hold exactly the weights of a checkpoint directory now."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import typer
 from liveweight.cli.commands.operate import Timeout, Urls, label_of
 from liveweight.cli.commands.push import Source
 from liveweight.cli.exit_codes import DIFFERENT, FAILED
-from liveweight.cli.failures import line_of
+from liveweight.cli.failures import error_line
 from liveweight.cli.progress import SEPARATOR
 from liveweight.cli.secrets import ControlKey, ControlKeyFile, key_of
 from liveweight.errors import NAMES_SHOWN, DigestMismatch, LiveWeightError, ManifestMismatch
@@ -21,7 +21,7 @@ from liveweight.server.client import EngineClient
 if TYPE_CHECKING:
     from liveweight.spec.manifest import Manifest, TensorSpec
 
-ASKED_AGAIN = 100
+CHECKED_BY_RANK = 100
 
 Names = Annotated[
     list[str] | None, typer.Option("--name", help="Only this tensor; may be given more than once.")
@@ -48,10 +48,10 @@ def verify(
     for url in urls:
         prefix = "" if len(urls) == 1 else f"{url}: "
         try:
-            differs, text = _compared(EngineClient(url, key), local, timeout)
+            differs, text = _compare(EngineClient(url, key), local, timeout)
         except LiveWeightError as error:
             errors.append(error)
-            print(f"{prefix}{line_of(error)}", file=sys.stderr)
+            print(f"{prefix}{error_line(error)}", file=sys.stderr)
         else:
             differ |= differs
             print(f"{prefix}{text}", file=sys.stderr if differs else sys.stdout)
@@ -62,14 +62,14 @@ def verify(
 
 
 class _Local:
-    """A checkpoint's digests, taken once for engines that hold it in the same dtypes."""
+    """A checkpoint's digests, computed once for all engines that hold it in the same dtypes."""
 
     def __init__(self, directory: Path, names: Sequence[str] | None) -> None:
         self._directory, self.names = directory, names
         self._known: dict[bytes, Manifest] = {}
 
     def digests(self, held: Manifest) -> Manifest:
-        """The checkpoint's tensors as an engine that holds these would be offered them."""
+        """The checkpoint's tensors, with digests, in the dtypes that the engine holds."""
         from liveweight.devices.kernels import choose_kernels
         from liveweight.trainer.sources.in_memory import as_source
         from liveweight.trainer.sources.source_digests import digest_source
@@ -80,8 +80,8 @@ class _Local:
         return self._known[form]
 
 
-def _compared(client: EngineClient, local: _Local, timeout_s: float) -> tuple[bool, str]:
-    """Whether the engine holds something else, and what is said of it."""
+def _compare(client: EngineClient, local: _Local, timeout_s: float) -> tuple[bool, str]:
+    """Compare one engine. Returns whether it differs, and the text to print."""
     answer = client.verify({"digests": True, "names": local.names}, timeout_s)
     held = _manifest(answer["digests"])
     given = local.digests(held).by_name()
@@ -90,16 +90,16 @@ def _compared(client: EngineClient, local: _Local, timeout_s: float) -> tuple[bo
     misfits = [text for spec in held if (text := _misfit(spec, own[spec.name])) is not None]
     if misfits:
         return True, f"{ManifestMismatch.code} {ManifestMismatch(misfits)}. {serving}"
-    wanted = {name: spec for name, spec in own.items() if spec is not None}
-    different = [spec.name for spec in held if spec.digest != wanted[spec.name].digest]
+    expected = {name: spec for name, spec in own.items() if spec is not None}
+    different = [spec.name for spec in held if spec.digest != expected[spec.name].digest]
     if different:
-        asked = {wanted[name].name: wanted[name] for name in different[:ASKED_AGAIN]}
+        checked = {expected[name].name: expected[name] for name in different[:CHECKED_BY_RANK]}
         ranks = _ranks(
-            client.verify({"manifest": {name: _form(spec) for name, spec in asked.items()}}, timeout_s)
+            client.verify({"manifest": {name: _form(spec) for name, spec in checked.items()}}, timeout_s)
         )
         return True, f"{DigestMismatch.code} {_differs(different, ranks)}. {serving}"
     count = len(held.tensors)
-    digest = "" if local.names else f"{SEPARATOR}digest {_digest(wanted.values())}"
+    digest = "" if local.names else f"{SEPARATOR}digest {_digest(expected.values())}"
     return False, f"verified {count}/{count} tensors{digest}{SEPARATOR}serving {label_of(answer['version'])}"
 
 
@@ -135,7 +135,7 @@ def _form(spec: TensorSpec) -> dict[str, object]:
 
 
 def _ranks(answer: Mapping[str, Any]) -> list[int]:
-    """All ranks that were found to differ."""
+    """All ranks that differ."""
     return sorted({rank for one in answer["mismatches"] for rank in one["ranks"]})
 
 
@@ -147,7 +147,7 @@ def _differs(names: Sequence[str], ranks: Sequence[int]) -> str:
 
 
 def _digest(specs: Iterable[TensorSpec]) -> str | None:
-    """The digest of the whole, as the checkpoint names its tensors."""
+    """The digest of the whole manifest, under the checkpoint's tensor names."""
     from liveweight.spec.manifest import Manifest
 
     return Manifest(tensors=tuple({spec.name: spec for spec in specs}.values())).digest()

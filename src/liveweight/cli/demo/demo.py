@@ -58,7 +58,7 @@ Control = Annotated[bool, typer.Option("--control/--no-control", help="Also run 
 
 
 def _directory(place: Path) -> Path:
-    """Asked before the run, not after it."""
+    """Check this before the run, not after it."""
     if place.exists() and not place.is_dir():
         raise typer.BadParameter(f"{place} is not a directory")
     return place
@@ -111,7 +111,7 @@ def demo(
 
 
 def _check(engine: str, python: Path | None, *, chaos: bool) -> None:
-    """What vLLM cannot do is said before anything is started."""
+    """Refuse what vLLM cannot do before anything is started."""
     if engine != "vllm":
         return
     if python is None:
@@ -121,7 +121,7 @@ def _check(engine: str, python: Path | None, *, chaos: bool) -> None:
 
 
 def run(settings: DemoSettings, out: Path, *, as_json: bool, vllm_python: Path | None = None) -> None:
-    """The demo from its first import to its report."""
+    """Run the demo from its first import to its report."""
     from liveweight.cli.demo.view import viewing
 
     try:
@@ -148,8 +148,8 @@ def _import_all() -> None:
     torch.set_num_threads(1)  # the engine's ranks need the other cores
 
 
-def play(settings: DemoSettings, say: Listener, vllm_python: Path | None = None) -> DemoOutcome | None:
-    """Run it, and tell `say` of it. None after Ctrl-C; nothing of the demo is left then."""
+def play(settings: DemoSettings, emit: Listener, vllm_python: Path | None = None) -> DemoOutcome | None:
+    """Run the demo, and send its records to `emit`. Returns None after Ctrl-C; then nothing of the demo is left."""
     from liveweight.cli.signals import stopped_by_signals
     from liveweight.lab.demo.demo import run_demo
     from liveweight.lab.demo.stopping import RunStopped, Stop
@@ -157,33 +157,35 @@ def play(settings: DemoSettings, say: Listener, vllm_python: Path | None = None)
     launching = _launching(vllm_python if settings.engine == "vllm" else None)
     with Stop() as stop, stopped_by_signals(stop):
         try:
-            return run_demo(settings, launching, _publishers(settings), say=say, stop=stop)
+            return run_demo(settings, launching, _publishers(settings), emit=emit, stop=stop)
         except RunStopped:
             return None
 
 
 def _launching(vllm_python: Path | None) -> Launching | VllmLaunching:
-    """Engines that end with this program, however it ends."""
+    """How to start engines that end with this program, even if it is killed."""
     from liveweight.lab.demo.settings import Launching
 
     if vllm_python is not None:
         return vllm_launching(vllm_python)
-    return Launching(program=(sys.executable, *_child(), "serve"), environment=dict(os.environ))
+    return Launching(program=(sys.executable, *_child_command(), "serve"), environment=dict(os.environ))
 
 
 def vllm_launching(python: Path) -> VllmLaunching:
-    """A vLLM that ends with this program, however it ends."""
+    """How to start a vLLM that ends with this program, even if it is killed."""
     from liveweight.integrations.vllm.server_process import VllmLaunching
 
-    return VllmLaunching(python=python.absolute(), runs=(*_child(), "-m"), environment=dict(os.environ))
+    return VllmLaunching(
+        python=python.absolute(), runs=(*_child_command(), "-m"), environment=dict(os.environ)
+    )
 
 
-def _child() -> tuple[str, ...]:
+def _child_command() -> tuple[str, ...]:
     return "-m", "liveweight.cli.child", str(os.getpid())
 
 
 def _publishers(settings: DemoSettings) -> Callable[[Path], MakePublisher]:
-    """`lw.Publisher` as a training loop makes it, with the sockets and the secret of this demo."""
+    """Make `lw.Publisher` as a training loop does, with the sockets and the secret of this demo."""
     from liveweight.api import Publisher as ApiPublisher
 
     def for_directory(directory: Path) -> MakePublisher:

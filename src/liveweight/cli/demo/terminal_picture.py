@@ -1,6 +1,6 @@
 """The demo on a terminal: reward, version, staleness, bytes, the steps of the last round as bars, stall beside the token rate.
 
-Redrawn by rich's own thread from what was heard last; hearing takes no time.
+Rich's own thread redraws it from the latest records; `on_record` never waits for a redraw.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ COLOURS: dict[Stage, str] = {
 
 
 class TerminalPicture:
-    """The live picture, while the `with` lasts. `hear` is for any thread."""
+    """The live picture, for the length of a `with`. `on_record` is for any thread."""
 
     def __init__(self, settings: DemoSettings) -> None:
         self._settings = settings
@@ -56,8 +56,8 @@ class TerminalPicture:
         self._summary: Summary | None = None
         self._live = Live(get_renderable=self.draw, refresh_per_second=8)
 
-    def hear(self, record: Record) -> None:
-        """Keep what is drawn next."""
+    def on_record(self, record: Record) -> None:
+        """Keep the record for the next redraw."""
         with self._lock:
             match record:
                 case Phase():
@@ -74,7 +74,7 @@ class TerminalPicture:
                     self._summary = record
 
     def draw(self) -> RenderableType:
-        """The present state."""
+        """Draw the current state."""
         with self._lock:
             steps, reached = list(self._steps), dict(self._reached)
             phase, warmed, summary = self._phase, self._warmed, self._summary
@@ -104,7 +104,7 @@ class TerminalPicture:
 
 
 def sparkline(values: Sequence[float], width: int = WIDTH) -> str:
-    """Values between 0 and 1 as blocks, the last `width` means of equally many."""
+    """Draw values between 0 and 1 as `width` blocks, each the mean of equally many values."""
     if not values:
         return ""
     size = -(-len(values) // width)

@@ -72,7 +72,7 @@ def torn(
 
 
 def publisher_main(descriptor: int) -> None:
-    """The right side's trainer, in a process of its own."""
+    """Run the right side's trainer, in a process of its own."""
     from liveweight.api import Publisher
     from liveweight.lab.torn_demo.publishing_trainer import main
 
@@ -80,13 +80,13 @@ def publisher_main(descriptor: int) -> None:
 
 
 def verdict(result: TornResult) -> str:
-    """What came of it, in two lines."""
+    """The result in two lines, one per side."""
     lines = []
     for name, side in (("in place", result.left), ("liveweight", result.right)):
         counts = side.counts
-        told = f"{counts.neither} of {counts.total} tokens match neither version"
+        neither = f"{counts.neither} of {counts.total} tokens match neither version"
         lines.append(
-            f"{name + ':':12} {told} ({counts.old} old, {counts.new} new); it says it serves {side.serving}"
+            f"{name + ':':12} {neither} ({counts.old} old, {counts.new} new); it says it serves {side.serving}"
         )
     return "\n".join(lines)
 

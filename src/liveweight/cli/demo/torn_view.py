@@ -1,4 +1,4 @@
-"""How the torn demo looks: two columns on a terminal, lines elsewhere, nothing where JSON was asked for."""
+"""What the torn demo prints while it runs: two columns on a terminal, lines elsewhere, nothing with --json."""
 
 from __future__ import annotations
 
@@ -24,28 +24,28 @@ ANSWERS_SHOWN, NOTES_SHOWN, REFRESHES_PER_S = 6, 5, 8
 
 
 class SilentView:
-    """Says nothing."""
+    """Prints nothing."""
 
     def note(self, side: Side | None, text: str) -> None:
-        """See View."""
+        """See TornView."""
 
-    def judged(self, side: str, words: Sequence[str], kinds: Sequence[Kind]) -> None:
-        """See View."""
+    def judged(self, side: str, texts: Sequence[str], kinds: Sequence[Kind]) -> None:
+        """See TornView."""
 
 
 class PlainView:
-    """What happened, a line each; answers are only counted."""
+    """Prints each event as a line; answers are not printed."""
 
     def note(self, side: Side | None, text: str) -> None:
-        """See View."""
+        """See TornView."""
         print(f"{side or 'both':6} {text}", flush=True)
 
-    def judged(self, side: str, words: Sequence[str], kinds: Sequence[Kind]) -> None:
-        """See View."""
+    def judged(self, side: str, texts: Sequence[str], kinds: Sequence[Kind]) -> None:
+        """See TornView."""
 
 
 class TerminalView:
-    """Two columns: the last answers, every token in the colour of what it is; then the counts, and what happened."""
+    """Two columns: the last answers, every token in the colour of its kind; then the counts and the events."""
 
     def __init__(self, settings: TornSettings) -> None:
         paused = "paused meanwhile" if settings.paused else "serving meanwhile"
@@ -56,22 +56,22 @@ class TerminalView:
         self._counts = {side: TokenCounts() for side in self._titles}
 
     def note(self, side: Side | None, text: str) -> None:
-        """See View."""
+        """See TornView."""
         with self._lock:
             for each in self._titles if side is None else (side,):
                 self._notes[each].append(text)
 
-    def judged(self, side: str, words: Sequence[str], kinds: Sequence[Kind]) -> None:
-        """See View."""
+    def judged(self, side: str, texts: Sequence[str], kinds: Sequence[Kind]) -> None:
+        """See TornView."""
         line = Text(overflow="ellipsis", no_wrap=True)
-        for word, kind in zip(words, kinds, strict=True):
-            line.append(word, STYLES[kind])
+        for text, kind in zip(texts, kinds, strict=True):
+            line.append(text, STYLES[kind])
         with self._lock:
             self._answers[side].append(line)
             self._counts[side] += TokenCounts.of(kinds)
 
     def __rich__(self) -> RenderableType:
-        """As it is now."""
+        """Draw the current state."""
         table = Table.grid(expand=True)
         for _ in self._titles:
             table.add_column(ratio=1)
@@ -81,7 +81,7 @@ class TerminalView:
 
     def _column(self, side: str) -> Panel:
         counts = self._counts[side]
-        told = Text.assemble(
+        summary = Text.assemble(
             f"old {counts.old} · ",
             (f"new {counts.new}", STYLES["new"]),
             " · ",
@@ -91,12 +91,12 @@ class TerminalView:
         answers = [*self._answers[side], *[Text()] * (ANSWERS_SHOWN - len(self._answers[side]))]
         notes = [Text(note, "dim") for note in self._notes[side]]
         notes += [Text()] * (NOTES_SHOWN - len(notes))
-        return Panel(Group(*answers, Text(), told, Text(), *notes), title=self._titles[side])
+        return Panel(Group(*answers, Text(), summary, Text(), *notes), title=self._titles[side])
 
 
 @contextmanager
 def viewing(settings: TornSettings, *, silent: bool) -> Iterator[TornView]:
-    """The view that fits where the output goes."""
+    """Choose the view that fits the output."""
     console = Console()
     if silent:
         yield SilentView()

@@ -1,4 +1,4 @@
-"""What a demo looks like while it runs: JSON lines, plain lines, or, on a terminal, a live picture. All of them read records."""
+"""What a demo prints while it runs: JSON lines, plain lines, or, on a terminal, a live picture. All of them read records."""
 
 from __future__ import annotations
 
@@ -26,26 +26,26 @@ TITLES = {
 
 @contextmanager
 def viewing(settings: DemoSettings, *, as_json: bool) -> Iterator[Listener]:
-    """The view that fits: JSON if it is asked for, a picture on a terminal, else lines."""
+    """Choose the view: JSON with --json, a picture on a terminal, lines otherwise."""
     if as_json:
         yield print_json
     elif sys.stdout.isatty():
         from liveweight.cli.demo.terminal_picture import TerminalPicture
 
         with TerminalPicture(settings) as picture:
-            yield picture.hear
+            yield picture.on_record
     else:
         yield print_line
 
 
 def print_json(record: Record) -> None:
-    """An object per step; the summary is the last."""
+    """Print an object per step; the last one is the summary."""
     if isinstance(record, TrainingStep | Summary):
         print(json.dumps(asdict(record)), flush=True)
 
 
 def print_line(record: Record) -> None:
-    """A line per step, and what it came to."""
+    """Print a line per step, and the summary."""
     match record:
         case Phase(name=name, detail=detail):
             print(f"{TITLES[name]}{f': {detail}' if detail else ''}", flush=True)
@@ -72,7 +72,7 @@ def step_line(step: TrainingStep) -> str:
 
 
 def summary_lines(summary: Summary) -> list[str]:
-    """What a demo came to, for people."""
+    """The demo's result as text."""
     lines = [
         f"reward     {summary.reward_first:.2f} -> {summary.reward_last:.2f}, every step published",
         f"rounds     {summary.rounds} committed, {summary.crossed} answers crossed a commit",

@@ -1,4 +1,4 @@
-"""Declarations: what a parameter holds of which full tensors, said once, by the module that creates it.
+"""Declarations: what a parameter holds of which full tensors, declared once, by the module that creates it.
 
 The parameter's shape, what start-up loading reads and what a live update writes all follow from it. A declaration belongs to its module
 and is found by the parameter's name there: whatever becomes of the tensor object or of its storage, it stays.

@@ -1,4 +1,4 @@
-"""The product of activations and a weight, in the way that is fast on this machine.
+"""The product of activations and a weight, by the method that is fast on this machine.
 
 A step that decodes has few rows and reads every weight once: the C kernel (native/linear.c) multiplies while it reads, on one thread.
 Many rows are torch's. A processor without instructions for bfloat16 multiplies it an element at a time; there a weight is widened to

@@ -1,6 +1,6 @@
 """Attention by the C kernels (native/attention.c). Importing this module fails where they were not built, and says so.
 
-What is kept, and which kernels are chosen, is attention.py's.
+The pages, and the choice of kernels, are rank/attention's.
 """
 
 from __future__ import annotations

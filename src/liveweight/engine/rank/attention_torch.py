@@ -1,6 +1,6 @@
 """Attention by torch's operators: any device and dtype. Rows of equal length attend together, behind a mask.
 
-What is kept, and which kernels are chosen, is attention.py's.
+The pages, and the choice of kernels, are rank/attention's.
 """
 
 from __future__ import annotations

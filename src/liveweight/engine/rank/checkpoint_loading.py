@@ -1,4 +1,4 @@
-"""Start-up loading: a rank's parameters filled from a checkpoint directory, through what they declare.
+"""Checkpoint loading at start: fills a rank's parameters from a checkpoint directory, as their declarations say (models/declare).
 
 Names, dtypes and shapes are compared in both directions before a byte is read; then only the slices that the rank holds are read.
 """
@@ -100,11 +100,11 @@ def _fills(model: Model, entries: Mapping[str, Entry]) -> list[_Fill]:
         for piece in declaration.pieces:
             entry = _entry(piece.tensor, entries)
             if entry is not None:
-                fills.append(_Fill(entry=entry, piece=piece, into=_seat(parameter.data, piece)))
+                fills.append(_Fill(entry=entry, piece=piece, into=_destination(parameter.data, piece)))
     return sorted(fills, key=lambda fill: (fill.entry.file, fill.entry.key))
 
 
-def _seat(parameter: torch.Tensor, piece: Piece) -> torch.Tensor:
+def _destination(parameter: torch.Tensor, piece: Piece) -> torch.Tensor:
     """The part of a parameter that a piece fills, in the tensor's own order of dimensions."""
     dims = parameter.dim()
     axes = piece.axes or tuple(range(dims - len(piece.region), dims))

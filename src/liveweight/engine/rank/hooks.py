@@ -1,8 +1,8 @@
-"""Hooks: what follows every change of a rank's weights, as one ordered list.
+"""Hooks: one ordered list of functions that run after every change of a rank's weights.
 
-The load at the start, a commit, an undo and the way back of a commit that failed all run this list, on every rank, before a step runs on
-the weights; there is no other place where something may follow a change. First come the engine's own, then the user's, in their order.
-When the list is run is loading's and the committer's; KV policy and routing replay are the scheduler's, once all ranks have it behind them.
+The load at the start, a commit, an undo and the rollback of a failed commit all run this list, on every rank, before a step runs on
+the weights. Nothing else runs after a change. First come the engine's own hooks, then the user's, in their order.
+checkpoint_loading and worker/commit run the list; KV policy and routing replay are the scheduler's, after all ranks have run it.
 """
 
 from __future__ import annotations

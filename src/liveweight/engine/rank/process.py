@@ -1,7 +1,7 @@
 """The process of a rank: its weights, its cache, and a loop that carries out the stream's entries one after the other.
 
-It ends with its stream: when the scheduler closes it, or dies. Whatever goes wrong is its last word on the stream; what follows from
-it is the engine's to decide.
+The process ends with its stream: when the engine closes it, or dies. Any failure is the last message on the stream (RankFailed); the
+engine decides what follows.
 """
 
 from __future__ import annotations
@@ -53,29 +53,29 @@ if TYPE_CHECKING:
 
 def main(descriptor: int, *, parent: int | None, bus: Bus | None = None) -> None:
     """What a rank's process does. `descriptor` is its end of the stream, inherited from the engine's process, which is `parent`;
-    `bus` hears of its part in rounds."""
-    # A terminal sends it to every process; what it means is for the engine's to decide.
+    `bus` gets the events of its part in rounds."""
+    # A terminal sends SIGINT to every process of its group; the engine's process decides what it means.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     if parent is not None:
         _end_with(parent)
     with socket.socket(fileno=descriptor) as end:
-        pipe: StepChannel[Entry] = StepChannel(end, Entry, peer="the scheduler")
+        channel: StepChannel[Entry] = StepChannel(end, Entry, peer="the scheduler")
         rank, step = -1, "start"
         try:
-            setup = pipe.receive()
+            setup = channel.receive()
             if not isinstance(setup, Setup):
                 raise MessageInvalid(f"a stream begins with Setup, not with {type(setup).__name__}")  # noqa: TRY301
             rank = setup.rank
             with ExitStack() as stack:
-                runner, updates, sleep = _prepare(setup, pipe, stack, bus or Bus())
+                runner, updates, sleep = _prepare(setup, channel, stack, bus or Bus())
                 step = "step"
-                _follow(pipe, runner, updates, sleep)
-        except Exception as error:  # whatever it is, the scheduler must hear it
-            _last_word(pipe, error, rank=rank, step=step)
+                _run_entries(channel, runner, updates, sleep)
+        except Exception as error:  # whatever it is, the engine must know
+            _send_failure(channel, error, rank=rank, step=step)
 
 
 def _prepare(
-    setup: Setup, pipe: StepChannel[Entry], stack: ExitStack, bus: Bus
+    setup: Setup, channel: StepChannel[Entry], stack: ExitStack, bus: Bus
 ) -> tuple[StepRunner, RankUpdates | None, RankSleep]:
     """Everything before the first step: threads, the other ranks, weights and their name, cache, the rounds' leader."""
     import torch
@@ -83,10 +83,10 @@ def _prepare(
     config = setup.config
     torch.set_num_threads(config.threads)
     model, hooks = _model(setup)
-    start = _named(setup, model, pipe)
+    start = _name_start(setup, model, channel)
     attention = _attention(setup, model)
     slots = Slots(config.max_running, context=setup.context, block_tokens=config.block_tokens)
-    runner = StepRunner(model, attention, slots, weights=weights_text(start.version), speaks=setup.rank == 0)
+    runner = StepRunner(model, attention, slots, weights=weights_text(start.version), reports=setup.rank == 0)
     updates = None
     if config.updates is not None:
         updates = RankUpdates(
@@ -98,13 +98,15 @@ def _prepare(
             hooks=hooks,
             timeout_s=config.start_timeout_s,
             bus=bus,
-            on_failure=pipe.interrupt,
+            on_failure=channel.interrupt,
         )
         stack.callback(updates.close)
         if config.snapshots is not None:
             pace_bytes_per_s = config.updates.pace_bytes_per_s
-            updates.save_to(config.snapshots, config.start_timeout_s, pace_bytes_per_s=pace_bytes_per_s)
-    pipe.send(RankReady(setup.rank, runner.weights, attention.name))
+            updates.start_snapshot_writer(
+                config.snapshots, config.start_timeout_s, pace_bytes_per_s=pace_bytes_per_s
+            )
+    channel.send(RankReady(setup.rank, runner.weights, attention.name))
     return runner, updates, _sleep(setup, model, attention, hooks, updates)
 
 
@@ -145,12 +147,12 @@ def _attention(setup: Setup, model: Model) -> PagedAttention:
     )
 
 
-def _named(setup: Setup, model: Model, pipe: StepChannel[Entry]) -> StartVersion:
-    """Tell what was loaded, and hear what all ranks' parts together are called. Rank 0 will tell the leader their digests."""
+def _name_start(setup: Setup, model: Model, channel: StepChannel[Entry]) -> StartVersion:
+    """Send what was loaded, receive the version of all ranks' parts together. Rank 0 will give the leader the manifest."""
     config = setup.config
     own = loaded(model, device=config.device, threads=config.threads, timeout_s=config.start_timeout_s)
-    pipe.send(own)
-    begin = pipe.receive()
+    channel.send(own)
+    begin = channel.receive()
     if not isinstance(begin, Begin):
         raise MessageInvalid(f"after Setup comes Begin, not {type(begin).__name__}")
     manifest = begin.manifest if setup.rank == 0 else None
@@ -158,7 +160,7 @@ def _named(setup: Setup, model: Model, pipe: StepChannel[Entry]) -> StartVersion
 
 
 def _model(setup: Setup) -> tuple[Model, tuple[Hook, ...]]:
-    """The rank's share of the model, loaded, and what is to follow every change of it; it meets the other ranks first."""
+    """The rank's share of the model, loaded, and the hooks; joins the group of ranks first."""
     import torch
 
     from liveweight.engine.models.model import build
@@ -169,7 +171,7 @@ def _model(setup: Setup) -> tuple[Model, tuple[Hook, ...]]:
     group = join_group(
         rank=setup.rank,
         size=config.tp,
-        meeting=Path(setup.meeting),
+        rendezvous=Path(setup.meeting),
         device=config.device,
         timeout_s=config.step_timeout_s,
     )
@@ -181,13 +183,13 @@ def _model(setup: Setup) -> tuple[Model, tuple[Hook, ...]]:
     return model, hooks
 
 
-def _follow(
-    pipe: StepChannel[Entry], runner: StepRunner, updates: RankUpdates | None, sleep: RankSleep
+def _run_entries(
+    channel: StepChannel[Entry], runner: StepRunner, updates: RankUpdates | None, sleep: RankSleep
 ) -> None:
     """Carry out entries until the stream ends."""
     while True:
         try:
-            entry = pipe.receive()
+            entry = channel.receive()
         except ChannelClosed:
             if updates is not None:
                 updates.check()
@@ -196,23 +198,23 @@ def _follow(
             case Step() if not runner.weights:
                 raise Torn("a step came for weights that are a mixture")
             case Step():
-                runner.run(entry, pipe.send)
+                runner.run(entry, channel.send)
             case Swap() if updates is not None:
                 swapped = updates.carry_out(entry)
                 runner.weights = swapped.weights
-                pipe.send(swapped)
+                channel.send(swapped)
             case SaveImage() | ReleaseMemory() | RestoreMemory():
-                pipe.send(sleep.carry_out(entry, runner.weights))
+                channel.send(sleep.carry_out(entry, runner.weights))
             case _:
                 raise MessageInvalid(f"{type(entry).__name__} is not for this rank now")
 
 
-def _last_word(pipe: StepChannel[Entry], error: Exception, *, rank: int, step: str) -> None:
+def _send_failure(channel: StepChannel[Entry], error: Exception, *, rank: int, step: str) -> None:
     if not isinstance(error, LiveWeightError):
         logging.getLogger("liveweight").error("rank %d failed in %s", rank, step, exc_info=error)
         error = LiveWeightError(f"{type(error).__name__}: {error}")
     try:
-        pipe.send(RankFailed(fault_of(error, step=step, rank=rank)))
+        channel.send(RankFailed(fault_of(error, step=step, rank=rank)))
     except LiveWeightError:
         return  # nobody listens any more
 

@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 LOOPBACK = "127.0.0.1"
 
 
-def join_group(*, rank: int, size: int, meeting: Path, device: str, timeout_s: float) -> Group:
-    """Find the other ranks. `meeting` is a file that all of them can reach and that nobody else uses."""
+def join_group(*, rank: int, size: int, rendezvous: Path, device: str, timeout_s: float) -> Group:
+    """Connect to the other ranks. `rendezvous` is a file that all of them can reach and that nobody else uses."""
     if size == 1:
         return Solo()
     import torch.distributed as dist
@@ -35,15 +35,15 @@ def join_group(*, rank: int, size: int, meeting: Path, device: str, timeout_s: f
             f"{size} ranks on {device} need torch.distributed with {backend}, and this torch has none"
         )
     try:
-        store: Any = dist.FileStore(str(meeting), size)  # type: ignore[attr-defined]
+        store: Any = dist.FileStore(str(rendezvous), size)  # type: ignore[attr-defined]
         ranks = RankGroup(collectives(dist, backend, rank, size, store, timeout_s), rank=rank, size=size)
-        return ranks if backend == "nccl" else _nearer(ranks, store, timeout_s)
+        return ranks if backend == "nccl" else _over_shared_memory(ranks, store, timeout_s)
     except RuntimeError as error:
-        raise ChannelClosed(f"the ranks did not meet: {error}") from error
+        raise ChannelClosed(f"the ranks did not find each other: {error}") from error
 
 
-def _nearer(ranks: RankGroup, store: RendezvousStore, timeout_s: float) -> Group:
-    """Shared memory in place of sockets, where its C part was built and every rank can map it: so for all ranks, or for none."""
+def _over_shared_memory(ranks: RankGroup, store: RendezvousStore, timeout_s: float) -> Group:
+    """Use shared memory instead of sockets, if its C part was built and every rank can map it: all ranks, or none."""
     try:
         return SharedGroup(ranks, store, timeout_s=timeout_s)
     except (ImportError, SegmentUnshared):

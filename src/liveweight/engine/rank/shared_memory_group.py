@@ -26,13 +26,13 @@ class SegmentUnshared(Exception):
 
 
 class RendezvousStore(Protocol):
-    """Where ranks leave word for each other at the start."""
+    """The key-value store through which ranks exchange paths at the start."""
 
     def set(self, key: str, value: str) -> None:
-        """Leave it."""
+        """Set a key."""
 
     def get(self, key: str) -> bytes:
-        """Wait for it."""
+        """Wait for a key and return its value."""
 
 
 class SharedGroup:
@@ -55,7 +55,7 @@ class SharedGroup:
         half = part.dtype == torch.bfloat16
         raw = (part.view(torch.int16) if half else part).numpy()
         self._turn += 1
-        self._came(
+        self._check_all_arrived(
             self._native.add(
                 self._segment, SLOT_BYTES, self.rank, self.size, self._turn, raw, half, self._timeout_s
             )
@@ -73,7 +73,7 @@ class SharedGroup:
         row = part.shape[-1] * part.element_size()
         raw, into = (tensor.view(torch.uint8).numpy() for tensor in (part, joined))
         self._turn += 1
-        self._came(
+        self._check_all_arrived(
             self._native.join(
                 self._segment, SLOT_BYTES, self.rank, self.size, self._turn, raw, into, row, self._timeout_s
             )
@@ -87,7 +87,7 @@ class SharedGroup:
         known = part.dtype in (torch.float32, torch.bfloat16)
         return known and 0 < part.numel() * part.element_size() <= SLOT_BYTES
 
-    def _came(self, missing: int | None) -> None:
+    def _check_all_arrived(self, missing: int | None) -> None:
         if missing is not None:
             raise ChannelClosed(f"rank {missing} did not come within {self._timeout_s:.0f} s")
 

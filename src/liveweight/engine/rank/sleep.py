@@ -1,7 +1,7 @@
-"""A rank's part of its engine's sleep: it writes its weights, gives memory back, and reads the weights again. For its main thread.
+"""A rank's side of the engine's sleep: writes its weights, releases memory, reads the weights again. For the rank's main thread.
 
-Memory keeps its addresses: only its pages go. So nothing that points at weights or cache has to be found and put right, and what is read
-again lands where it lay. It is compared with digests that were taken before, and until it is the same no step may come.
+Memory keeps its addresses; only its pages go. So pointers to weights and cache stay valid, and weights are read back to where they
+were. They are compared with digests taken before; no step may run until they are the same. Which calls sleep is serving/sleeping's.
 """
 
 from __future__ import annotations
@@ -15,7 +15,13 @@ from typing import TYPE_CHECKING
 from liveweight.devices.copy_threads import CopyThreads
 from liveweight.devices.device import Device
 from liveweight.devices.memory import Memory
-from liveweight.engine.serving.step_stream import Nap, ReleaseMemory, RestoreMemory, SaveImage, SleepStepDone
+from liveweight.engine.serving.step_stream import (
+    ReleaseMemory,
+    RestoreMemory,
+    SaveImage,
+    SleepEntry,
+    SleepStepDone,
+)
 from liveweight.errors import DigestMismatch, LiveWeightError, Unavailable, WrongState
 from liveweight.spec.deadline import Deadline
 from liveweight.spec.digest import Lanes
@@ -32,12 +38,12 @@ if TYPE_CHECKING:
     from liveweight.worker.targets.torch_target import TensorTarget
 
 Fence = Callable[[Deadline], AbstractContextManager[None]]
-"""Entered while what is live changes: nobody stages then, and whoever reads what is live notices."""
+"""Entered while live weights change: nobody stages then, and readers of live weights notice."""
 
 
 @dataclass(slots=True, kw_only=True)
 class RankSleep:
-    """One rank's. `cache` gives the memory of its keys and values; `secret` is for the readers; `hooks` follow the weights' return."""
+    """Sleep of one rank. `cache` gives the memory of its keys and values; `secret` is for the readers; `hooks` run after the restore."""
 
     rank: int
     target: TensorTarget
@@ -49,17 +55,17 @@ class RankSleep:
     fence: Fence
     _lanes: Lanes | None = None
 
-    def carry_out(self, entry: Nap, weights: str) -> SleepStepDone:
-        """Do it; what cannot be done is told. Whether others could is the engine's to judge."""
+    def carry_out(self, entry: SleepEntry, weights: str) -> SleepStepDone:
+        """Carry the entry out; a failure goes into the answer. The engine compares the answers of all ranks."""
         deadline = Deadline.after(entry.timeout_s)
         try:
             match entry:
                 case SaveImage():
                     size_bytes = self._save(entry, deadline)
                 case ReleaseMemory():
-                    size_bytes = self._give_back(entry, deadline)
+                    size_bytes = self._release(entry, deadline)
                 case RestoreMemory():
-                    size_bytes = self._take_back(entry, deadline)
+                    size_bytes = self._restore(entry, deadline)
         except Exception as error:  # whatever it is, the engine waits for an answer
             ours = (
                 error
@@ -70,7 +76,7 @@ class RankSleep:
         return SleepStepDone(weights, size_bytes)
 
     def _save(self, entry: SaveImage, deadline: Deadline) -> int:
-        self.device.give_back(())  # one that cannot says so before anything is done
+        self.device.give_back(())  # a device that cannot raises here, before anything is done
         self._lanes = self._digested(deadline)
         image = Image(layout=self.target.layout, memories=self.target.live(), device=self.device)
         manifest = RankWriter(
@@ -85,7 +91,7 @@ class RankSleep:
             raise deadline.exceeded(f"rank {self.rank} to write its weights")
         return getattr(manifest, "size_bytes", 0)
 
-    def _give_back(self, entry: ReleaseMemory, deadline: Deadline) -> int:
+    def _release(self, entry: ReleaseMemory, deadline: Deadline) -> int:
         size_bytes = 0
         if entry.kv_cache:
             size_bytes += self.device.give_back(self.cache())
@@ -105,7 +111,7 @@ class RankSleep:
         live, shadow = self.target.live(), self.target.idle()
         return [side[number] for side in (live, shadow) if side for number in whole]
 
-    def _take_back(self, entry: RestoreMemory, deadline: Deadline) -> int:
+    def _restore(self, entry: RestoreMemory, deadline: Deadline) -> int:
         if self._lanes is None:
             raise WrongState("awake since it was started", "taking weights back")
         kernels, layout = self.device.choose().kernels, self.target.layout

@@ -1,6 +1,6 @@
 """What a rank remembers of its sequences: one slot each, with its pages, its length and the token to go on from.
 
-Owns the arrays and how a step's rows become one row of tokens. Running the model over them is runner's.
+Owns the arrays and how a step's rows become one row of tokens. Running the model over them is the step runner's (step_runner).
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""A rank's part of a snapshot: it writes what it holds live, in a thread of its own, while it serves.
+"""A rank's side of snapshot saving (recovery/snapshot_saving): writes the live weights, in a thread of its own, while the rank serves.
 
-Live memory changes at a swap and never otherwise. What was written is worth something only if none came meanwhile: the count of
-swaps is the fence, looked at before the first byte and after the last one of every part. No swap waits for a writer.
+Live memory changes only at a swap. Written bytes are valid only if no swap came meanwhile: the writer compares the count of swaps before
+the first byte and after the last byte of every part file. No swap waits for a writer.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ IDLE_S = 60.0
 SEND_S = 5.0
 SETTLE_S = 5.0
 """How long a rank may take to learn of a commit that the engine knows of."""
-LOOK_S = 0.01
+POLL_S = 0.01
 
 
 @dataclass(frozen=True, slots=True)
 class HeldVersion:
-    """What a rank calls its live weights, and the count of swaps for as long as which that is true."""
+    """The name of a rank's live weights, and the count of swaps for which it is valid."""
 
     weights: str
     swaps: int
@@ -50,7 +50,7 @@ class HeldVersion:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LiveWeights:
-    """A rank's live weights: where they are, what they are called as of the last swap, and how many swaps there were."""
+    """A rank's live weights: where they are, their name as of the last swap, and the count of swaps."""
 
     target: Target
     device: Device
@@ -59,7 +59,7 @@ class LiveWeights:
 
 
 class RankSnapshotWriter:
-    """Writes when the engine says so. Construct and close from the rank's main thread."""
+    """Writes snapshots on the engine's request. Construct and close from the rank's main thread."""
 
     def __init__(
         self,
@@ -77,7 +77,7 @@ class RankSnapshotWriter:
             snapshots.address, secret, Codec(SavingMessage), deadline=deadline
         )
         self._waker, self._closing = self._channel.waker(), threading.Event()
-        self._left = -1
+        self._stopped_up_to = -1
         self._next: WriteSnapshot | None = None
         try:
             self._channel.request(RankPresent(rank=rank), deadline, f"the engine to note rank {rank}")
@@ -88,7 +88,7 @@ class RankSnapshotWriter:
         self._thread.start()
 
     def close(self) -> None:
-        """End the thread; what it is writing is left."""
+        """End the thread; it stops writing."""
         self._closing.set()
         self._waker.wake()
         self._thread.join()
@@ -99,7 +99,7 @@ class RankSnapshotWriter:
                 while not self._closing.is_set():
                     order, self._next = self._next, None
                     if order is None:
-                        self._take(self._receive())
+                        self._on_message(self._receive())
                     else:
                         self._channel.send(self._answer(order), Deadline.after(SEND_S))
             except (ChannelClosed, DeadlineExceeded):
@@ -111,12 +111,12 @@ class RankSnapshotWriter:
         except DeadlineExceeded:
             return None
 
-    def _take(self, message: SavingMessage | None) -> None:
+    def _on_message(self, message: SavingMessage | None) -> None:
         match message:
             case WriteSnapshot():
                 self._next = message
             case StopWriting(number=number):
-                self._left = max(self._left, number)
+                self._stopped_up_to = max(self._stopped_up_to, number)
             case None | RankNoted() | RankPresent() | SnapshotWritten() | SnapshotNotWritten():
                 return
 
@@ -138,8 +138,8 @@ class RankSnapshotWriter:
         return SnapshotNotWritten(number=order.number, rank=self._rank, fault=fault)
 
     def _write(self, order: WriteSnapshot) -> int | None:
-        """All files of this rank, and their bytes; None if it was told to leave it. WeightsExchanged if it holds other weights by now."""
-        held = self._holding(order)
+        """Write all files of this rank; returns their bytes, None after StopWriting. WeightsExchanged if it holds other weights by now."""
+        held = self._wait_for_version(order)
 
         def check() -> None:
             if self._live.swaps() != held.swaps:
@@ -151,21 +151,21 @@ class RankSnapshotWriter:
             snapshot=order.snapshot,
             rank=self._rank,
             settings=WriteSettings(part_bytes=self._snapshots.part_bytes),
-            stop=lambda: self._stop(order.number) or self._live.swaps() != held.swaps,
+            stop=lambda: self._should_stop(order.number) or self._live.swaps() != held.swaps,
             progress=self._wait_for_turn,
         ).write()
         return None if isinstance(manifest, WritingCancelled) else manifest.size_bytes
 
-    def _holding(self, order: WriteSnapshot) -> HeldVersion:
-        """What the rank holds, once it is what the order names: the engine may know of a commit a moment before this rank's main thread."""
+    def _wait_for_version(self, order: WriteSnapshot) -> HeldVersion:
+        """Wait until the rank holds the ordered weights: the engine may know of a commit a moment before this rank's main thread."""
         soon = Deadline.after(SETTLE_S)
         while True:
             held = self._live.held()
             if held.weights == order.weights and held.swaps == self._live.swaps():
                 return held
-            if soon.over or self._stop(order.number):
+            if soon.over or self._should_stop(order.number):
                 raise WeightsExchanged(f"rank {self._rank} holds {held.weights}, not {order.weights}")
-            self._closing.wait(LOOK_S)
+            self._closing.wait(POLL_S)
 
     def _image(self, check: Callable[[], None]) -> Image:
         live = self._live
@@ -176,13 +176,13 @@ class RankSnapshotWriter:
             raise
         return Image(layout=live.target.layout, memories=memories, device=live.device, check=check)
 
-    def _stop(self, number: int) -> bool:
-        """Whether nobody needs it any more. Asked between windows, in this thread."""
+    def _should_stop(self, number: int) -> bool:
+        """Whether the snapshot is not needed any more. Called between blocks, in this thread."""
         while (message := self._channel.receive_now()) is not None:
-            self._take(message)
-        return self._closing.is_set() or self._left >= number
+            self._on_message(message)
+        return self._closing.is_set() or self._stopped_up_to >= number
 
     def _wait_for_turn(self, size_bytes: int) -> None:
-        """Where decoding must keep its share."""
+        """Wait as the pace demands, so that decoding keeps its share."""
         if self._pace is not None:
             self._closing.wait(max(0.0, self._pace.reserve(size_bytes) - time.monotonic()))

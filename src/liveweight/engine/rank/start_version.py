@@ -1,4 +1,4 @@
-"""The start: what the weights of a checkpoint are called once all ranks have loaded their share of them.
+"""The start version: the version of a checkpoint's weights, once all ranks have loaded their share.
 
 A version like any other: its digest is the one that a publisher of the same directory would have, in the engine's dtypes. It is taken
 from the ranks' memory, after loading, and not from the files.
@@ -28,12 +28,12 @@ if TYPE_CHECKING:
     from liveweight.engine.models.model import Model
 
 RUN, LABEL = START_RUN, "initial"
-"""The run and the label of what an engine was started on."""
+"""Run and label of the start version."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StartVersion:
-    """What a rank begins with: the version, and what is known of its content."""
+    """The version that a rank begins with, and the digests of its content."""
 
     version: Version
     content: JoinContent

@@ -1,4 +1,4 @@
-"""Carrying out a step: the model over its rows, the draws, and the draft for the next time.
+"""The step runner: runs the model over a step's rows, draws tokens, and drafts the next ones.
 
 A drawing row with a draft feeds two tokens: the last one and a guess of the next. The model's own choice after the last one is
 compared with the guess; if they agree, the choice after the guess counts too. So the tokens are those of the model alone, and only
@@ -27,13 +27,13 @@ class StepRunner:
     """One rank's model, cache and slots. Used by the rank's main thread."""
 
     def __init__(
-        self, model: Model, attention: PagedAttention, slots: Slots, *, weights: str, speaks: bool
+        self, model: Model, attention: PagedAttention, slots: Slots, *, weights: str, reports: bool
     ) -> None:
         self.weights = weights
-        self._model, self._attention, self._slots, self._speaks = model, attention, slots, speaks
+        self._model, self._attention, self._slots, self._reports = model, attention, slots, reports
 
-    def run(self, step: Step, say: Callable[[StepDone], None]) -> None:
-        """Carry a step out. The results are said as soon as they are there; the draft is made after that."""
+    def run(self, step: Step, send: Callable[[StepDone], None]) -> None:
+        """Carry a step out. Sends the results as soon as they are there, then makes the draft."""
         import torch
 
         with torch.inference_mode():
@@ -56,7 +56,7 @@ class StepRunner:
             drawn = [self._settle(row, choices[row.slot]) for row in laid.rows]
             if batch.routing:
                 drawn = _with_routing(laid.rows, drawn, wants_routing, batch.routing)
-            say(StepDone(step.number, self.weights, tuple(drawn) if self._speaks else ()))
+            send(StepDone(step.number, self.weights, tuple(drawn) if self._reports else ()))
             if self._model.has_draft:
                 self._guess(laid, batch, hidden, choices)
 
@@ -139,8 +139,8 @@ def _with_routing(
 
     table = torch.stack(list(experts), dim=1).to(torch.int16).numpy().astype("<u2")
     routed = []
-    for row, said, wants in zip(rows, drawn, wanted, strict=True):
-        end = row.end - max(0, row.draws - len(said.tokens))
+    for row, result, wants in zip(rows, drawn, wanted, strict=True):
+        end = row.end - max(0, row.draws - len(result.tokens))
         routing = table[row.start : end].tobytes() if wants else b""
-        routed.append(msgspec.structs.replace(said, routing=routing))
+        routed.append(msgspec.structs.replace(result, routing=routing))
     return routed

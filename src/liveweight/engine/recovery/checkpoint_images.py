@@ -1,7 +1,7 @@
-"""Images of a checkpoint: what the ranks of a replica would hold of it, without starting any, to be written as a snapshot.
+"""Checkpoint images: what each rank of a replica would hold of a checkpoint, to be written as a snapshot without starting ranks.
 
 The files are mapped and nothing is copied. One rank holds everything, whatever the architecture; for several, the embedded engine's own
-declarations say which rank has what, so its architectures are the only ones that can be shared out.
+declarations say which rank has what, so only its architectures can be split.
 """
 
 from __future__ import annotations
@@ -46,8 +46,8 @@ def checkpoint_images(directory: Path, tp: int) -> list[Image]:
     return [Image(layout=_layout(own, specs, sizes), memories=memories) for own in owned]
 
 
-class _Seat(Solo):
-    """One rank's place in a group that does not meet: models are built, and never run."""
+class _RankPosition(Solo):
+    """A rank number in a group that never communicates: models are built, and never run."""
 
     def __init__(self, rank: int, size: int) -> None:
         self.rank, self.size = rank, size
@@ -55,7 +55,9 @@ class _Seat(Solo):
 
 def _declared(model: ModelSpec, rank: int, tp: int) -> Mapping[str, tuple[Region, ...]]:
     """The regions that the engine's rank holds of every tensor, by every name. Built without memory."""
-    built = build(model, _Seat(rank, tp), dtype=torch.float32, device="meta", draft=model.draft_layers == 1)
+    built = build(
+        model, _RankPosition(rank, tp), dtype=torch.float32, device="meta", draft=model.draft_layers == 1
+    )
     regions: dict[str, list[Region]] = {}
     for declaration in built.declarations().values():
         for spec in declaration.tensors:
@@ -69,7 +71,7 @@ def _declared(model: ModelSpec, rank: int, tp: int) -> Mapping[str, tuple[Region
 def _owned(
     specs: tuple[TensorSpec, ...], declared: Mapping[str, tuple[Region, ...]], rank: int
 ) -> list[_Owned]:
-    """The checkpoint's tensors, under its own names, as the engine shares them out; what it does not know goes to rank 0, whole."""
+    """The checkpoint's tensors, under its own names, as the engine splits them; tensors it does not know go to rank 0, whole."""
     owned = []
     for spec in specs:
         known = declared.get(spec.name)

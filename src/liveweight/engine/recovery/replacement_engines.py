@@ -1,6 +1,6 @@
-"""Successors: engines in the place of one that lost a rank, started anew and brought back to its version.
+"""Replacement engines: each is started in place of an engine that lost a rank, and brought back to its version.
 
-Owns the processes that are being started, so that they can be ended from outside, and the word that everything is to end.
+Owns the rank processes that are being started, so that another thread can kill them, and the flag that ends everything here.
 """
 
 from __future__ import annotations
@@ -21,47 +21,47 @@ from liveweight.spec.manifest import Version
 from liveweight.spec.version_age import older
 from liveweight.wire.waker import Waker
 
-PAUSE_S = 30.0
+PAUSE_TIMEOUT_S = 30.0
 
 
 class ReplacementEngines:
-    """Makes one engine after the other, all with the same configuration, at the same address. Used by one thread; `end`, `kill` and
-    `ending` are for any."""
+    """Starts one engine after the other, all with the same configuration, at the same address. Used by one thread; any thread may use
+    `end`, `kill` and `ending`."""
 
     def __init__(self, config: EngineConfig, launch: Launch, bus: Bus) -> None:
-        self.config, self._launch_one, self._bus = config, launch, bus
+        self.config, self._launch_rank, self._bus = config, launch, bus
         self._processes: list[RankProcess] = []
         self._ending, self._cancel = threading.Event(), Waker()
 
     @property
     def ending(self) -> bool:
-        """Whether no other is to be made."""
+        """Whether no further engine will be started."""
         return self._ending.is_set()
 
     def first(self) -> Engine:
-        """The one that all others come after: they are reached where it is, also if its address was left open."""
-        engine, updates = self._started(), self.config.updates
+        """Start the first engine. All others listen at its address, also if the configuration left the port open."""
+        engine, updates = self._start(), self.config.updates
         if updates is not None and engine.address is not None:
             found = msgspec.structs.replace(updates, address=engine.address)
             self.config = msgspec.structs.replace(self.config, updates=found)
         return engine
 
     def next(self, wanted: Version | None, *, paused: bool) -> tuple[Engine, RestoredVersion]:
-        """Another one, which holds that version or the next best, and has served nobody."""
-        engine = self._started()
+        """Start another engine and restore that version, or the next best, before it serves anybody."""
+        engine = self._start()
         try:
-            restored = self.restored(engine, wanted)
+            restored = self.restore(engine, wanted)
             if paused:
-                engine.pause("keep", PAUSE_S)
+                engine.pause("keep", PAUSE_TIMEOUT_S)
         except BaseException:
             engine.stop()
             raise
         return engine, restored
 
-    def restored(self, engine: Engine, wanted: Version | None) -> RestoredVersion:
-        """Bring an engine that was just started to a version; None: the newest that is there.
+    def restore(self, engine: Engine, wanted: Version | None) -> RestoredVersion:
+        """Bring a freshly started engine to a version; None: the newest that can be found.
 
-        Where requests are to wait for a publisher, they do unless it is the version that the engine had.
+        With `await_weights`, requests wait for a publisher unless the engine got the version that it had.
         """
         restored = VersionRestorer(
             engine=engine, wanted=wanted, pause=self.wait, cancel=self._cancel
@@ -71,25 +71,25 @@ class ReplacementEngines:
         return restored
 
     def wait(self, seconds: float) -> None:
-        """Wait for so long; EngineStopping where it is to end."""
+        """Wait; raises EngineStopping after `end`."""
         if self._ending.wait(seconds):
             raise EngineStopping("the engine is being stopped")
 
     def end(self) -> None:
-        """Make no other; what waits here ends."""
+        """Start no further engine; waits in this class end."""
         self._ending.set()
         self._cancel.wake()
 
     def kill(self) -> None:
-        """End the ranks that were started last, so that nobody waits for their start."""
+        """Kill the ranks that were started last, so that nobody waits for their start."""
         for process in list(self._processes):
             process.kill()
 
     def close(self) -> None:
-        """Let go. Twice is fine."""
+        """Close the waker. Twice is fine."""
         self._cancel.close()
 
-    def _started(self) -> Engine:
+    def _start(self) -> Engine:
         self._processes = []
         try:
             return Engine(self.config, launch=self._launch, bus=self._bus)
@@ -97,13 +97,13 @@ class ReplacementEngines:
             raise RankLost(f"ranks cannot be started: {error}") from error
 
     def _launch(self, rank: int, end: socket.socket) -> RankProcess:
-        process = self._launch_one(rank, end)
+        process = self._launch_rank(rank, end)
         self._processes.append(process)
         return process
 
 
 def behind_of(restored: RestoredVersion, wanted: Version | None) -> Version | None:
-    """The version that is missed: what a source or a publisher gave is as new as anything, unless it is known to be older."""
+    """The version that the replica misses. A version from a source or publisher counts as the newest, unless it is known to be older."""
     if wanted is None or restored.version == wanted:
         return None
     if restored.origin in ("offer", "publisher"):
@@ -112,7 +112,7 @@ def behind_of(restored: RestoredVersion, wanted: Version | None) -> Version | No
 
 
 def missed(before: RecoveryStatus | None, served: Version | None) -> Version | None:
-    """What a replica should serve: what it served, or, if that was behind already, what was missed then."""
+    """The version that a replica should serve: the one it served, or, if that was behind already, the one it missed then."""
     if before is None or before.behind is None or before.version != served:
         return served
     return before.behind

@@ -1,4 +1,4 @@
-"""How often ranks may be started again: so often within a time, and so often in a row without success. Pure."""
+"""The restart budget: how often ranks may be restarted within a time, and in a row without success. Pure."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class RestartBudget:
         self._in_a_row = self.restarts = 0
 
     def spend(self, now_s: float, cause: LiveWeightError) -> None:
-        """Begin one more start. RankLost, with what came before and why, where it would be one too many."""
+        """Count one more start. RankLost, with the earlier starts and the cause, if it would be one too many."""
         allowed, begun = self._allowed, self._begun
         while begun and begun[0] <= now_s - allowed.window_s:
             begun.popleft()
@@ -31,7 +31,7 @@ class RestartBudget:
         self.restarts += 1
 
     def wait_s(self) -> float:
-        """How long to wait before the start that was begun: nothing before the first in a row, then twice as long each time."""
+        """Seconds to wait before the counted start: 0 before the first in a row, `wait_s` before the second, then doubling."""
         tries = self._in_a_row - 2
         return 0.0 if tries < 0 else self._allowed.wait_s * 2.0**tries
 

@@ -1,8 +1,8 @@
-"""An engine that outlives its ranks: when one is lost, all are started again and brought back to their version, then it serves on.
+"""An engine that outlives its ranks: when one is lost, it restarts all of them, restores their version, and serves on.
 
-Owns the present engine, which ends with the first rank that it loses, and the thread that puts another in its place. Of a replica of
-several ranks all are replaced: a collective that has lost one is dead for good. Publishers see a replica that was started anew: another
-boot id at the same address. Whoever called for something of the engine before is told that it is gone.
+Owns the present engine, which ends with the first rank that it loses, and the recovery thread, which replaces it. All ranks of a
+replica are replaced: a collective that has lost one rank is dead for good. Publishers see a restarted replica: another boot id at the
+same address. Calls into the old engine fail. Which version comes back is the restorer's choice (recovery/restoring).
 """
 
 from __future__ import annotations
@@ -35,16 +35,16 @@ from liveweight.observe.events import Recovered, RecoveryBegan
 from liveweight.spec.manifest import Version
 
 GENERATION = 1 << 40
-"""Requests of one engine have fewer numbers: what is left says which engine a request belongs to."""
-LOOK_S = 0.1
+"""Request numbers of one engine are smaller; the quotient says which engine a request belongs to."""
+POLL_S = 0.1
 
 
 class RestartingEngine:
-    """As an Engine, for any thread. Without `restarts` in its configuration it is one that only begins from a snapshot."""
+    """Same methods as Engine, for any thread. Without `restarts` in its configuration it only resumes from a snapshot at start."""
 
     def __init__(self, config: EngineConfig, *, launch: Launch = launch, bus: Bus | None = None) -> None:
         self._bus = bus or Bus()
-        self._successors = ReplacementEngines(config, launch, self._bus)
+        self._replacements = ReplacementEngines(config, launch, self._bus)
         self._lost: queue.SimpleQueue[LiveWeightError | None] = queue.SimpleQueue()
         self._changed = threading.Lock()
         self._on_failure: list[OnFailure] = []
@@ -53,17 +53,17 @@ class RestartingEngine:
         self._recovery: RecoveryStatus | None = None
         self._counts, self._generation = SchedulerCounts(), 0
         self._budget = None if config.restarts is None else RestartBudget(config.restarts)
-        self._engine = engine = self._successors.first()
-        self.config = self._successors.config
+        self._engine = engine = self._replacements.first()
+        self.config = self._replacements.config
         self.spec, self.name, self.start = engine.spec, engine.name, engine.start
         self.context, self.vocab, self.tokenizer = engine.context, engine.vocab, engine.tokenizer
         if config.snapshots is not None and config.snapshots.resume:
             self._resume(engine)
         self._thread = threading.Thread(target=self._run, name="recovery", daemon=True)
         self._thread.start()
-        self._engine.on_failure(self._lose)
+        self._engine.on_failure(self._on_engine_failure)
 
-    # What callers see.
+    # For callers.
 
     @property
     def address(self) -> str | None:
@@ -77,13 +77,13 @@ class RestartingEngine:
 
     @property
     def paused(self) -> Pausing:
-        """Whether requests run, still finish, or stand still."""
+        """Whether requests run, still finish, or are paused."""
         return self._engine.paused
 
     def submit(self, prompt: Sequence[int], sampling: Sampling, sink: Sink) -> int:
         """See Engine; WeightsPending while ranks are being replaced."""
         with self._changed:
-            engine, generation = self._serving(), self._generation
+            engine, generation = self._check_engine(), self._generation
         return generation * GENERATION + engine.submit(prompt, sampling, sink)
 
     def cancel(self, request: int) -> None:
@@ -97,14 +97,14 @@ class RestartingEngine:
     def abort_requests(self, requests: Sequence[int] | None = None) -> int:
         """See Engine."""
         with self._changed:
-            engine, generation = self._serving(), self._generation
+            engine, generation = self._check_engine(), self._generation
         if requests is not None:
             parts = [divmod(request, GENERATION) for request in requests]
             requests = [number for of, number in parts if of == generation]
         return engine.abort_requests(requests)
 
     def status(self) -> Status:
-        """How it is now; its counts go on over all its ranks."""
+        """See Engine; counts go on over restarts."""
         with self._changed:
             engine, pending, fault, before = self._engine, self._pending, self._fault, self._counts
         status = engine.status()
@@ -113,7 +113,7 @@ class RestartingEngine:
             return replace(status, state="failed", fault=fault)
         if pending is None and (status.state != "failed" or self._budget is None):
             return status
-        state: State = "stopping" if self._successors.ending else "pending_weights"
+        state: State = "stopping" if self._replacements.ending else "pending_weights"
         free, fault = status.blocks_total, pending or status.fault
         return replace(status, state=state, fault=fault, running=0, waiting=0, blocks_free=free)
 
@@ -126,46 +126,46 @@ class RestartingEngine:
                 update_status = engine.update_status()
             except LiveWeightError:
                 pending = self._pending
-                if pending is None:  # else its rank was lost while it was asked
+                if pending is None:  # else a rank was lost during the call
                     raise
             else:
                 if recovery is not None and update_status.serving != recovery.version:
-                    recovery = replace(recovery, behind=None)  # a later round has brought another
+                    recovery = replace(recovery, behind=None)  # a later round has installed another version
                 return replace(update_status, recovery=recovery)
         state = f"pending weights ({pending})"
         return UpdateStatus(state=state, serving=None, undo=None, round=None, rounds=(), recovery=recovery)
 
     def undo(self, timeout_s: float) -> Version | None:
         """See Engine."""
-        return self._served().undo(timeout_s)
+        return self._current_engine().undo(timeout_s)
 
-    def verify(self, question: VerificationRequest) -> VerificationResult:
+    def verify(self, request: VerificationRequest) -> VerificationResult:
         """See Engine."""
-        return self._served().verify(question)
+        return self._current_engine().verify(request)
 
-    def update_weights(self, wish: RequestedVersion) -> UpdateResult:
+    def update_weights(self, request: RequestedVersion) -> UpdateResult:
         """See Engine."""
-        return self._served().update_weights(wish)
+        return self._current_engine().update_weights(request)
 
     def pause(self, mode: PauseMode, timeout_s: float) -> None:
-        """See Engine. It outlasts the ranks."""
-        self._served().pause(mode, timeout_s)
+        """See Engine. A pause outlasts the ranks."""
+        self._current_engine().pause(mode, timeout_s)
 
     def resume(self) -> None:
         """See Engine."""
-        self._served().resume()
+        self._current_engine().resume()
 
     def sleep(self, tags: Collection[Tag], timeout_s: float) -> SleepResult:
-        """See Engine. Ranks that take the place of others are awake."""
-        return self._served().sleep(tags, timeout_s)
+        """See Engine. Replacement ranks are awake."""
+        return self._current_engine().sleep(tags, timeout_s)
 
     def wake(self, tags: Collection[Tag], timeout_s: float) -> SleepResult:
         """See Engine."""
-        return self._served().wake(tags, timeout_s)
+        return self._current_engine().wake(tags, timeout_s)
 
     def drop_cache(self, timeout_s: float) -> int:
         """See Engine."""
-        return self._served().drop_cache(timeout_s)
+        return self._current_engine().drop_cache(timeout_s)
 
     def on_failure(self, callback: OnFailure) -> None:
         """Call back, on another thread, when it gives up; at once if it has."""
@@ -177,19 +177,19 @@ class RestartingEngine:
             callback(fault)
 
     def stop(self, timeout_s: float = 0.0) -> None:
-        """See Engine. Ranks that are being started are ended at once."""
+        """See Engine. Ranks that are being started are killed."""
         with self._changed:
-            self._successors.end()
+            self._replacements.end()
             engine, pending = self._engine, self._pending
         if pending is None:
             engine.stop(timeout_s)
         self._lost.put(None)
         while self._thread.is_alive():
             if self._pending is not None:
-                self._successors.kill()
-            self._thread.join(LOOK_S)
+                self._replacements.kill()
+            self._thread.join(POLL_S)
         self._engine.stop()
-        self._successors.close()
+        self._replacements.close()
 
     def __enter__(self) -> Self:
         return self
@@ -197,31 +197,31 @@ class RestartingEngine:
     def __exit__(self, *_: object) -> None:
         self.stop()
 
-    def _served(self) -> Engine:
+    def _current_engine(self) -> Engine:
         with self._changed:
-            return self._serving()
+            return self._check_engine()
 
-    def _serving(self) -> Engine:
-        """The engine that takes calls; with the lock held."""
+    def _check_engine(self) -> Engine:
+        """The engine, or WeightsPending while its ranks are replaced. Call with the lock held."""
         if self._fault is None and self._pending is not None:
             raise WeightsPending(f"{self._pending}; its ranks are being started again")
         return self._engine
 
-    # The way back.
+    # Recovery.
 
     def _resume(self, engine: Engine) -> None:
-        """Begin with the newest snapshot."""
+        """Restore the newest snapshot."""
         began_s = time.monotonic()
         try:
-            restored = self._successors.restored(engine, None)
+            restored = self._replacements.restore(engine, None)
         except BaseException:
             engine.stop()
             raise
         if restored.origin != "checkpoint" or restored.notes:
-            self._bus.emit(self._note(restored, None, began_s))
+            self._bus.emit(self._record(restored, None, began_s))
 
-    def _lose(self, fault: LiveWeightError) -> None:
-        """The present engine has failed. On its thread."""
+    def _on_engine_failure(self, fault: LiveWeightError) -> None:
+        """Called on the failed engine's thread."""
         if self._budget is not None:
             with self._changed:
                 self._pending = fault
@@ -229,20 +229,20 @@ class RestartingEngine:
 
     def _run(self) -> None:
         while (fault := self._lost.get()) is not None:
-            if self._successors.ending:
+            if self._replacements.ending:
                 return
             try:
                 self._recover(fault)
             except LiveWeightError as error:
                 self._give_up(error)
                 return
-            except Exception as error:  # a fault of ours must end the engine, not leave it pending
+            except Exception as error:  # a bug must end the engine, not leave it pending
                 logging.getLogger("liveweight").exception("the recovery failed")
                 self._give_up(LiveWeightError(f"{type(error).__name__}: {error}"))
                 return
 
     def _recover(self, fault: LiveWeightError) -> None:
-        """Put another engine in the place of the one that failed; raises the reason to give up."""
+        """Replace the failed engine; raises the reason to give up."""
         if self._budget is None:
             raise fault
         began_s, old, paused = time.monotonic(), self._engine, self._engine.paused_by_operator
@@ -251,10 +251,10 @@ class RestartingEngine:
             self._budget.spend(time.monotonic(), fault)
             self._bus.emit(RecoveryBegan(replica=self.name, reason=str(fault)))
             try:
-                self._successors.wait(self._budget.wait_s())
-                engine, restored = self._successors.next(old.served, paused=paused)
+                self._replacements.wait(self._budget.wait_s())
+                engine, restored = self._replacements.next(old.served, paused=paused)
             except LiveWeightError as error:
-                if self._successors.ending:
+                if self._replacements.ending:
                     raise
                 fault = error
                 continue
@@ -267,11 +267,11 @@ class RestartingEngine:
         with self._changed:
             self._counts = counts.plus(self._counts)
             self._engine, self._generation, self._pending = engine, self._generation + 1, None
-            recovered = self._note(restored, missed(self._recovery, old.served), began_s)
+            recovered = self._record(restored, missed(self._recovery, old.served), began_s)
         self._bus.emit(recovered)
-        engine.on_failure(self._lose)
+        engine.on_failure(self._on_engine_failure)
 
-    def _note(self, restored: RestoredVersion, wanted: Version | None, began_s: float) -> Recovered:
+    def _record(self, restored: RestoredVersion, wanted: Version | None, began_s: float) -> Recovered:
         behind, took_s = behind_of(restored, wanted), time.monotonic() - began_s
         self._recovery = RecoveryStatus(
             restarts=0 if self._budget is None else self._budget.restarts,
@@ -292,7 +292,7 @@ class RestartingEngine:
 
     def _give_up(self, fault: LiveWeightError) -> None:
         with self._changed:
-            if self._successors.ending:
+            if self._replacements.ending:
                 return
             self._fault = fault
             callbacks, self._on_failure = self._on_failure, []

@@ -1,8 +1,8 @@
-"""Restoring: a replica whose ranks were started anew gets back the version that it had, before anybody is served.
+"""Restoring: a replica whose ranks were restarted gets back the version that it had, before it serves anybody.
 
-The ranks hold their checkpoint. What they held before is read from the engine's snapshots, or from its source, in a round like any
-other, against the engine's own leader: staged, digested, compared, committed. What cannot be read is noted, and the next best is tried;
-at the end stands the checkpoint. A publisher that is quicker is let through.
+Restarted ranks hold their checkpoint. The restorer reads the former version from the engine's snapshots, or from its source, in a round
+like any other against the engine's own leader: staged, digested, compared, committed. If a candidate cannot be read, the restorer notes
+why and tries the next best; the last is the checkpoint. A publisher's round that opens first goes first.
 """
 
 from __future__ import annotations
@@ -49,15 +49,15 @@ from liveweight.wire.host_identity import this_host
 from liveweight.wire.waker import Waker
 
 RECOVERY = "recovery"
-"""Who publishes, in the ids of these rounds."""
-LOOK_S = 0.1
+"""The publisher's name in these rounds."""
+POLL_S = 0.1
 OFFER_S = 10.0
-"""A source that does not say by then what it offers is passed over."""
+"""A source that has not answered by then is skipped."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RestoredVersion:
-    """What the replica serves now, where that is from, and what was tried before."""
+    """The version that the replica serves now, where it came from, and the candidates that failed before."""
 
     version: Version
     origin: Origin
@@ -66,9 +66,9 @@ class RestoredVersion:
 
 @dataclass(slots=True, kw_only=True)
 class VersionRestorer:
-    """One engine's way back. Used once, by one thread; `cancel`, woken by another, ends it.
+    """Restores one engine, once, on one thread; waking `cancel` from another thread ends it.
 
-    `wanted` is the version that it had; None: the newest that is there. `pause` waits for so many seconds, and raises where it is to end.
+    `wanted` is the version that it had; None: the newest that can be found. `pause` waits that many seconds, and raises if it is to end.
     """
 
     engine: Engine
@@ -78,13 +78,13 @@ class VersionRestorer:
     _notes: list[str] = field(default_factory=list)
 
     def restore(self) -> RestoredVersion:
-        """Bring the engine to the version that it had, or to the next best. RankLost and the like where the engine itself failed."""
+        """Install the version that the engine had, or the next best. Raises the engine's own fault (RankLost, ...) if it failed."""
         if self.engine.config.updates is None or self.wanted == self.engine.start:
             return self._at_start()
         deadline = Deadline.after(self.engine.config.start_timeout_s)
         for origin, what, install in self._candidates():
             try:
-                done = self._alone(install, deadline)
+                done = self._install_unless_round_open(install, deadline)
             except LiveWeightError as error:
                 self._check_alive(error)
                 self._notes.append(f"{what}: {error}")
@@ -100,14 +100,14 @@ class VersionRestorer:
         return RestoredVersion(version=self.engine.start, origin="checkpoint", notes=tuple(self._notes))
 
     def _check_alive(self, error: LiveWeightError) -> None:
-        """Whether it was the version that could not be had, or the engine that failed."""
+        """Raise the engine's fault if the engine failed; return if only the version could not be read."""
         self.pause(0.0)
         fault = self.engine.status().fault
         if fault is not None:
             raise fault from error
 
-    def _alone(self, install: Callable[[Deadline], None], deadline: Deadline) -> bool:
-        """Install it, unless somebody's round is open: then his version counts, if it comes to serve. Whether it was installed."""
+    def _install_unless_round_open(self, install: Callable[[Deadline], None], deadline: Deadline) -> bool:
+        """Install the candidate, unless a publisher's round is open and installs its version. Returns whether the candidate was."""
         while True:
             try:
                 install(deadline)
@@ -118,12 +118,12 @@ class VersionRestorer:
                     raise
             else:
                 return True
-            self.pause(LOOK_S)
+            self.pause(POLL_S)
             update_status = self.engine.update_status()
             if update_status.round is None and update_status.serving not in (None, self.engine.start):
                 return False
 
-    # What there is.
+    # Candidates.
 
     def _candidates(self) -> Iterator[tuple[Origin, str, Callable[[Deadline], None]]]:
         """In the order in which they are tried: the version itself; then the source's newest and other snapshots, the newer first."""
@@ -140,7 +140,7 @@ class VersionRestorer:
         yield from (self._of_snapshot(path) for path, version in others if (path, version) not in newer)
 
     def _snapshots(self) -> list[tuple[Path, Version]]:
-        """The complete ones, the newest first; those that are damaged are noted."""
+        """The complete snapshots, newest first; damaged ones are noted."""
         config = self.engine.config.snapshots
         found = list[tuple[Path, Version]]()
         for path in reversed([] if config is None else Store(Path(config.directory)).complete()):
@@ -157,7 +157,7 @@ class VersionRestorer:
         return None if updates is None else updates.source
 
     def _offered(self) -> Version | None:
-        """The newest version of the engine's source, if it has one and says so."""
+        """The newest version that the engine's source offers; None without a source or an answer."""
         updates = self.engine.config.updates
         if updates is None or updates.source is None:
             return None
@@ -171,28 +171,28 @@ class VersionRestorer:
                 deadline=Deadline.after(OFFER_S),
                 cancel=self.cancel,
             ) as lease:
-                return lease.held.version
+                return lease.grant.version
         except LiveWeightError as error:
             self._check_alive(error)
             self._notes.append(f"{updates.source}: {error}")
             return None
 
-    # Installing it.
+    # Installing a candidate.
 
     def _update(self, version: Version, deadline: Deadline) -> None:
-        wish = RequestedVersion(call=RECOVERY, version=version.label, timeout_s=deadline.remaining_s())
-        self.engine.update_weights(wish)
+        request = RequestedVersion(call=RECOVERY, version=version.label, timeout_s=deadline.remaining_s())
+        self.engine.update_weights(request)
 
     def _of_snapshot(self, path: Path) -> tuple[Origin, str, Callable[[Deadline], None]]:
         return "snapshot", str(path), lambda deadline: self._install(path, deadline)
 
     def _install(self, path: Path, deadline: Deadline) -> None:
-        """A round whose offer is the snapshot."""
+        """Run a round whose offer is the snapshot."""
         updates = self.engine.config.updates
         with ExitStack() as stack:
             snapshot = stack.enter_context(OpenSnapshot(path))
             if updates is not None and updates.shadow == "none":
-                self._look_through(snapshot, deadline)
+                self._verify_snapshot(snapshot, deadline)
             secret = load_or_create_secret(Path(updates.secret_file if updates is not None else ""))
             replica = WireReplica(self.engine.address or "", secret)
             stack.callback(replica.close)
@@ -213,31 +213,33 @@ class VersionRestorer:
                 pid=os.getpid(),
             )
             RoundCoordinator(
-                parts=[ReplicaProgress(replica)],
+                replicas=[ReplicaProgress(replica)],
                 order=order,
                 manifest=manifest.without_digests(),
                 quorum=1,
                 lease_s=LEASE_S,
                 deadline=deadline,
-                pool=stack.enter_context(ThreadPoolExecutor(1)),  # of one replica none is used
+                pool=stack.enter_context(
+                    ThreadPoolExecutor(1)
+                ),  # the coordinator uses no thread of it for one replica
                 on_staged=lambda: None,
                 closing=lambda: self.cancel.woken,
             ).run()
 
-    def _look_through(self, snapshot: OpenSnapshot, deadline: Deadline) -> None:
-        """SnapshotDamaged before a byte of it is read over the only weights that there are."""
+    def _verify_snapshot(self, snapshot: OpenSnapshot, deadline: Deadline) -> None:
+        """Raise SnapshotDamaged before any byte of it overwrites the only weights that there are."""
 
-        def go_on(_: int) -> None:
+        def check(_: int) -> None:
             self.pause(0.0)
-            deadline.check(f"all of {snapshot.path} to be looked at")
+            deadline.check(f"all of {snapshot.path} to be verified")
 
-        verify(snapshot, go_on)
+        verify(snapshot, check)
 
 
 def as_published(manifest: Manifest, version: Version, names: Sequence[str]) -> Manifest:
     """The manifest under the names that the version's source had: a version's digest is one of names, too.
 
-    Ranks know a tied tensor by all its names, a source often by one. Which ones it had is told by the digest: all, the first, or those of
+    Ranks know a tied tensor by all its names, a source often by one. The digest shows which ones it had: all, the first, or those of
     the checkpoint. As it is, where none of them fits.
     """
     for chosen in (None, [spec.name for spec in manifest], names):

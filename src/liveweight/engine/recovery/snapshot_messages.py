@@ -1,4 +1,4 @@
-"""What an engine and its ranks say to each other about snapshots. A closed set, beside the step stream and the rounds' wire."""
+"""Messages between an engine and its ranks about snapshots: a closed set, apart from the step stream and the messages of rounds."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from liveweight.wire.messages.values import Fault
 
 
 class RankPresent(Body, frozen=True):
-    """A rank is there, and will write when it is told to. -> RankNoted."""
+    """A rank is connected, and will write on request. -> RankNoted."""
 
     rank: int
 
@@ -31,13 +31,13 @@ class WriteSnapshot(Body, frozen=True):
 
 
 class StopWriting(Body, frozen=True):
-    """Nobody needs that one any more: write no further."""
+    """This snapshot is not needed any more: stop writing it."""
 
     number: int
 
 
 class SnapshotWritten(Body, frozen=True):
-    """The rank's files are there."""
+    """The rank has written its files."""
 
     number: int
     rank: int
@@ -45,7 +45,7 @@ class SnapshotWritten(Body, frozen=True):
 
 
 class SnapshotNotWritten(Body, frozen=True):
-    """They are not. Without a fault: the rank holds other weights, or was told to leave it."""
+    """The rank has not written its files. Without a fault: it holds other weights, or received StopWriting."""
 
     number: int
     rank: int

@@ -1,8 +1,8 @@
-"""Saving: a replica's versions, written to a store in the background by the ranks that hold them.
+"""Snapshot saving: the ranks of a replica write its versions to a store in the background.
 
-Owns a thread in the engine's process and the listener that ranks reach. A commit wakes it; it begins a snapshot, lets every rank write
-what it holds, compares what was written with what the leader knows of the version, and commits. Weights that are swapped meanwhile
-end it without a trace: a snapshot is of one version, or is not. Serving goes on whatever happens here.
+Owns a thread in the engine's process and the listener that ranks connect to. A commit wakes the thread; it begins a snapshot, asks every
+rank to write what it holds (rank/snapshot_writing), compares the result with the leader's digests of the version, and commits. If weights
+are swapped meanwhile, the snapshot is abandoned and removed: a snapshot holds one version. Serving goes on whatever happens here.
 """
 
 from __future__ import annotations
@@ -52,13 +52,13 @@ from liveweight.wire.messages import Verify
 
 IDLE_S = 60.0
 SEND_S = 5.0
-LEAVE_S = 10.0
+STOP_S = 10.0
 """How long ranks may take to stop writing."""
 
 
 @dataclass(slots=True)
 class _Job:
-    """One snapshot under way: of which version, after how many commits it was begun, and what the ranks have said."""
+    """One snapshot under way: its version, the number of commits at its begin, and the ranks' answers."""
 
     number: int
     version: Version
@@ -67,7 +67,7 @@ class _Job:
     answers: dict[int, SnapshotWritten | SnapshotNotWritten] = field(default_factory=dict)
 
     def fault(self) -> LiveWeightError | None:
-        """Why a rank has not written, or that it holds other weights; None while all is well."""
+        """The fault of a rank that has not written; WeightsExchanged if a rank holds other weights; else None."""
         failed = [one for one in self.answers.values() if isinstance(one, SnapshotNotWritten)]
         named = next((one.fault for one in failed if one.fault is not None), None)
         if named is not None:
@@ -84,43 +84,43 @@ class SnapshotSaver:
         self._snapshots, self._name, self._world, self._bus = snapshots, replica, world, bus
         self._store = Store(Path(snapshots.directory))
         self._replica = WireReplica(leader, secret)
-        self._place = tempfile.TemporaryDirectory(prefix="liveweight-saving-")
+        self._socket_directory = tempfile.TemporaryDirectory(prefix="liveweight-saving-")
         listener: Listener[SavingMessage] = Listener(
-            f"ipc://{self._place.name}/ranks", secret, Codec(SavingMessage)
+            f"ipc://{self._socket_directory.name}/ranks", secret, Codec(SavingMessage)
         )
         self.address, self._waker = listener.address, listener.waker()
         self._peers: dict[int, bytes] = {}
         self._commits = self._numbers = 0
         self._due = self._owed = self._closing = False
-        self._status = self._known()
-        self._subscription = bus.subscribe(self._hear)
+        self._status = self._newest_complete()
+        self._subscription = bus.subscribe(self._on_event)
         self._thread = threading.Thread(
             target=self._run, args=(listener,), name="liveweight-saving", daemon=True
         )
         self._thread.start()
 
-    def told(self, config: EngineConfig) -> EngineConfig:
-        """The engine's configuration as ranks get it: with where they hear which snapshots to write."""
+    def config_for_ranks(self, config: EngineConfig) -> EngineConfig:
+        """The engine's configuration for ranks: with the address where they receive which snapshots to write."""
         return msgspec.structs.replace(
             config, snapshots=msgspec.structs.replace(self._snapshots, address=self.address)
         )
 
     def status(self) -> SavingStatus:
-        """How snapshots are now."""
+        """The snapshots at this moment."""
         return self._status
 
     def close(self) -> None:
-        """Leave what is being written, and end."""
+        """Abandon the snapshot that is being written, and end the thread."""
         self._subscription.close()
         self._closing = True
         self._replica.interrupt()
         self._waker.wake()
         self._thread.join()
         self._replica.close()
-        self._place.cleanup()
+        self._socket_directory.cleanup()
 
-    def _hear(self, event: ev.AnyEvent) -> None:
-        """The bus's reader, on the leader's thread."""
+    def _on_event(self, event: ev.AnyEvent) -> None:
+        """Called by the bus on the leader's thread."""
         match event:
             case ev.RoundCommitted(rank=None) | ev.RoundUndone():
                 self._commits += 1
@@ -132,7 +132,7 @@ class SnapshotSaver:
     def _run(self, listener: Listener[SavingMessage]) -> None:
         with listener:
             while not self._closing:
-                self._take(listener, self._next(listener, Deadline.after(IDLE_S)), None)
+                self._on_message(listener, self._next(listener, Deadline.after(IDLE_S)), None)
                 while self._due and not self._closing:
                     self._save(listener)
 
@@ -142,13 +142,13 @@ class SnapshotSaver:
         except DeadlineExceeded:
             return None
 
-    def _take(
+    def _on_message(
         self,
         listener: Listener[SavingMessage],
         incoming: Incoming[SavingMessage] | None,
         job: _Job | None,
     ) -> None:
-        """What a rank said; an answer counts only for the snapshot that it belongs to."""
+        """Take a rank's message; an answer counts only for the snapshot that it belongs to."""
         if incoming is None:
             return
         match incoming.body:
@@ -165,7 +165,7 @@ class SnapshotSaver:
     # One snapshot.
 
     def _save(self, listener: Listener[SavingMessage]) -> None:
-        """Write the version that serves now, unless it is there. Whatever goes wrong is said, and harms nobody."""
+        """Write the version that serves now, unless the store has it. Failures become events and the status; serving goes on."""
         self._due = self._owed = False
         began_s, self._numbers, commits = time.monotonic(), self._numbers + 1, self._commits
         version: Version | None = None
@@ -179,62 +179,62 @@ class SnapshotSaver:
             self._write(listener, job, began_s)
         except (LiveWeightError, ReplicaRefused) as error:
             self._failed(version, error.to_error() if isinstance(error, ReplicaRefused) else error)
-        except Exception as error:  # a fault of ours, or of a file system's, must not end the thread
+        except Exception as error:  # a bug, or a failing file system, must not end the thread
             self._failed(version, Unavailable(f"{type(error).__name__}: {error}"))
         finally:
             self._status = replace(self._status, writing=None)
 
     def _write(self, listener: Listener[SavingMessage], job: _Job, began_s: float) -> None:
         version = job.version
-        with self._store.begin(str(version.label)) as begun:
+        with self._store.begin(str(version.label)) as draft:
             try:
-                self._let_write(listener, job, begun)
+                self._collect_parts(listener, job, draft)
                 expected = self._expected(job)
-                commit = begun.commit(version, ranks=self._world, expected=expected)
+                commit = draft.commit(version, ranks=self._world, expected=expected)
             except BaseException:
-                self._let_leave(listener, job)
+                self._stop_ranks(listener, job)
                 raise
-        self._status = replace(self._status, newest=version, path=str(begun.path), failed=None)
+        self._status = replace(self._status, newest=version, path=str(draft.path), failed=None)
         self._bus.emit(
             ev.SnapshotSaved(
                 replica=self._name,
                 version=str(version),
-                path=str(begun.path),
+                path=str(draft.path),
                 size_bytes=commit.weights_bytes,
                 took_s=time.monotonic() - began_s,
             )
         )
         self._store.prune(self._snapshots.keep)
 
-    def _let_write(self, listener: Listener[SavingMessage], job: _Job, begun: SnapshotDraft) -> None:
-        """Until every rank has written its files."""
+    def _collect_parts(self, listener: Listener[SavingMessage], job: _Job, draft: SnapshotDraft) -> None:
+        """Ask every rank to write its files, and wait until all have."""
         order = WriteSnapshot(
             number=job.number,
-            directory=str(begun.path.absolute()),
-            snapshot=begun.snapshot,
+            directory=str(draft.path.absolute()),
+            snapshot=draft.snapshot,
             weights=weights_text(job.version),
         )
         for rank in range(self._world):
-            self._tell(listener, rank, order)
+            self._send(listener, rank, order)
         while len(job.answers) < self._world:
-            self._must_go_on(job)
+            self._check_still_served(job)
             missing = [str(rank) for rank in range(self._world) if rank not in job.answers]
             job.deadline.check(f"rank {', '.join(missing)} to write its part of a snapshot")
-            self._take(listener, self._next(listener, job.deadline), job)
+            self._on_message(listener, self._next(listener, job.deadline), job)
             fault = job.fault()
             if fault is not None:
                 raise fault
 
-    def _let_leave(self, listener: Listener[SavingMessage], job: _Job) -> None:
-        """Until no rank writes into the directory any more, or too long: then what is left is a pruner's."""
-        deadline = Deadline.after(0.0 if self._closing else LEAVE_S)
+    def _stop_ranks(self, listener: Listener[SavingMessage], job: _Job) -> None:
+        """Wait until no rank writes into the directory any more, for at most STOP_S; then `prune` removes what is left."""
+        deadline = Deadline.after(0.0 if self._closing else STOP_S)
         for rank in set(range(self._world)) - set(job.answers):
-            self._tell(listener, rank, StopWriting(number=job.number))
+            self._send(listener, rank, StopWriting(number=job.number))
         while len(job.answers) < self._world and not deadline.over and not self._closing:
-            self._take(listener, self._next(listener, deadline), job)
+            self._on_message(listener, self._next(listener, deadline), job)
 
-    def _tell(self, listener: Listener[SavingMessage], rank: int, body: SavingMessage) -> None:
-        """A rank that is gone is noticed elsewhere, and everything here ends with it."""
+    def _send(self, listener: Listener[SavingMessage], rank: int, body: SavingMessage) -> None:
+        """Send to a rank, if it is connected. The engine loop notices a rank that is gone, and ends the engine."""
         peer = self._peers.get(rank)
         if peer is None:
             return
@@ -244,11 +244,11 @@ class SnapshotSaver:
             return
 
     def _expected(self, job: _Job) -> Manifest | None:
-        """What the version's tensors should be: what ranks hold of it live, digested anew, and found to be what was published."""
+        """The version's manifest: the ranks' live weights, digested anew and compared with the published version."""
         verdict = self._replica.verify(
             Verify(listed=True, timeout_s=job.deadline.remaining_s()), job.deadline
         )
-        self._must_go_on(job)
+        self._check_still_served(job)
         if verdict.serving != job.version:
             raise WeightsExchanged(f"{job.version} is not held any more")
         if verdict.match is False:
@@ -256,12 +256,12 @@ class SnapshotSaver:
             raise DigestMismatch(names, f"{self._name}, which serves {job.version}")
         return verdict.manifest
 
-    def _must_go_on(self, job: _Job) -> None:
+    def _check_still_served(self, job: _Job) -> None:
         if self._closing or self._commits != job.commits:
             raise WeightsExchanged(f"{job.version} is not held any more")
 
     def _failed(self, version: Version | None, error: LiveWeightError) -> None:
-        """Tried again after the next commit, whichever would be due."""
+        """Record the failure. The next commit tries again, whatever `every` says."""
         self._owed = True
         if self._closing:
             return
@@ -275,11 +275,11 @@ class SnapshotSaver:
         )
 
     def _is_newest(self, version: Version) -> bool:
-        self._status = replace(self._known(), failed=self._status.failed)
+        self._status = replace(self._newest_complete(), failed=self._status.failed)
         return self._status.newest == version
 
-    def _known(self) -> SavingStatus:
-        """The newest complete snapshot that is there; one that is damaged counts as none."""
+    def _newest_complete(self) -> SavingStatus:
+        """The status with the newest complete snapshot of the store; a damaged one counts as none."""
         given = self._snapshots
         status = SavingStatus(directory=given.directory, every=given.every, keep=given.keep)
         try:

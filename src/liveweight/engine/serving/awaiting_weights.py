@@ -1,7 +1,7 @@
-"""Awaiting weights: an engine that holds a version takes no requests as long as a publisher has not brought it, or confirmed, the fleet's.
+"""Awaiting weights: an engine takes no requests until a publisher has brought it the fleet's version, or confirmed that it has it.
 
-Begun by its configuration (it was started on a checkpoint, and others are further), or by a publisher whose other replicas went on
-without it. Requests that run finish. Ended by a commit, or by a publisher that finds its version installed.
+Begins by configuration (the engine was started on a checkpoint, and others are further), or when a publisher marks the replica as
+behind. Running requests finish. Ends with a commit, or when a publisher finds its version installed.
 """
 
 from __future__ import annotations
@@ -16,20 +16,20 @@ STARTED = (
 
 
 class AwaitingWeights:
-    """One engine's. `reason` says why it waits, or is None; for any thread. Told by the bus, on the leader's thread."""
+    """Whether one engine waits. `reason` says why, or is None; for any thread. The bus calls it on the leader's thread."""
 
     def __init__(self, bus: Bus, *, begins: bool) -> None:
         self.reason: str | None = STARTED if begins else None
-        self._subscription = bus.subscribe(self._hear)
+        self._subscription = bus.subscribe(self._on_event)
 
     @property
     def fault(self) -> WeightsPending | None:
-        """What requests are refused with meanwhile."""
+        """The error for requests while the engine waits; else None."""
         reason = self.reason
         return None if reason is None else WeightsPending(reason)
 
     def check(self) -> None:
-        """Raise WeightsPending while it waits."""
+        """Raise WeightsPending while the engine waits."""
         fault = self.fault
         if fault is not None:
             raise fault
@@ -39,10 +39,10 @@ class AwaitingWeights:
         self.reason = reason
 
     def close(self) -> None:
-        """Hear no more."""
+        """Unsubscribe from the bus."""
         self._subscription.close()
 
-    def _hear(self, event: ev.AnyEvent) -> None:
+    def _on_event(self, event: ev.AnyEvent) -> None:
         match event:
             case ev.MarkedBehind(version=version, reason=reason):
                 self.reason = f"it is behind {version}: {reason}"

@@ -1,4 +1,4 @@
-"""A scheduler's limits, and the counts of what it did."""
+"""Counters: a scheduler's limits, and the counts of what it did."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class SchedulerCounts:
         return replace(self, finished=dict(self.finished))
 
     def plus(self, before: SchedulerCounts) -> SchedulerCounts:
-        """These, and those of before."""
+        """The sums of both."""
         finished = {
             reason: self.finished.get(reason, 0) + before.finished.get(reason, 0)
             for reason in self.finished | before.finished

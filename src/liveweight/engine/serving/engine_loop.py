@@ -1,7 +1,7 @@
 """The engine loop: the engine's thread, which sends steps, takes results and hands the pieces of answers on.
 
 With overlap there is always one step more on its way than the ranks are working on, so that they never wait for this thread. Without
-requests it waits and does nothing else. What other threads want of the scheduler they do under the lock, or leave for the next turn.
+requests it only waits. Other threads use the scheduler under the lock, or leave work for the next turn.
 """
 
 from __future__ import annotations
@@ -14,8 +14,15 @@ from concurrent.futures import Future
 from typing import TypeAlias
 
 from liveweight.engine.serving.rank_processes import Done, RankProcesses
-from liveweight.engine.serving.scheduler import Said, Scheduler
-from liveweight.engine.serving.step_stream import Nap, SleepStepDone, StepDone, Swap, SwapDone, content_of
+from liveweight.engine.serving.scheduler import Deliveries, Scheduler
+from liveweight.engine.serving.step_stream import (
+    SleepEntry,
+    SleepStepDone,
+    StepDone,
+    Swap,
+    SwapDone,
+    content_of,
+)
 from liveweight.engine.status import State
 from liveweight.engine.updates.live_updates import DecisionInbox
 from liveweight.errors import LiveWeightError, RankLost, Torn
@@ -23,12 +30,12 @@ from liveweight.rounds.boundary import Decision
 from liveweight.wire.messages.values import KvPolicy
 
 OnFailure: TypeAlias = Callable[[LiveWeightError], None]
-Errand: TypeAlias = tuple[Nap, "Future[tuple[SleepStepDone, ...]]"]
-"""An entry that somebody wants on the stream between two steps, and the ranks' answers."""
+StreamRequest: TypeAlias = tuple[SleepEntry, "Future[tuple[SleepStepDone, ...]]"]
+"""An entry to put on the stream between two steps, and the ranks' answers."""
 
 
 class EngineLoop:
-    """One engine's thread. `lock` guards the scheduler and what is said here in public; `quiet` is notified after every change."""
+    """One engine's thread. `lock` guards the scheduler and the public attributes; `quiet` is notified after every change."""
 
     def __init__(
         self,
@@ -46,7 +53,7 @@ class EngineLoop:
         self.scheduler, self.ranks = scheduler, ranks
         self._in_place, self._outlives_torn = in_place, outlives_torn
         self.torn: Torn | None = None
-        """Why there are no weights that may serve, if that is so."""
+        """Why no weights may serve; None while the weights are whole."""
         self._inbox, self._depth, self._kv_policy = inbox, depth, kv_policy
         self.lock = threading.Lock()
         self.quiet = threading.Condition(self.lock)
@@ -56,23 +63,23 @@ class EngineLoop:
         self.cancelled: list[int] = []
         self.on_failure: list[OnFailure] = []
         self._swapping: Decision | None = None
-        self._stream_requests: deque[Errand] = deque()
-        self._stream_request: Errand | None = None
+        self._stream_requests: deque[StreamRequest] = deque()
+        self._stream_request: StreamRequest | None = None
 
-    def run(self, finished: Callable[[], None]) -> None:
-        """Until `closing`, or until a rank is lost. `finished` lets go of what the engine holds beside the ranks."""
+    def run(self, on_end: Callable[[], None]) -> None:
+        """Run until `closing`, or until a rank is lost. `on_end` closes the engine's other resources."""
         try:
             while self._turn():
                 pass
         except LiveWeightError as error:
             self._fail(error)
-        except Exception as error:  # a fault of ours must end requests, not leave them waiting
+        except Exception as error:  # a bug must end requests, not leave them waiting
             logging.getLogger("liveweight").exception("the engine's thread failed")
             self._fail(LiveWeightError(f"{type(error).__name__}: {error}"))
         finally:
             self.ranks.close(at_once=self.fault is not None)
-            self._leave_stream_requests()
-            finished()
+            self._fail_stream_requests()
+            on_end()
             with self.lock:
                 self.state = "stopped" if self.fault is None else "failed"
                 self.quiet.notify_all()
@@ -82,17 +89,17 @@ class EngineLoop:
         return bool(self.scheduler.running or self.scheduler.waiting)
 
     @property
-    def word(self) -> State:
-        """How the engine is."""
+    def reported_state(self) -> State:
+        """The state for callers: `torn` instead of `running` if no weights may serve."""
         return "torn" if self.torn is not None and self.state == "running" else self.state
 
-    def check_whole(self) -> None:
-        """Raise Torn where there are no weights that may serve. While a round is about to bring some, requests wait for its outcome: its
-        publisher may hear of it before we do."""
+    def check_not_torn(self) -> None:
+        """Raise Torn if no weights may serve. While a swap is under way, requests wait for its outcome: the publisher may know it
+        before this thread does."""
         if self.torn is not None and self._swapping is None:
             raise Torn(str(self.torn))
 
-    def send_between(self, entry: Nap) -> Future[tuple[SleepStepDone, ...]]:
+    def send_between(self, entry: SleepEntry) -> Future[tuple[SleepStepDone, ...]]:
         """Put an entry on the stream as soon as no step is in flight, and no step after it before all ranks have answered. Any thread."""
         answers: Future[tuple[SleepStepDone, ...]] = Future()
         with self.lock:
@@ -102,8 +109,8 @@ class EngineLoop:
         self.ranks.wake()
         return answers
 
-    def _leave_stream_requests(self) -> None:
-        """Nobody will answer any more."""
+    def _fail_stream_requests(self) -> None:
+        """Fail the open stream requests: no rank will answer any more."""
         with self.lock:
             left = [*([] if self._stream_request is None else [self._stream_request]), *self._stream_requests]
             self._stream_requests.clear()
@@ -111,14 +118,14 @@ class EngineLoop:
         for _, answers in left:
             answers.set_exception(RankLost(str(self.fault or "the engine was stopped")))
 
-    def still(self) -> bool:
-        """Whether a pause has come into effect, or never will."""
+    def pause_settled(self) -> bool:
+        """Whether a pause is in effect, or never will be."""
         there = self.scheduler.pausing == "paused" and not self.scheduler.in_flight and not self.cancelled
         return there or self.state in ("failed", "stopped")
 
     def _turn(self) -> bool:
-        """End what is to be ended, send what can be sent, wait, take what came. False when the engine is to end."""
-        self._end_some()
+        """End requests, send what can be sent, wait, take answers. False when the engine is to end."""
+        self._end_requests()
         with self.lock:
             if self.closing:
                 return False
@@ -128,8 +135,8 @@ class EngineLoop:
         return True
 
     def _send(self) -> None:
-        """What can be sent now. A decision goes before the next step; until its outcome is known, only steps follow it that are the same
-        whatever it is."""
+        """Send what can be sent now. A decision goes before the next step; until its outcome is known, only steps follow it that are the
+        same under either outcome."""
         if (
             self._stream_requests
             and self._stream_request is None
@@ -154,43 +161,43 @@ class EngineLoop:
                 return
             self.ranks.send(step)
 
-    def _end_some(self) -> None:
-        """Requests that were cancelled, or all. Here, so that every piece of an answer comes from one thread, in order."""
+    def _end_requests(self) -> None:
+        """End cancelled requests, or all. On this thread, so that every piece of an answer comes from one thread, in order."""
         with self.lock:
-            said = self.scheduler.end_all() if self.closing else []
+            deliveries = self.scheduler.end_all() if self.closing else []
             for request in self.cancelled:
-                said += self.scheduler.end(request)
+                deliveries += self.scheduler.end(request)
             self.cancelled.clear()
             self.quiet.notify_all()
-        _deliver(said)
+        _deliver(deliveries)
 
     def _take(self, answers: tuple[Done, ...]) -> None:
-        spoken = answers[0]
+        first = answers[0]
         weights = {answer.weights for answer in answers}
         if len(weights) > 1:
             raise RankLost(f"the ranks hold {len(weights)} versions: {', '.join(sorted(weights))}")
         with self.lock:
-            match spoken:
+            match first:
                 case StepDone(number=number, rows=rows):
-                    said = self.scheduler.done(number, spoken.weights, rows)
+                    deliveries = self.scheduler.done(number, first.weights, rows)
                 case SwapDone(torn=None):
-                    said, self.torn = self._swapped(spoken.weights), None
+                    deliveries, self.torn = self._swapped(first.weights), None
                 case SwapDone(torn=cause):
-                    said, self.torn, self._swapping = self.scheduler.end_all(), Torn(cause), None
+                    deliveries, self.torn, self._swapping = self.scheduler.end_all(), Torn(cause), None
                     self.scheduler.pool.forget()
                 case SleepStepDone():
-                    said, stream_request, self._stream_request = [], self._stream_request, None
+                    deliveries, stream_request, self._stream_request = [], self._stream_request, None
             self.quiet.notify_all()
-        _deliver(said)
-        if isinstance(spoken, SleepStepDone) and stream_request is not None:
+        _deliver(deliveries)
+        if isinstance(first, SleepStepDone) and stream_request is not None:
             stream_request[1].set_result(
                 tuple(answer for answer in answers if isinstance(answer, SleepStepDone))
             )
         if self.torn is not None and not self._outlives_torn:
             raise self.torn
 
-    def _swapped(self, weights: str) -> Said:
-        """All ranks know the outcome: the next step may go. Requests feel it only if the weights are other ones now."""
+    def _swapped(self, weights: str) -> Deliveries:
+        """All ranks know the outcome: the next step may go. Requests are affected only if the content of the weights changed."""
         policy, self._swapping = self._policy(), None
         if content_of(weights) == content_of(self.scheduler.weights):
             self.scheduler.weights = weights  # at most another name: keys and values are of the same content
@@ -198,21 +205,21 @@ class EngineLoop:
         return self.scheduler.change(weights, policy)
 
     def _policy(self) -> KvPolicy:
-        """What the swap under way means for requests that run."""
+        """The KV policy of the swap under way."""
         asked = None if self._swapping is None else self._swapping.kv_policy
         return self._kv_policy if asked is None else asked
 
     def _fail(self, error: LiveWeightError) -> None:
         with self.lock:
             self.fault, self.state = error, "failed"
-            said = self.scheduler.fail(error)
+            deliveries = self.scheduler.fail(error)
             callbacks, self.on_failure = self.on_failure, []
             self.quiet.notify_all()
-        _deliver(said)
+        _deliver(deliveries)
         for callback in callbacks:
             callback(error)
 
 
-def _deliver(said: Said) -> None:
-    for sink, delta in said:
+def _deliver(deliveries: Deliveries) -> None:
+    for sink, delta in deliveries:
         sink(delta)

@@ -1,6 +1,6 @@
 """Pages of the KV cache: which are free, which are shared, and which still hold something that a later request may use again.
 
-Pure bookkeeping; the memory itself is attention's, on the ranks. A full page is known by a key: a digest over the weights that computed it,
+Pure bookkeeping; the memory is on the ranks (rank/attention). A full page is known by a key: a digest over the weights that computed it,
 every token before it and its own. So two requests with the same beginning share pages, and pages of other weights are never found.
 """
 

@@ -1,6 +1,6 @@
-"""Pauses: who lets an engine's requests stand still. They go on when nobody does any more.
+"""Pauses: an operator, a round or sleep pauses an engine's requests. Requests go on when none of them does any more.
 
-An operator's pause lasts until an operator resumes. That of a round is the round's: it never ends an operator's.
+An operator's pause lasts until an operator resumes. The end of a round's pause never ends an operator's.
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ from liveweight.engine.status import PauseMode
 from liveweight.errors import WrongState
 from liveweight.spec.deadline import Deadline
 
-LOOK_S = 0.5
-"""How often a round that waits for its pause looks whether it is to end."""
+POLL_S = 0.5
+"""How often a round that waits for its pause checks whether it is to end."""
 
 
 class Pauses:
-    """One engine's. For any thread."""
+    """The pauses of one engine. For any thread."""
 
     def __init__(self, engine_loop: EngineLoop, check_open: Callable[[], None]) -> None:
         """`check_open` raises where the engine runs no requests; called with the engine loop's lock held."""
@@ -32,7 +32,7 @@ class Pauses:
         return self._operator
 
     def pause(self, mode: PauseMode, timeout_s: float) -> None:
-        """An operator's pause. DeadlineExceeded if requests do not stand still in time: they will."""
+        """An operator's pause. DeadlineExceeded if requests still run at the deadline; the pause comes into effect later."""
         deadline = Deadline.after(timeout_s)
         with self._engine_loop.lock:
             self._check_open()
@@ -41,7 +41,7 @@ class Pauses:
         self._await(mode, deadline)
 
     def resume(self) -> None:
-        """An operator's word: requests run again, whoever paused. WrongState while the engine sleeps: it is to be woken up."""
+        """An operator's resume: requests run again, whoever paused. WrongState while the engine sleeps: wake it up instead."""
         with self._engine_loop.lock:
             if self._asleep:
                 raise WrongState("asleep", "resume")
@@ -50,7 +50,7 @@ class Pauses:
         self._engine_loop.ranks.wake()
 
     def fall_asleep(self, deadline: Deadline) -> None:
-        """Let requests stand still until the engine wakes up. DeadlineExceeded if they do not in time; `wake_up` ends it then, too."""
+        """Pause requests until `wake_up`. DeadlineExceeded if requests still run at the deadline; `wake_up` ends the pause then, too."""
         with self._engine_loop.lock:
             self._check_open()
             self._asleep = True
@@ -60,15 +60,17 @@ class Pauses:
             self._check_open()
 
     def wake_up(self) -> None:
-        """The engine is awake: requests go on, unless somebody has paused them."""
+        """The engine is awake: requests go on, unless an operator or a round has paused them."""
         with self._engine_loop.lock:
             self._asleep = False
             if not self._operator and self._round is None:
                 self._engine_loop.scheduler.resume()
         self._engine_loop.ranks.wake()
 
-    def pause_for(self, call: str, mode: PauseMode, deadline: Deadline, go_on: Callable[[], None]) -> None:
-        """A round's pause. An engine that is paused already is left as it is. `go_on` raises where the wait is to end before."""
+    def pause_for(
+        self, call: str, mode: PauseMode, deadline: Deadline, check_continue: Callable[[], None]
+    ) -> None:
+        """A round's pause. Does nothing if the engine is paused already. `check_continue` raises to end the wait early."""
         with self._engine_loop.lock:
             self._check_open()
             if self._operator or self._asleep:
@@ -77,10 +79,10 @@ class Pauses:
             self._begin(mode)
         self._engine_loop.ranks.wake()
         while True:
-            go_on()
+            check_continue()
             with self._engine_loop.lock:
                 if self._engine_loop.quiet.wait_for(
-                    self._engine_loop.still, deadline.within(LOOK_S).remaining_s()
+                    self._engine_loop.pause_settled, deadline.within(POLL_S).remaining_s()
                 ):
                     return
             deadline.check(_waited_for(mode))
@@ -103,7 +105,7 @@ class Pauses:
     def _await(self, mode: PauseMode, deadline: Deadline) -> None:
         self._engine_loop.ranks.wake()
         with self._engine_loop.lock:
-            if not self._engine_loop.quiet.wait_for(self._engine_loop.still, deadline.remaining_s()):
+            if not self._engine_loop.quiet.wait_for(self._engine_loop.pause_settled, deadline.remaining_s()):
                 raise deadline.exceeded(_waited_for(mode))
 
 

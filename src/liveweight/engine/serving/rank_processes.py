@@ -1,6 +1,6 @@
-"""The engine's side of its ranks: starting their processes, the stream to each, and noticing at once when one is gone.
+"""Rank processes, as the engine sees them: starts them, streams entries to each, and notices at once when one is gone.
 
-Owns the processes: every one of them has ended when `close` returns. What the entries say is the scheduler's.
+Owns the processes: all have ended when `close` returns. The content of the entries is the scheduler's (serving/scheduler).
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from liveweight.engine.serving.step_stream import (
     Answer,
     Begin,
     Loaded,
-    Nap,
     RankFailed,
     RankReady,
     Setup,
+    SleepEntry,
     SleepStepDone,
     Step,
     StepDone,
@@ -82,18 +82,18 @@ class RankProcesses:
         self._waker = Waker()
         self._selector = selectors.DefaultSelector()
         self._selector.register(self._waker, selectors.EVENT_READ)
-        self._pipes: list[StepChannel[Answer]] = []
+        self._channels: list[StepChannel[Answer]] = []
         self._processes: list[RankProcess] = []
         self._sent: deque[tuple[str, float]] = deque()
         self._due = Deadline.after(0.0)
         self._answers: list[deque[Done]] = [deque() for _ in range(config.tp)]
-        self._meeting = tempfile.TemporaryDirectory(prefix="liveweight-ranks-")
+        self._rendezvous = tempfile.TemporaryDirectory(prefix="liveweight-ranks-")
         try:
             for rank in range(config.tp):
                 self._start(rank, launch)
-            meeting = str(Path(self._meeting.name) / "meeting")
-            for rank, pipe in enumerate(self._pipes):
-                pipe.send(Setup(config, rank, blocks, context, meeting))
+            rendezvous = str(Path(self._rendezvous.name) / "rendezvous")
+            for rank, channel in enumerate(self._channels):
+                channel.send(Setup(config, rank, blocks, context, rendezvous))
             self.begin = self._begin(Deadline.after(config.start_timeout_s))
         except BaseException:
             self.close(at_once=True)
@@ -104,11 +104,11 @@ class RankProcesses:
         """The process ids, by rank."""
         return tuple(process.pid for process in self._processes)
 
-    def send(self, entry: Step | Swap | Nap) -> None:
+    def send(self, entry: Step | Swap | SleepEntry) -> None:
         """Put an entry on every rank's stream."""
-        for rank, pipe in enumerate(self._pipes):
+        for rank, channel in enumerate(self._channels):
             try:
-                pipe.send(entry)
+                channel.send(entry)
             except LiveWeightError as error:
                 raise self._lost(rank, error) from error
         match entry:
@@ -134,22 +134,22 @@ class RankProcesses:
         timeout = self._due.remaining_s() if self._sent else None
         ready = self._selector.select(timeout)
         if not ready and self._sent:
-            raise self._late()
+            raise self._overdue()
         for key, _ in ready:
             if key.data is None:
                 self._waker.take()
                 continue
             for answer in self._arrived(key.data):
-                self._note(key.data, answer)
+                self._on_answer(key.data, answer)
         return self._complete()
 
     def close(self, *, at_once: bool = False) -> None:
         """End the streams and with them the processes; those that do not end in time are killed.
 
-        `at_once` is for when one was lost, or all are still starting: then they may be waiting for each other, and not read.
+        `at_once`: kill them now. For when one was lost, or all are still starting: they may wait for each other, and not read the stream.
         """
-        for pipe in self._pipes:
-            pipe.close()
+        for channel in self._channels:
+            channel.close()
         deadline = Deadline.after(0.0 if at_once else END_S)
         for process in self._processes:
             try:
@@ -159,50 +159,50 @@ class RankProcesses:
                 process.wait()
         self._selector.close()
         self._waker.close()
-        self._meeting.cleanup()
+        self._rendezvous.cleanup()
 
     def _start(self, rank: int, launch: Launch) -> None:
         ours, theirs = socket.socketpair()
         with theirs:
             self._processes.append(launch(rank, theirs))
         ours.settimeout(SEND_S)
-        pipe: StepChannel[Answer] = StepChannel(ours, Answer, peer=f"rank {rank}")
-        self._pipes.append(pipe)
-        self._selector.register(pipe, selectors.EVENT_READ, rank)
+        channel: StepChannel[Answer] = StepChannel(ours, Answer, peer=f"rank {rank}")
+        self._channels.append(channel)
+        self._selector.register(channel, selectors.EVENT_READ, rank)
 
     def _begin(self, deadline: Deadline) -> Begin:
-        """Give what the ranks have loaded a name, and let them begin with it."""
+        """Name the version that the ranks have loaded, and let them begin with it."""
         begin = named(
             self._await_all(Loaded, "load its weights", deadline), tensor_names(Path(self._config.model))
         )
-        for pipe in self._pipes:
-            pipe.send(begin)
+        for channel in self._channels:
+            channel.send(begin)
         self._await_all(RankReady, "be ready", deadline)
         return begin
 
     def _await_all(self, kind: type[Starting], what: str, deadline: Deadline) -> tuple[Starting, ...]:
-        """That answer of every rank."""
-        came: dict[int, Starting] = {}
-        while len(came) < self._config.tp:
+        """Wait for that answer of every rank."""
+        answers: dict[int, Starting] = {}
+        while len(answers) < self._config.tp:
             arrived = self._selector.select(deadline.remaining_s())
             if not arrived:
-                missing = next(r for r in range(self._config.tp) if r not in came)
+                missing = next(r for r in range(self._config.tp) if r not in answers)
                 raise deadline.exceeded(f"rank {missing} to {what}")
             for key, _ in arrived:
                 for answer in self._arrived(key.data):
                     if isinstance(answer, RankFailed):
                         raise answer.fault.to_error()
                     if isinstance(answer, kind):
-                        came[key.data] = answer
-        return tuple(came[rank] for rank in range(self._config.tp))
+                        answers[key.data] = answer
+        return tuple(answers[rank] for rank in range(self._config.tp))
 
     def _arrived(self, rank: int) -> Sequence[Answer]:
         try:
-            return self._pipes[rank].arrived()
+            return self._channels[rank].arrived()
         except LiveWeightError as error:
             raise self._lost(rank, error) from error
 
-    def _note(self, rank: int, answer: Answer) -> None:
+    def _on_answer(self, rank: int, answer: Answer) -> None:
         match answer:
             case StepDone() | SwapDone() | SleepStepDone():
                 self._answers[rank].append(answer)
@@ -225,22 +225,22 @@ class RankProcesses:
         if self._sent:
             self._due = Deadline.after(self._sent[0][1])
 
-    def _late(self) -> RankLost:
-        """Ranks wait for each other, so one that stands still keeps all from answering: if one is stopped, it alone is named."""
+    def _overdue(self) -> RankLost:
+        """Ranks wait for each other, so one that hangs keeps all from answering: if one is stopped by a signal, only that one is named."""
         what, _ = self._sent[0]
         missing = [rank for rank, answers in enumerate(self._answers) if not answers]
         stopped = [rank for rank in missing if _is_stopped(self._processes[rank].pid)]
         named = " and ".join(
             f"rank {rank} (process {self._processes[rank].pid})" for rank in stopped or missing
         )
-        stands = ", stopped," if stopped else ""
-        return RankLost(f"{named}{stands} did not answer {what} for {self._due.waited_s():.0f} s")
+        state = ", stopped," if stopped else ""
+        return RankLost(f"{named}{state} did not answer {what} for {self._due.waited_s():.0f} s")
 
     def _lost(self, rank: int, error: LiveWeightError) -> RankLost:
-        """What is known about a rank whose stream broke: its last word, or how it ended."""
-        word = self._pipes[rank].last_word(RankFailed)
-        if word is not None:
-            return RankLost(f"rank {rank} failed: {word.fault.message}")
+        """The error for a rank whose stream broke: its last message, or how its process ended."""
+        message = self._channels[rank].last_message(RankFailed)
+        if message is not None:
+            return RankLost(f"rank {rank} failed: {message.fault.message}")
         process = self._processes[rank]
         try:
             code = process.wait(END_S)
@@ -251,7 +251,7 @@ class RankProcesses:
 
 
 def _is_stopped(pid: int) -> bool:
-    """Whether somebody has stopped that process."""
+    """Whether a signal has stopped that process."""
     try:
         state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
     except (OSError, IndexError):

@@ -1,4 +1,4 @@
-"""What is asked of the engine and what comes back: sampling, tokens, pieces of an answer. Values only."""
+"""Requests to the engine and their answers: sampling, tokens, pieces of an answer. Values only."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """The scheduler: which sequences run, what the next step holds, what its results mean. Pure: no sockets, no clock, no threads.
 
-Steps go out in one order and ranks carry them out in that order. So pages may change hands as soon as it is decided: whoever writes to
-them later comes later in the stream. The scheduler may be one step ahead of what it knows: a sequence that draws is bounded by
+Steps go out in one order and ranks carry them out in that order. So a page may go to another sequence as soon as that is decided: its
+next writer comes later in the stream. The scheduler may be one step ahead of what it knows: a sequence that draws is bounded by
 what it can have grown to, and what a step draws for a sequence that ended meanwhile is dropped.
 """
 
@@ -21,8 +21,8 @@ from liveweight.engine.status import Pausing
 from liveweight.errors import LiveWeightError, MessageInvalid, QueueFull, RequestInvalid
 from liveweight.wire.messages.values import KvPolicy
 
-Said = list[tuple[Sink, Delta]]
-"""Pieces of answers, with whom they are for."""
+Deliveries = list[tuple[Sink, Delta]]
+"""Pieces of answers, each with the sink that it goes to."""
 
 
 class Scheduler:
@@ -89,23 +89,23 @@ class Scheduler:
         self._waiting.append(sequence)
         self._known[sequence.id] = sequence
 
-    def end(self, number: int) -> Said:
+    def end(self, number: int) -> Deliveries:
         """End a request with what it has. Nothing, if it is not there any more."""
         found = self._known.get(number)
         return [] if found is None else [self._finish(found, found.aborted())]
 
-    def end_all(self) -> Said:
+    def end_all(self) -> Deliveries:
         """End every request with what it has."""
         return [self._finish(sequence, sequence.aborted()) for sequence in list(self._known.values())]
 
-    def fail(self, error: LiveWeightError) -> Said:
+    def fail(self, error: LiveWeightError) -> Deliveries:
         """End everything with an error."""
         return [self._finish(sequence, Delta(fault=error)) for sequence in list(self._known.values())]
 
-    def change(self, weights: str, policy: KvPolicy) -> Said:
+    def change(self, weights: str, policy: KvPolicy) -> Deliveries:
         """Other weights serve from here on in the stream; steps in flight come after it. What that means for requests is the policy's."""
         self.weights, self._root = weights, root_key(content_of(weights))
-        said: Said = []
+        deliveries: Deliveries = []
         for sequence in reversed(list(self._running)):
             match policy:
                 case "recompute":
@@ -113,11 +113,11 @@ class Scheduler:
                 case "reuse":
                     sequence.stale = True
                 case "drop":
-                    said.append(self._finish(sequence, sequence.aborted()))
+                    deliveries.append(self._finish(sequence, sequence.aborted()))
         for sequence in self._known.values():
             sequence.keys.clear()
             sequence.reused |= sequence.stale or sequence.in_flight > 0  # also one that lost its pages since
-        return said
+        return deliveries
 
     # The next step.
 
@@ -163,7 +163,7 @@ class Scheduler:
         return more and longest + width - 1 <= self.limits.context
 
     def _next(self, sequence: Sequence) -> Next | None:
-        """A drawing row, with the pages it needs; None if the sequence itself had to give way."""
+        """A drawing row, with the pages it needs; None if the sequence itself was preempted."""
         width = self.limits.width
         need = self._pages(len(sequence.tokens) + sequence.pending * width + width - 1) - len(sequence.blocks)
         blocks: list[int] = []
@@ -243,16 +243,16 @@ class Scheduler:
             self.pool.remember(sequence.blocks[index], keys[index])
         sequence.kept = max(sequence.kept, len(keys))
 
-    # What came of it.
+    # Results.
 
-    def done(self, number: int, weights: str, rows: Rows[Drawn]) -> Said:
+    def done(self, number: int, weights: str, rows: Rows[Drawn]) -> Deliveries:
         """The oldest step in flight was carried out by all ranks, under these weights; what its rows drew."""
         sent, users = self._sent.popleft()
         if sent != number or len(rows) != len(users):
             raise MessageInvalid(
                 f"results of step {number} with {len(rows)} rows, not of {sent} with {len(users)}"
             )
-        said: Said = []
+        deliveries: Deliveries = []
         for sequence, drawn in zip(users, rows, strict=True):
             sequence.in_flight -= 1
             if sequence.finished:
@@ -263,12 +263,12 @@ class Scheduler:
             if delta is None:
                 continue
             if delta.last:
-                said.append(self._finish(sequence, delta))
+                deliveries.append(self._finish(sequence, delta))
                 continue
-            said.append((sequence.sink, delta))
+            deliveries.append((sequence.sink, delta))
             if sequence.slot >= 0 and not sequence.filling:
                 self._remember(sequence, len(sequence.tokens) - 1)
-        return said
+        return deliveries
 
     def _count(self, drawn: Drawn, delta: Delta | None) -> None:
         counts = self.counts
@@ -277,7 +277,7 @@ class Scheduler:
         counts.generated_tokens += 0 if delta is None else len(delta.tokens)
 
     def _finish(self, sequence: Sequence, delta: Delta) -> tuple[Sink, Delta]:
-        """Give everything back; what is in flight for it is dropped when it comes."""
+        """Release everything of a sequence; results in flight for it are dropped when they come."""
         sequence.finished = True
         del self._known[sequence.id]
         if sequence.slot >= 0:

@@ -1,4 +1,4 @@
-"""One request inside the engine: its tokens, its pages, how far it is, and what it still owes its client.
+"""One request inside the engine: its tokens, its pages, its progress, and the text that its client has not received yet.
 
 A sequence lives on the scheduler's thread. Whether it is filling, drawing or waiting follows from its numbers; the scheduler moves it.
 """
@@ -13,7 +13,7 @@ from liveweight.engine.serving.step_stream import Draw, Drawn
 
 
 class AnswerText(Protocol):
-    """Turns tokens into text, and hears stop strings in it."""
+    """Turns tokens into text, and finds stop strings in it."""
 
     def push(self, token: int) -> tuple[str, bool]:
         """Text that is certain now, and whether a stop string ended it."""
@@ -25,14 +25,14 @@ class AnswerText(Protocol):
 class Sequence:
     """A request. `filled` of `target` tokens are scheduled into the cache; then it draws, `pending` draws being in flight.
 
-    `fresh` until the ranks were told of its slot; `kept` of its pages are remembered by the pool. `stale` while its pages hold what other
+    `fresh` until the ranks know its slot; `kept` of its pages are remembered by the pool. `stale` while its pages hold what other
     weights computed; `reused` if that ever was so.
     """
 
     __slots__ = (
+        "answer_text",
         "blocks",
         "cached",
-        "ear",
         "filled",
         "finished",
         "fresh",
@@ -54,9 +54,9 @@ class Sequence:
     )
 
     def __init__(
-        self, number: int, prompt: list[int], sampling: Sampling, sink: Sink, ear: AnswerText
+        self, number: int, prompt: list[int], sampling: Sampling, sink: Sink, answer_text: AnswerText
     ) -> None:
-        self.id, self.sampling, self.sink, self.ear = number, sampling, sink, ear
+        self.id, self.sampling, self.sink, self.answer_text = number, sampling, sink, answer_text
         self.tokens, self.prompt_length, self.generated = prompt, len(prompt), 0
         self.slot = -1
         self.blocks: list[int] = []
@@ -94,7 +94,7 @@ class Sequence:
             self.tokens.append(token)
             self.generated += 1
             tokens.append(_token(drawn, index, weights))
-            finish = self._hear(token, ends, text)
+            finish = self._add_token(token, ends, text)
             if finish is not None:
                 break
         if not tokens:
@@ -121,20 +121,20 @@ class Sequence:
 
     def aborted(self) -> Delta:
         """The last piece of an answer that somebody ends here."""
-        return self.ended("abort", text=self.ear.finish())
+        return self.ended("abort", text=self.answer_text.finish())
 
-    def _hear(self, token: int, ends: frozenset[int], text: list[str]) -> Finish | None:
-        """The text of a token, and whether it is the last. A token that ends the answer has no text of its own."""
+    def _add_token(self, token: int, ends: frozenset[int], text: list[str]) -> Finish | None:
+        """Append the text of a token; returns the finish reason if it is the last. A token that ends the answer has no text of its own."""
         sampling = self.sampling
         if token in sampling.stop_token_ids or (token in ends and not sampling.ignore_eos):
-            text.append(self.ear.finish())
+            text.append(self.answer_text.finish())
             return "stop"
-        more, stopped = self.ear.push(token)
+        more, stopped = self.answer_text.push(token)
         text.append(more)
         if stopped:
             return "stop"
         if self.generated >= sampling.max_tokens:
-            text.append(self.ear.finish())
+            text.append(self.answer_text.finish())
             return "length"
         return None
 

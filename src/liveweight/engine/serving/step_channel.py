@@ -1,7 +1,7 @@
-"""One end of a stream between the scheduler and a rank: framed messages over a connected pair of sockets.
+"""The step channel: one end of the stream between the engine and a rank, framed messages over a socket pair.
 
-The pair has no name and no other party: it is inherited by the rank's process, and the kernel closes it when either end dies. Nobody else
-can speak on it, so it needs no secret. The limit stands against a bug, not against an attacker.
+The pair has no address: the rank's process inherits its end, and the kernel closes it when either process dies. No other process can
+send on it, so it needs no secret. The size limit guards against bugs, not against attackers.
 """
 
 from __future__ import annotations
@@ -66,18 +66,18 @@ class StepChannel(Generic[Received]):
             messages.append(message)
         return messages
 
-    def last_word(self, kind: type[Kind]) -> Kind | None:
-        """What a peer that is gone left unread, if it is of that kind."""
+    def last_message(self, kind: type[Kind]) -> Kind | None:
+        """The last unread message of that kind from a peer that is gone; else None."""
         self._socket.settimeout(0)
         found = None
         try:
             while True:
-                found = next((word for word in self.arrived() if isinstance(word, kind)), found)
+                found = next((message for message in self.arrived() if isinstance(message, kind)), found)
         except WireError:
             return found
 
     def interrupt(self) -> None:
-        """Let the owner hear the end of its stream once it has read what came; it can still speak. Any thread."""
+        """Make `receive` raise ChannelClosed once all arrived messages are read; `send` still works. Any thread."""
         with suppress(OSError):
             self._socket.shutdown(socket.SHUT_RD)
 

@@ -1,7 +1,7 @@
-"""The step stream: what the scheduler sends to every rank, in one order for all, and what each rank answers.
+"""The step stream: the messages that the engine sends to every rank, in one order for all, and the ranks' answers.
 
-A closed set of messages. An entry is carried out whole before the next one is read, so whatever an entry says holds for all that
-follow it and for nothing before. A rank remembers its sequences by slot: the scheduler may send the next step without having seen the
+A closed set of messages. An entry is carried out whole before the next one is read, so an entry holds for all that follow it and for
+nothing before. A rank remembers its sequences by slot: the scheduler may send the next step without having seen the
 tokens of the one before.
 """
 
@@ -22,12 +22,12 @@ class _Message(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fiel
 
 
 def weights_text(version: Version) -> str:
-    """What steps and tokens call the weights they come from: label and digest."""
+    """The name of weights in steps and tokens: label and digest."""
     return f"{version.label}@{version.digest}"
 
 
 def content_of(weights: str) -> str:
-    """The digest in what `weights_text` gave: the same for the same content, whatever it is called."""
+    """The digest in a name from `weights_text`: the same for the same content, whatever its label."""
     return weights.rpartition("@")[2]
 
 
@@ -71,7 +71,7 @@ class Step(_Message, frozen=True):
 
 
 class Setup(_Message, frozen=True):
-    """The first entry: who the rank is. `meeting` is the file over which the ranks find each other."""
+    """The first entry: the rank's number and configuration. `meeting` is the file over which the ranks find each other."""
 
     config: EngineConfig
     rank: int
@@ -97,7 +97,7 @@ class Swap(_Message, frozen=True):
 
 
 class SaveImage(_Message, frozen=True):
-    """Write all live weights into this directory, as a part of the snapshot with that id: they are going to be given back."""
+    """Write all live weights into this directory, as a part of the snapshot with that id: their memory will be released."""
 
     directory: str
     snapshot: str
@@ -105,7 +105,7 @@ class SaveImage(_Message, frozen=True):
 
 
 class ReleaseMemory(_Message, frozen=True):
-    """Let go of the memory of the weights, live and shadow, or of the cache, or of both. No step comes before it is taken back."""
+    """Release the memory of the weights, live and shadow, or of the cache, or of both. No step comes before it is restored."""
 
     weights: bool
     kv_cache: bool
@@ -113,17 +113,17 @@ class ReleaseMemory(_Message, frozen=True):
 
 
 class RestoreMemory(_Message, frozen=True):
-    """Read the weights that were given back from this offer, and compare them with what they were."""
+    """Read the released weights back from this offer, and compare them with their digests from before."""
 
     offer: Offer
     timeout_s: float
 
 
-Nap: TypeAlias = SaveImage | ReleaseMemory | RestoreMemory
-"""What puts a rank to sleep, and wakes it up."""
+SleepEntry: TypeAlias = SaveImage | ReleaseMemory | RestoreMemory
+"""An entry that puts a rank to sleep, or wakes it up."""
 
-Entry: TypeAlias = Setup | Begin | Step | Swap | Nap
-"""What a scheduler sends. The end of the stream ends the rank."""
+Entry: TypeAlias = Setup | Begin | Step | Swap | SleepEntry
+"""What the engine sends. The end of the stream ends the rank."""
 
 
 class Drawn(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
@@ -155,7 +155,7 @@ class RankReady(_Message, frozen=True):
 
 
 class StepDone(_Message, frozen=True):
-    """A rank has carried out a step, under these weights. Rank 0 says what its rows drew, in their order; the others say nothing."""
+    """A rank has carried out a step, under these weights. Rank 0 sends what its rows drew, in their order; the other ranks send no rows."""
 
     number: int
     weights: str
@@ -170,7 +170,7 @@ class SwapDone(_Message, frozen=True):
 
 
 class SleepStepDone(_Message, frozen=True):
-    """A rank has carried out what it was told about its sleep; or could not, and why. Then it is as it was before, or still asleep."""
+    """A rank has carried out a SleepEntry; or could not, and why: then it is as before, or still asleep."""
 
     weights: str
     size_bytes: int = 0
@@ -178,7 +178,7 @@ class SleepStepDone(_Message, frozen=True):
 
 
 class RankFailed(_Message, frozen=True):
-    """A rank's last word."""
+    """A rank's last message: why it ends."""
 
     fault: Fault
 

@@ -1,6 +1,6 @@
 """Text and tokens: the tokenizer of a model directory, its chat template, and answers that grow token by token.
 
-Owns the way from text to ids and back. Which ids end an answer, and what is done with its text, is the engine's.
+Owns the conversion of text to ids and back. Which ids end an answer, and what is done with its text, is the engine's.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The tokenizer of a model directory: text to ids and back, as transformers does it on the same directory.
 
-Owns what a single token stands for. Text that grows is stream.py's.
+Owns what a single token stands for. Text that grows is text/stream's.
 """
 
 from __future__ import annotations

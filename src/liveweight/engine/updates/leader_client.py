@@ -1,7 +1,6 @@
-"""The leader client: what an engine can say of its live updates, and the one thing that an operator may decide there, which is to go back.
+"""The engine's client of its own leader: the state of live updates, and undo.
 
-It speaks to the engine's own leader as any publisher does, so it sees what a publisher sees. What it remembers of rounds it hears on
-the bus.
+Connects as any publisher does, so it sees what a publisher sees. The list of past rounds comes from events on the bus.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ ANSWER_S = 10.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RoundSummary:
-    """A round that ended. `stall_s` is how long decoding stood still, where it did; `reason`, why it failed.
+    """A round that ended. `stall_s` is how long decoding stopped, if it did; `reason`, why it failed.
 
     `kept` names the optional groups of tensors, such as the draft's, that its offer left out.
     """
@@ -41,10 +40,10 @@ class RoundSummary:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UpdateStatus:
-    """A replica's standing. `serving` None: a swap is under way; `round` is the id of the one that is open.
+    """The state of a replica. `serving` None: a swap is under way; `round` is the id of the open round.
 
-    `serving_s` is for how long it has served that. `snapshots` and `recovery` are None where it keeps none, and where it never lost a
-    rank; `pending` says why it takes no requests before a publisher has come, or is None.
+    `serving_s` is how long it has served that version. `snapshots` is None if it keeps none, `recovery` if it never lost a
+    rank; `pending` says why it takes no requests before a publisher has connected, or is None.
     """
 
     state: str
@@ -64,58 +63,58 @@ class LeaderClient:
 
     def __init__(self, address: str, secret: Secret, bus: Bus) -> None:
         self.address = address
-        self._asking, self._deciding = threading.Lock(), threading.Lock()
-        self._leader, self._decider = WireReplica(address, secret), WireReplica(address, secret)
+        self._query_lock, self._command_lock = threading.Lock(), threading.Lock()
+        self._queries, self._commands = WireReplica(address, secret), WireReplica(address, secret)
         self._rounds: deque[RoundSummary] = deque(maxlen=REMEMBERED)
         self._facts: dict[str, tuple[float | None, str | None]] = {}
         self._kept: tuple[str, ...] = ()
-        self._subscription = bus.subscribe(self._hear)
+        self._subscription = bus.subscribe(self._on_event)
 
     def update_status(self) -> UpdateStatus:
-        """How it is now, as the leader says."""
-        with self._asking:
+        """The present state, as the leader reports it."""
+        with self._query_lock:
             try:
-                said = self._leader.replica_state(Deadline.after(ANSWER_S))
+                reply = self._queries.replica_state(Deadline.after(ANSWER_S))
             except ReplicaRefused as refused:
                 raise refused.to_error() from refused
-        open_round = None if said.round is None else f"{said.round.boot}/{said.round.epoch}"
+        open_round = None if reply.round is None else f"{reply.round.boot}/{reply.round.epoch}"
         return UpdateStatus(
-            state=said.state,
-            serving=said.serving,
-            undo=said.undo,
+            state=reply.state,
+            serving=reply.serving,
+            undo=reply.undo,
             round=open_round,
             rounds=tuple(self._rounds),
-            kept=said.kept,
-            serving_s=said.serving_s,
+            kept=reply.kept,
+            serving_s=reply.serving_s,
         )
 
     def undo(self, timeout_s: float) -> Version | None:
-        """Go back to the version before; what serves then. WrongState without one, RoundOpen while a round is open."""
-        with self._deciding:  # apart from questions: those are answered while it waits
+        """Go back to the version before; returns the version that serves then. WrongState without one, RoundOpen while a round is open."""
+        with self._command_lock:  # not the query lock: queries are answered while undo waits
             try:
-                return self._decider.undo(OPERATOR, Deadline.after(timeout_s)).serving
+                return self._commands.undo(OPERATOR, Deadline.after(timeout_s)).serving
             except ReplicaRefused as refused:
                 raise refused.to_error() from refused
 
-    def rest(self, *, asleep: bool, weights: bool, kv_cache: bool, timeout_s: float) -> None:
-        """Tell the leader that memory is given back, before it is, or that it is back. RoundOpen or WrongState where it cannot be."""
+    def note_sleep(self, *, asleep: bool, weights: bool, kv_cache: bool, timeout_s: float) -> None:
+        """Tell the leader that memory will be released, or that it was restored. RoundOpen or WrongState if the leader refuses."""
         body = m.Sleep if asleep else m.Wake
-        with self._deciding:
+        with self._command_lock:
             try:
-                self._decider.rest(body(weights=weights, kv_cache=kv_cache), Deadline.after(timeout_s))
+                self._commands.note_sleep(body(weights=weights, kv_cache=kv_cache), Deadline.after(timeout_s))
             except ReplicaRefused as refused:
                 raise refused.to_error() from refused
 
     def close(self) -> None:
-        """Let go of the leader and the bus."""
+        """Disconnect from the leader and the bus."""
         self._subscription.close()
-        for lock, replica in ((self._asking, self._leader), (self._deciding, self._decider)):
+        for lock, replica in ((self._query_lock, self._queries), (self._command_lock, self._commands)):
             replica.interrupt()  # ends the call that holds the lock
             with lock:
                 replica.close()
 
-    def _hear(self, event: ev.AnyEvent) -> None:
-        """The bus's reader, on the leader's thread: one round ends before the next begins."""
+    def _on_event(self, event: ev.AnyEvent) -> None:
+        """Called by the bus on the leader's thread: one round ends before the next begins."""
         match event:
             case ev.RoundOpened(kept=kept):
                 self._kept = kept

@@ -1,4 +1,4 @@
-"""Live updates inside the engine: a leader beside the scheduler, a member in every rank, and the way of a decision from one to the other.
+"""Live updates inside the engine: a leader beside the scheduler, a WorkerRank in every rank process, and the inbox for decisions.
 
 The leader runs the rounds and leaves a decision in the inbox. The engine's thread takes it from there and puts it on the step stream,
 so that all ranks swap their weights between the same two steps. A step without a decision costs the ranks nothing.
@@ -45,19 +45,19 @@ class DecisionInbox:
         self._waiting: tuple[RoundId, Decision] | None = None
 
     def on_decision(self, wake: Callable[[], None]) -> None:
-        """Whom to wake. Before that, a decision waits for the first turn of the engine's thread."""
+        """Set the callback that wakes the engine's thread. Before that, a decision waits for the thread's first turn."""
         with self._lock:
             self._wake = wake
 
     def put(self, round_id: RoundId, decision: Decision) -> None:
-        """A decision for all ranks. The leader's thread."""
+        """Leave a decision for all ranks. The leader's thread."""
         with self._lock:
             self._waiting, wake = (round_id, decision), self._wake
         if wake is not None:
             wake()
 
     def withdraw(self, round_id: RoundId) -> bool:
-        """Take it back, unless it is on the stream already: then the ranks are told what follows. The leader's thread."""
+        """Remove the decision; False if it is on the step stream already. The leader's thread."""
         with self._lock:
             waits = self._waiting is not None and self._waiting[0] == round_id
             if waits:
@@ -65,7 +65,7 @@ class DecisionInbox:
             return waits
 
     def take(self) -> Decision | None:
-        """The decision that waits. The engine's thread."""
+        """Remove and return the waiting decision. The engine's thread."""
         with self._lock:
             waiting, self._waiting = self._waiting, None
         return None if waiting is None else waiting[1]
@@ -74,7 +74,7 @@ class DecisionInbox:
 def start_leader(
     updates: Updates, *, secret: Secret, world: int, replica: str, bus: Bus, inbox: DecisionInbox
 ) -> LeaderServer:
-    """The leader of an engine's rounds; publishers and ranks reach it at its address."""
+    """Start the leader of an engine's rounds; publishers and ranks reach it at its address."""
     return LeaderServer(
         address=updates.address,
         secret=secret,
@@ -87,7 +87,7 @@ def start_leader(
 
 
 class RankUpdates:
-    """A rank's part: it stages in the background, and swaps where the stream says so. For the rank's main thread.
+    """One rank's side of live updates: stages in the background, swaps where the step stream says so. For the rank's main thread.
 
     `on_failure` is called, on another thread, when the rank cannot follow rounds any more; `check` says why.
     """
@@ -111,7 +111,7 @@ class RankUpdates:
         target = module_target(model, model.pieces(), threads=threads, device=here, shadow=updates.shadow)
         kernels, home = target.home.choose().kernels, target.home
         secret = load_or_create_secret(Path(updates.secret_file))
-        self._member = WorkerRank(
+        self._worker_rank = WorkerRank(
             target,
             address=updates.address,
             secret=secret,
@@ -129,19 +129,21 @@ class RankUpdates:
             in_place=None if updates.shadow != "none" else _in_place(updates, model, here),
             on_failure=on_failure,
         )
-        self._held = HeldVersion(weights_text(start.version), self._member.swaps)
+        self._held = HeldVersion(weights_text(start.version), self._worker_rank.swaps)
         self._target, self._device, self._secret, self._rank = target, here, secret, rank
-        self._saving: RankSnapshotWriter | None = None
+        self._snapshot_writer: RankSnapshotWriter | None = None
 
-    def save_to(self, snapshots: Snapshots, timeout_s: float, *, pace_bytes_per_s: float | None) -> None:
-        """Write snapshots of what is live, when the engine says so."""
+    def start_snapshot_writer(
+        self, snapshots: Snapshots, timeout_s: float, *, pace_bytes_per_s: float | None
+    ) -> None:
+        """Write snapshots of the live weights, when the engine asks for them."""
         live = LiveWeights(
             target=self._target,
             device=self._device,
             held=lambda: self._held,
-            swaps=lambda: self._member.swaps,
+            swaps=lambda: self._worker_rank.swaps,
         )
-        self._saving = RankSnapshotWriter(
+        self._snapshot_writer = RankSnapshotWriter(
             snapshots,
             self._secret,
             live,
@@ -157,30 +159,30 @@ class RankUpdates:
 
     @contextmanager
     def changing(self, deadline: Deadline) -> Iterator[None]:
-        """Change what is live outside a round; at its end the rank is said to hold what it held."""
-        with self._member.changing(deadline):
+        """Change live weights outside a round; afterwards the rank holds the same version as before."""
+        with self._worker_rank.changing(deadline):
             yield
-            self._held = HeldVersion(self._held.weights, self._member.swaps)
+            self._held = HeldVersion(self._held.weights, self._worker_rank.swaps)
 
     def carry_out(self, entry: Swap) -> SwapDone:
-        """Swap, all ranks or none; what the weights are called that the rank holds then, or why it is torn."""
-        settled = self._member.carry_out(Decision(entry.epoch, entry.undo, entry.timeout_s))
+        """Swap, all ranks or none. Returns the name of the weights that the rank holds then, or why it is torn."""
+        settled = self._worker_rank.carry_out(Decision(entry.epoch, entry.undo, entry.timeout_s))
         if settled.serving is None and settled.torn is None:
-            raise WrongState("told of no version", "serving after a swap")
+            raise WrongState("without a version", "serving after a swap")
         weights = "" if settled.serving is None else weights_text(settled.serving)
-        self._held = HeldVersion(weights, self._member.swaps)
+        self._held = HeldVersion(weights, self._worker_rank.swaps)
         return SwapDone(weights, settled.torn)
 
     def check(self) -> None:
-        """ChannelClosed if the rank cannot follow rounds any more: it would serve what it has for ever, and nobody could tell."""
-        if self._member.failure is not None:
-            raise ChannelClosed(f"rank {self._rank} lost its leader: {self._member.failure}")
+        """ChannelClosed if the rank cannot follow rounds any more: it would serve its version for ever, and nobody would notice."""
+        if self._worker_rank.failure is not None:
+            raise ChannelClosed(f"rank {self._rank} lost its leader: {self._worker_rank.failure}")
 
     def close(self) -> None:
         """Leave the replica."""
-        if self._saving is not None:
-            self._saving.close()
-        self._member.close()
+        if self._snapshot_writer is not None:
+            self._snapshot_writer.close()
+        self._worker_rank.close()
 
 
 def _in_place(updates: Updates, model: Model, device: Device) -> InPlaceSettings:

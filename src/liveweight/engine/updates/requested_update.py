@@ -1,7 +1,7 @@
-"""Requested updates: an operator names a version, and the engine reads it from its source, in a round that it drives itself.
+"""Requested updates: an operator names a version, and the engine reads it from its source in a round that the engine coordinates.
 
-The same round that a trainer drives, against the engine's own leader; only who begins it differs. One at a time: a second is
-refused, naming the first. What the source offers is the source's; it is held for as long as the ranks read.
+The round is the same as a trainer's (rounds/coordinator), against the engine's own leader. One update runs at a time: a second is
+refused, naming the first. A read lease keeps the version available at the source while the ranks read (rounds/read_lease).
 """
 
 from __future__ import annotations
@@ -41,13 +41,13 @@ from liveweight.wire.waker import Waker
 
 LEASE_S = 10.0
 CLOSE_S = 30.0
-"""How long closing waits for an update that was told to end; its waits are seconds."""
+"""How long closing waits for an update that was asked to end; its own waits last seconds."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestedVersion:
-    """What an operator asks for. `version` None: the source's newest; `transfer_mode` None: as the engine is set; `pause` None: requests
-    run on; `call` is the call's own id."""
+    """The version that an operator asks for. `version` None: the source's newest; `transfer_mode` None: the engine's setting; `pause` None:
+    requests run on; `call` is the id of the HTTP call."""
 
     call: str
     version: str | int | None = None
@@ -60,7 +60,7 @@ class RequestedVersion:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UpdateTimes:
-    """How long the steps took; of the ranks' own, the slowest. `hold_s`: until the source had the version ready."""
+    """How long the steps took; of the ranks' own, the slowest. `hold_s`: until the source granted a read lease."""
 
     hold_s: float
     stage_s: float
@@ -75,8 +75,8 @@ class UpdateTimes:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UpdateResult:
     """The engine serves the version. `unchanged`: it did before, and nothing was done. `kept` names the optional groups of tensors,
-    such as the draft's, that the offer left out. `ranks` is empty where the leader's word on the commit was lost, and the commit was
-    learned afterwards."""
+    such as the draft's, that the offer left out. `ranks` is empty if the leader's reply to the commit was lost, and the
+    outcome was queried afterwards."""
 
     version: Version
     outcome: Literal["committed", "unchanged"]
@@ -103,111 +103,113 @@ class RequestedUpdates:
         world: int,
         pauses: Pauses,
     ) -> None:
-        """`transfer_mode`: over which updates come where a wish names none; None: any."""
+        """`transfer_mode`: the mode if a request names none; None: any."""
         self.source, self._mode = source, transfer_mode
         self._leader, self._secret, self._replica, self._world = leader, secret, replica, world
         self._pauses = pauses
         self._changed = threading.Condition()
-        self._holder: str | None = None
-        self._driven: WireReplica | None = None
+        self._running_call: str | None = None
+        self._running_replica: WireReplica | None = None
         self._closing = False
         self._cancel = Waker()
 
-    def update(self, wish: RequestedVersion) -> UpdateResult:
+    def update(self, request: RequestedVersion) -> UpdateResult:
         """Take the engine to that version. RoundFailed: it serves what it served, and the cause says why; RoundOpen where another
         update runs, VersionNotOffered with what there is, ChannelClosed where no source is."""
-        began_s, deadline = time.monotonic(), Deadline.after(wish.timeout_s)
-        with self._alone(wish.call):
+        began_s, deadline = time.monotonic(), Deadline.after(request.timeout_s)
+        with self._exclusive(request.call):
             try:
-                return self._run(wish, began_s, deadline)
+                return self._run(request, began_s, deadline)
             except (ChannelClosed, RoundFailed, RoundAborted) as error:
-                self._go_on(error)
+                self._check_not_closing(error)
                 raise
 
     def close(self) -> None:
-        """End the update that runs, without waiting for who does not answer, and take no other."""
+        """End the running update without waiting for peers that do not answer; refuse others."""
         with self._changed:
             self._closing = True
-            if self._driven is not None:
-                self._driven.interrupt()
+            if self._running_replica is not None:
+                self._running_replica.interrupt()
             self._cancel.wake()
-            if self._changed.wait_for(lambda: self._holder is None, CLOSE_S):
-                self._cancel.close()  # else somebody still polls it
+            if self._changed.wait_for(lambda: self._running_call is None, CLOSE_S):
+                self._cancel.close()  # else another thread still polls it
 
     @contextmanager
-    def _alone(self, call: str) -> Iterator[None]:
+    def _exclusive(self, call: str) -> Iterator[None]:
         with self._changed:
-            self._go_on()
-            if self._holder is not None:
-                raise RoundOpen(self._replica, self._holder)
-            self._holder = f"{OPERATOR}/{call}"
+            self._check_not_closing()
+            if self._running_call is not None:
+                raise RoundOpen(self._replica, self._running_call)
+            self._running_call = f"{OPERATOR}/{call}"
         try:
             yield
         finally:
             with self._changed:
-                self._holder = self._driven = None
+                self._running_call = self._running_replica = None
                 self._changed.notify_all()
 
-    def _go_on(self, cause: Exception | None = None) -> None:
+    def _check_not_closing(self, cause: Exception | None = None) -> None:
         if self._closing:
             raise EngineStopping("the engine is being stopped") from cause
 
-    def _run(self, wish: RequestedVersion, began_s: float, deadline: Deadline) -> UpdateResult:
+    def _run(self, request: RequestedVersion, began_s: float, deadline: Deadline) -> UpdateResult:
         with ExitStack() as stack:
-            lease = stack.enter_context(self._hold(wish, deadline))
+            lease = stack.enter_context(self._read_lease(request, deadline))
             hold_s = time.monotonic() - began_s
-            _check(wish, wish.transfer_mode or self._mode, lease.held)
+            _check(request, request.transfer_mode or self._mode, lease.grant)
             replica = WireReplica(self._leader, self._secret)
             stack.callback(replica.close)
             with self._changed:
-                self._go_on()
-                self._driven = replica
-            stack.callback(self._pauses.resume_from, wish.call)
-            pool = stack.enter_context(ThreadPoolExecutor(1))  # of one replica none is used
-            pause = _Pause(self._pauses, wish, deadline, self._go_on)
+                self._check_not_closing()
+                self._running_replica = replica
+            stack.callback(self._pauses.resume_from, request.call)
+            pool = stack.enter_context(
+                ThreadPoolExecutor(1)
+            )  # the coordinator uses no thread of it for one replica
+            pause = _Pause(self._pauses, request, deadline, self._check_not_closing)
             progress = ReplicaProgress(replica)
-            coordinator = self._drive(wish, lease, progress, deadline, pool, pause)
+            coordinator = self._coordinator(request, lease, progress, deadline, pool, pause)
             coordinator.run()
-            steps = _steps(progress, coordinator, hold_s=hold_s, pause_s=pause.took_s, began_s=began_s)
-            return self._updated(wish, lease.held, progress, steps)
+            steps = _times(progress, coordinator, hold_s=hold_s, pause_s=pause.took_s, began_s=began_s)
+            return self._result(request, lease.grant, progress, steps)
 
-    def _hold(self, wish: RequestedVersion, deadline: Deadline) -> ReadLease:
+    def _read_lease(self, request: RequestedVersion, deadline: Deadline) -> ReadLease:
         return ReadLease(
             self.source,
             self._secret,
-            requester=f"{self._replica}, asked by {OPERATOR}/{wish.call}",
-            version=None if wish.version is None else str(wish.version),
+            requester=f"{self._replica}, asked by {OPERATOR}/{request.call}",
+            version=None if request.version is None else str(request.version),
             lease_s=deadline.remaining_s() + LEASE_S + MARGIN_S,
             deadline=deadline,
             cancel=self._cancel,
         )
 
-    def _drive(
+    def _coordinator(
         self,
-        wish: RequestedVersion,
+        request: RequestedVersion,
         lease: ReadLease,
         progress: ReplicaProgress,
         deadline: Deadline,
         pool: ThreadPoolExecutor,
         pause: _Pause,
     ) -> RoundCoordinator:
-        held = lease.held
+        grant = lease.grant
         order = m.Open(
-            publisher=f"{OPERATOR}/{wish.call}",
-            version=held.version,
-            structure=held.structure,
-            digests=held.digests,
-            offer=held.offer,
-            verify=wish.verify,
+            publisher=f"{OPERATOR}/{request.call}",
+            version=grant.version,
+            structure=grant.structure,
+            digests=grant.digests,
+            offer=grant.offer,
+            verify=request.verify,
             timeout_s=deadline.remaining_s() + LEASE_S + MARGIN_S,
-            kv_policy=wish.kv_policy,
+            kv_policy=request.kv_policy,
             host=this_host(),
             pid=os.getpid(),
         )
         return RoundCoordinator(
-            parts=[progress],
+            replicas=[progress],
             order=order,
-            manifest=held.manifest,
+            manifest=grant.manifest,
             quorum=1,
             lease_s=LEASE_S,
             deadline=deadline,
@@ -219,18 +221,22 @@ class RequestedUpdates:
             before_vote=pause.begin,
         )
 
-    def _updated(
-        self, wish: RequestedVersion, held: ReadLeaseGranted, progress: ReplicaProgress, steps: UpdateTimes
+    def _result(
+        self,
+        request: RequestedVersion,
+        grant: ReadLeaseGranted,
+        progress: ReplicaProgress,
+        steps: UpdateTimes,
     ) -> UpdateResult:
         round_id, committed = progress.round_id, progress.committed
         nothing = tuple(RankTimes(rank=rank) for rank in range(self._world))
         return UpdateResult(
-            version=held.version,
+            version=grant.version,
             outcome="unchanged" if progress.unchanged else "committed",
             round=None if round_id is None else f"{round_id.boot}/{round_id.epoch}",
-            mode=held.offer.mode,
-            verified=wish.verify and not progress.unchanged,
-            tensors=len(held.manifest.tensors),
+            mode=grant.offer.mode,
+            verified=request.verify and not progress.unchanged,
+            tensors=len(grant.manifest.tensors),
             kept=progress.kept,
             steps=steps,
             ranks=nothing if committed is None else committed.ranks,
@@ -239,23 +245,23 @@ class RequestedUpdates:
 
 @dataclass(slots=True)
 class _Pause:
-    """The pause that was asked for, begun when all ranks are ready; and how long it took until requests stood still."""
+    """The pause that the request asks for, begun when all ranks are ready, and how long it took until no request ran."""
 
     pauses: Pauses
-    wish: RequestedVersion
+    request: RequestedVersion
     deadline: Deadline
-    go_on: Callable[[], None]
+    check_continue: Callable[[], None]
     took_s: float = 0.0
 
     def begin(self) -> None:
-        """Let requests stand still, if that was asked for."""
-        if self.wish.pause is not None:
+        """Pause requests, if the request asks for it."""
+        if self.request.pause is not None:
             began_s = time.monotonic()
-            self.pauses.pause_for(self.wish.call, self.wish.pause, self.deadline, self.go_on)
+            self.pauses.pause_for(self.request.call, self.request.pause, self.deadline, self.check_continue)
             self.took_s = time.monotonic() - began_s
 
 
-def _steps(
+def _times(
     progress: ReplicaProgress, coordinator: RoundCoordinator, *, hold_s: float, pause_s: float, began_s: float
 ) -> UpdateTimes:
     report = progress.report()
@@ -271,11 +277,11 @@ def _steps(
     )
 
 
-def _check(wish: RequestedVersion, transfer_mode: str | None, held: ReadLeaseGranted) -> None:
-    mode, label = held.offer.mode, held.version
+def _check(request: RequestedVersion, transfer_mode: str | None, grant: ReadLeaseGranted) -> None:
+    mode, label = grant.offer.mode, grant.version
     if transfer_mode not in (None, mode):
         raise VersionNotOffered(f"{label} over {transfer_mode}", [f"{label} over {mode}"])
-    if wish.verify and held.digests is None:
+    if request.verify and grant.digests is None:
         raise VersionNotOffered(
-            f"{label} verified", [f"{label} as a {held.offer.kind} offer without digests"]
+            f"{label} verified", [f"{label} as a {grant.offer.kind} offer without digests"]
         )

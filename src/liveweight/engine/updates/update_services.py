@@ -1,6 +1,6 @@
-"""The update services of an engine: those of its threads and connections that are there for its weights and not for its requests.
+"""Update services: the threads and connections of an engine that serve its weights, not its requests.
 
-Made with the engine, in order, on a stack that closes them. Without live updates there are none.
+The engine creates them in order on a stack, which closes them. Without live updates there are none.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from liveweight.wire.credentials import Secret, load_or_create_secret
 
 
 class UpdateServices:
-    """One engine's. The leader and the leader client are there before its ranks; those that need its pauses come after."""
+    """The services of one engine. Leader, leader client and snapshot saver exist before its ranks; the others need its pauses."""
 
     def __init__(
         self, config: EngineConfig, replica: str, inbox: DecisionInbox, bus: Bus, stack: ExitStack
@@ -29,7 +29,7 @@ class UpdateServices:
         self._config, self._replica = config, replica
         self.leader: LeaderServer | None = None
         self.leader_client: LeaderClient | None = None
-        self.saving: SnapshotSaver | None = None
+        self.saver: SnapshotSaver | None = None
         self._secret: Secret | None = None
         updates = config.updates
         if updates is None:
@@ -43,7 +43,7 @@ class UpdateServices:
         stack.callback(self.leader_client.close)
         if config.snapshots is None:
             return
-        self.saving = SnapshotSaver(
+        self.saver = SnapshotSaver(
             config.snapshots,
             leader=self.leader_client.address,
             secret=secret,
@@ -51,10 +51,10 @@ class UpdateServices:
             world=config.tp,
             bus=bus,
         )
-        stack.callback(self.saving.close)
+        stack.callback(self.saver.close)
 
-    def requested(self, pauses: Pauses, stack: ExitStack) -> RequestedUpdates | None:
-        """Who drives updates that are asked for; None without a source. Closed before those whom it drives."""
+    def requested_updates(self, pauses: Pauses, stack: ExitStack) -> RequestedUpdates | None:
+        """Create the requested updates; None without a source. The stack closes them before the leader."""
         updates = self._config.updates
         if self.leader_client is None or self._secret is None or updates is None or updates.source is None:
             return None
@@ -70,13 +70,13 @@ class UpdateServices:
         stack.callback(requested.close)
         return requested
 
-    def verifying(self, stack: ExitStack) -> Verifier | None:
-        """Who asks the ranks what they hold; None without live updates."""
+    def verifier(self, stack: ExitStack) -> Verifier | None:
+        """Create the verifier; None without live updates."""
         updates = self._config.updates
         if self.leader_client is None or self._secret is None or updates is None:
             return None
-        verifying = Verifier(
+        verifier = Verifier(
             self.leader_client.address, self._secret, source=updates.source, replica=self._replica
         )
-        stack.callback(verifying.close)
-        return verifying
+        stack.callback(verifier.close)
+        return verifier

@@ -1,6 +1,6 @@
-"""Verifying: what all ranks hold now, beside the version that is installed, a manifest, or what the engine's source offers.
+"""Verification of live weights: all ranks' digests against the installed version, a manifest, or a version that the source offers.
 
-It asks the engine's own leader, as any publisher may. Rounds and requests go on meanwhile.
+The verifier calls the engine's own leader, as any publisher may. Rounds and requests go on meanwhile.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ Against: TypeAlias = Literal["installed", "manifest", "source"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VerificationRequest:
-    """What an operator wants to know. `names` None: all tensors; `version` is the source's, None its newest; `listed`: every digest."""
+    """What to verify. `names` None: all tensors; `version` is the source's, None its newest; `listed`: every digest."""
 
     against: Against = "installed"
     names: tuple[str, ...] | None = None
@@ -46,44 +46,44 @@ class VerificationResult:
 
 
 class Verifier:
-    """For any thread. One question at a time; others wait. Ends with `close`."""
+    """For any thread. One request at a time; others wait. Ends with `close`."""
 
     def __init__(self, leader: str, secret: Secret, *, source: str | None, replica: str) -> None:
         self._replica, self._secret = WireReplica(leader, secret), secret
         self._source, self._name = source, replica
-        self._asking = threading.Lock()
+        self._lock = threading.Lock()
         self._cancel = Waker()
 
-    def verify(self, question: VerificationRequest) -> VerificationResult:
-        """Ask. ManifestMismatch with names that the engine does not have; WrongState for a source where there is none;
+    def verify(self, request: VerificationRequest) -> VerificationResult:
+        """Verify. ManifestMismatch with names that the engine does not have; WrongState for a source where there is none;
         WeightsExchanged where rounds left no time; DeadlineExceeded with the ranks that did not answer."""
-        deadline = Deadline.after(question.timeout_s)
-        compared_with, manifest = None, question.manifest
-        if not self._asking.acquire(timeout=deadline.remaining_s()):
+        deadline = Deadline.after(request.timeout_s)
+        compared_with, manifest = None, request.manifest
+        if not self._lock.acquire(timeout=deadline.remaining_s()):
             raise deadline.exceeded("another verification to end")
         try:
-            if question.against == "source":
-                compared_with, manifest = self._offered(question, deadline)
-            verdict = self._ask(question, manifest, deadline)
+            if request.against == "source":
+                compared_with, manifest = self._offered(request, deadline)
+            verdict = self._ask(request, manifest, deadline)
         finally:
-            self._asking.release()
-        if question.against == "installed" and verdict.match is not None:
+            self._lock.release()
+        if request.against == "installed" and verdict.match is not None:
             compared_with = verdict.serving
         return VerificationResult(verdict=verdict, compared_with=compared_with)
 
     def close(self) -> None:
-        """End the question that is asked, and take no other."""
+        """End the running verification, and refuse others."""
         self._cancel.wake()
         self._replica.interrupt()
-        with self._asking:
+        with self._lock:
             self._replica.close()
             self._cancel.close()
 
-    def _ask(self, question: VerificationRequest, manifest: Manifest | None, deadline: Deadline) -> Verdict:
+    def _ask(self, request: VerificationRequest, manifest: Manifest | None, deadline: Deadline) -> Verdict:
         body = Verify(
-            names=question.names,
+            names=request.names,
             manifest=manifest,
-            listed=question.listed,
+            listed=request.listed,
             timeout_s=deadline.remaining_s(),
         )
         try:
@@ -91,11 +91,11 @@ class Verifier:
         except ReplicaRefused as refused:
             raise refused.to_error() from refused
 
-    def _offered(self, question: VerificationRequest, deadline: Deadline) -> tuple[Version, Manifest]:
-        """What the source offers; its memory is not read."""
+    def _offered(self, request: VerificationRequest, deadline: Deadline) -> tuple[Version, Manifest]:
+        """Version and manifest that the source offers; its memory is not read."""
         if self._source is None:
             raise WrongState("started without a source (--weights-from)", "a comparison with it")
-        label = None if question.version is None else str(question.version)
+        label = None if request.version is None else str(request.version)
         with ReadLease(
             self._source,
             self._secret,
@@ -105,11 +105,11 @@ class Verifier:
             deadline=deadline,
             cancel=self._cancel,
         ) as lease:
-            return lease.held.version, _with_digests(lease.held)
+            return lease.grant.version, _with_digests(lease.grant)
 
 
-def _with_digests(held: ReadLeaseGranted) -> Manifest:
-    if held.digests is None:
-        raise ManifestInvalid(f"the source offers {held.version} without the digests of its tensors")
-    lanes = lanes_from_bytes(held.digests, len(held.manifest.tensors))
-    return held.manifest.with_digests([to_hex(digest) for digest in lanes])
+def _with_digests(grant: ReadLeaseGranted) -> Manifest:
+    if grant.digests is None:
+        raise ManifestInvalid(f"the source offers {grant.version} without the digests of its tensors")
+    lanes = lanes_from_bytes(grant.digests, len(grant.manifest.tensors))
+    return grant.manifest.with_digests([to_hex(digest) for digest in lanes])

@@ -1,7 +1,7 @@
-"""FastDeploy's control interface over our engine, so that scripts written for it work: its routes, its fields, its numbers.
+"""FastDeploy's control interface over our engine, so that scripts written for FastDeploy work: its routes, fields and status numbers.
 
-Owns the words only. What they lead to is what our own routes lead to, so all that these promise holds here: updates are whole or not at
-all, nothing resumes on cleared weights, and every wait ends. Its settings are fastdeploy_settings'.
+Owns the translation only. Every route calls the same engine methods as our own routes (server/admin), with the same guarantees: updates
+are whole or not at all, nothing resumes on cleared weights, and every wait ends. FastDeploy's settings are in fastdeploy/settings.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from liveweight.server.admin.route import TIMEOUT_S
 from liveweight.server.admin.update_routes import rank_answer
 from liveweight.server.errors import kind_of
 from liveweight.server.request_guard import CONTROL_PATHS
-from liveweight.server.route_context import RouteContext, service_of
+from liveweight.server.route_context import RouteContext, route_context_of
 from liveweight.transports.registry import TRANSPORTS
 
 PATHS = CONTROL_PATHS | {"/clear_load_weight", "/update_model_weight", "/v1/weight_status"}
@@ -33,7 +33,7 @@ WAKEUP_S = 300.0
 
 
 class WeightStatus(IntEnum):
-    """Its numbers for the state of the weights."""
+    """FastDeploy's numbers for the state of the weights."""
 
     NORMAL = 0
     UPDATING = 1
@@ -42,29 +42,29 @@ class WeightStatus(IntEnum):
 
 
 class Wrong(Exception):
-    """A request that is not what its routes take: told with 400."""
+    """A malformed request; answered with status 400."""
 
 
 class _Route(APIRoute):
-    """A route that tells everything in its shape: `request_id`, `status`, `error_message`, `result`; the status code is the error's."""
+    """A route that answers in FastDeploy's shape: `request_id`, `status`, `error_message`, `result`. Errors keep their HTTP status code."""
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
-        """The handler that FastAPI makes, with errors told so."""
+        """Wrap FastAPI's handler, and render errors in that shape."""
         handle = super().get_route_handler()
 
         async def handler(request: Request) -> Response:
             try:
                 return await handle(request)
             except Wrong as error:
-                return _told(error=str(error), status=400)
+                return _reply(error=str(error), status=400)
             except LiveWeightError as error:
-                return _told(error=f"{error}; {error.remedy}", status=kind_of(error).status)
+                return _reply(error=f"{error}; {error.remedy}", status=kind_of(error).status)
 
         return handler
 
 
 def router_of(settings: FastDeploySettings) -> APIRouter:
-    """Its routes, to go before ours."""
+    """FastDeploy's routes. Mount them before our own."""
     router, routes = APIRouter(route_class=_Route), _Routes(settings)
     for method, path, handle in (
         ("POST", "/v1/pause", routes.pause),
@@ -89,67 +89,74 @@ class _Routes:
         self._settings = settings
 
     async def pause(self, request: Request) -> Response:
-        """End what runs with the tokens it has; new requests wait."""
-        service = service_of(request)
-        await service.elsewhere(lambda: service.engine.pause("abort", TIMEOUT_S))
-        return _told()
+        """End running requests with the tokens they have; new requests wait."""
+        context = route_context_of(request)
+        await context.run_in_thread(lambda: context.engine.pause("abort", TIMEOUT_S))
+        return _reply()
 
     async def resume(self, request: Request) -> Response:
         """Let requests run again."""
-        service = service_of(request)
-        await service.elsewhere(service.engine.resume)
-        return _told()
+        context = route_context_of(request)
+        await context.run_in_thread(context.engine.resume)
+        return _reply()
 
     async def is_paused(self, request: Request) -> Response:
-        """Whether requests stand still."""
-        return _told({"is_paused": service_of(request).engine.paused == "paused"})
+        """Whether requests are paused."""
+        return _reply({"is_paused": route_context_of(request).engine.paused == "paused"})
 
     async def sleep(self, request: Request) -> Response:
-        """Give memory back, by tag."""
-        return _told(await _nap(request, await _tags(request), asleep=True))
+        """Release memory, by tag."""
+        return _reply(await _sleep_or_wake(request, await _tags(request), asleep=True))
 
     async def wakeup(self, request: Request) -> Response:
-        """Take it again; when nothing is asleep any more, requests run, also after a pause."""
-        return _told(await _nap(request, await _tags(request), asleep=False))
+        """Allocate the memory again. Once nothing is asleep, requests run, even after a pause."""
+        return _reply(await _sleep_or_wake(request, await _tags(request), asleep=False))
 
     async def clear(self, request: Request) -> Response:
-        """The old word for sleep."""
-        await _nap(request, frozenset(TAGS), asleep=True)
-        return JSONResponse({"msg": "clear_load_weight succeeded", **await _status(service_of(request))})
+        """FastDeploy's older name for sleep."""
+        await _sleep_or_wake(request, frozenset(TAGS), asleep=True)
+        return JSONResponse(
+            {"msg": "clear_load_weight succeeded", **await _status(route_context_of(request))}
+        )
 
     async def update_model(self, request: Request) -> Response:
-        """The old word for wakeup."""
-        await _nap(request, frozenset(TAGS), asleep=False)
-        return JSONResponse({"msg": "update_model_weight succeeded", **await _status(service_of(request))})
+        """FastDeploy's older name for wakeup."""
+        await _sleep_or_wake(request, frozenset(TAGS), asleep=False)
+        return JSONResponse(
+            {"msg": "update_model_weight succeeded", **await _status(route_context_of(request))}
+        )
 
     async def weight_status(self, request: Request) -> Response:
         """The state of the weights, with its number."""
-        return _told(await _status(service_of(request)))
+        return _reply(await _status(route_context_of(request)))
 
     async def update_weights(self, request: Request) -> Response:
-        """Take the engine to a version of its source. No pause is needed; one that there is stays."""
-        service, wish = service_of(request), self._wish(call_of(request), await _body(request))
+        """Update the engine to a version of its source. Needs no pause; a pause in effect stays."""
+        context, requested = (
+            route_context_of(request),
+            self._requested_version(call_of(request), await _body(request)),
+        )
         release = self._settings.release_cache
-        return _told(await service.elsewhere(lambda: _update(service, wish, release=release)))
+        return _reply(await context.run_in_thread(lambda: _update(context, requested, release=release)))
 
     async def abort_requests(self, request: Request) -> Response:
-        """End requests with what they have, all or these; an id is also tried with `_0` behind it, and without."""
-        service, body = service_of(request), await _body(request)
+        """End all requests, or those named, with the tokens they have. An id matches with or without the suffix `_0`."""
+        context, body = route_context_of(request), await _body(request)
         ids, everything = body.get("req_ids"), body.get("abort_all") is True
         if not everything and not (
             isinstance(ids, list) and ids and all(isinstance(one, str) for one in ids)
         ):
             raise Wrong("must provide abort_all=true or req_ids")
-        open_now = service.directory.tokens()
+        open_now = context.open_requests.tokens()
         wanted = list(open_now) if everything else [_known(one, open_now) for one in ids or ()]
-        numbers, unknown = service.directory.find(wanted)
-        await service.elsewhere(lambda: service.engine.abort_requests(None if everything else numbers))
+        numbers, unknown = context.open_requests.find(wanted)
+        await context.run_in_thread(lambda: context.engine.abort_requests(None if everything else numbers))
         ended = [
             {"request_id": one, "output_token_count": open_now[one]} for one in wanted if one in open_now
         ]
-        return _told({"aborted": ended, "not_found": unknown})
+        return _reply({"aborted": ended, "not_found": unknown})
 
-    def _wish(self, call: str, body: dict[str, Any]) -> RequestedVersion:
+    def _requested_version(self, call: str, body: dict[str, Any]) -> RequestedVersion:
         version, verify, mode = (body.get(name) for name in ("version", "verify_checksum", "transfer_mode"))
         if version is not None and not isinstance(version, str):
             raise Wrong("version must be a string")
@@ -168,9 +175,9 @@ class _Routes:
         )
 
 
-def _update(service: RouteContext, wish: RequestedVersion, *, release: bool) -> list[dict[str, Any]]:
-    """The round; with `release`, the cache's memory is given back before it, and requests stand still until it is over."""
-    engine, clear_s, rebuild_s = service.engine, 0.0, 0.0
+def _update(context: RouteContext, requested: RequestedVersion, *, release: bool) -> list[dict[str, Any]]:
+    """Run the update. With `release`, first free the cache's memory, and pause requests until the update is over."""
+    engine, clear_s, rebuild_s = context.engine, 0.0, 0.0
     pauses = release and engine.paused == "running"
     if release:
         began_s = time.monotonic()
@@ -179,7 +186,7 @@ def _update(service: RouteContext, wish: RequestedVersion, *, release: bool) -> 
         engine.drop_cache(TIMEOUT_S)
         clear_s = time.monotonic() - began_s
     try:
-        updated = engine.update_weights(wish)
+        updated = engine.update_weights(requested)
     finally:
         if pauses:
             began_s = time.monotonic()
@@ -196,26 +203,26 @@ def _results(updated: UpdateResult) -> list[dict[str, Any]]:
     ]
 
 
-async def _nap(request: Request, tags: frozenset[Tag], *, asleep: bool) -> list[dict[str, Any]]:
-    service = service_of(request)
-    engine = service.engine
+async def _sleep_or_wake(request: Request, tags: frozenset[Tag], *, asleep: bool) -> list[dict[str, Any]]:
+    context = route_context_of(request)
+    engine = context.engine
     if asleep:
-        napped = await service.elsewhere(lambda: engine.sleep(tags, TIMEOUT_S))
+        result = await context.run_in_thread(lambda: engine.sleep(tags, TIMEOUT_S))
     else:
-        napped = await service.elsewhere(lambda: engine.wake(tags, WAKEUP_S))
-        if not napped.asleep:
-            await service.elsewhere(engine.resume)
-    facts = {"asleep": list(napped.asleep), "changed": list(napped.changed), "total_cost": napped.took_s}
+        result = await context.run_in_thread(lambda: engine.wake(tags, WAKEUP_S))
+        if not result.asleep:
+            await context.run_in_thread(engine.resume)
+    facts = {"asleep": list(result.asleep), "changed": list(result.changed), "total_cost": result.took_s}
     return [{"rank": rank, **facts} for rank in range(engine.config.tp)]
 
 
-async def _status(service: RouteContext) -> dict[str, Any]:
-    engine = service.engine
+async def _status(context: RouteContext) -> dict[str, Any]:
+    engine = context.engine
     status = WeightStatus.NORMAL
     if "weight" in engine.status().asleep:
         status = WeightStatus.CLEARED
     elif engine.config.updates is not None:
-        update_status = await service.elsewhere(engine.update_status)
+        update_status = await context.run_in_thread(engine.update_status)
         if update_status.state.startswith("asleep"):
             status = WeightStatus.CLEARING
         elif update_status.round is not None:
@@ -224,17 +231,17 @@ async def _status(service: RouteContext) -> dict[str, Any]:
 
 
 async def _tags(request: Request) -> frozenset[Tag]:
-    """From the body or the query: a list, or words with commas between them; all, if there are none."""
+    """Read `tags` from the body or the query: a list, or names separated by commas. All tags if there is none."""
     given: Any = (await _body(request)).get("tags", request.query_params.get("tags"))
     if given is None:
         return frozenset(TAGS)
-    words = [word.strip() for word in given.split(",")] if isinstance(given, str) else given
-    if not isinstance(words, list) or not all(isinstance(word, str) for word in words):
+    names = [name.strip() for name in given.split(",")] if isinstance(given, str) else given
+    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
         raise Wrong("Invalid parameter type")
-    unknown = sorted(set(words) - set(TAGS))
+    unknown = sorted(set(names) - set(TAGS))
     if unknown:
         raise Wrong(f"Unsupported tag {unknown}")
-    return frozenset(tag for tag in TAGS if tag in words)
+    return frozenset(tag for tag in TAGS if tag in names)
 
 
 async def _body(request: Request) -> dict[str, Any]:
@@ -253,7 +260,7 @@ def _known(id_: str, open_now: dict[str, int]) -> str:
     return next((one for one in (id_, f"{id_}_0", id_.removesuffix("_0")) if one in open_now), id_)
 
 
-def _told(result: object = None, *, error: str | None = None, status: int = 200) -> Response:
+def _reply(result: object = None, *, error: str | None = None, status: int = 200) -> Response:
     body = {
         "request_id": f"control-{uuid.uuid4()}",
         "status": "success" if error is None else "error",

@@ -1,7 +1,6 @@
-"""FastDeploy's settings of weight updates, as far as they mean something here: which transfer mode, and whether the cache makes room.
+"""FastDeploy's settings of weight updates, as far as they apply to our engine: which transfer mode, and whether the cache makes room.
 
-Each of its words is one of three: it is ours by another name, it needs no setting here and a line says why, or nobody knows it, and it is
-named. Nothing is taken and ignored in silence.
+A setting maps to one of ours, or is not needed here (a note says why), or is unknown and refused by name. None is ignored silently.
 """
 
 from __future__ import annotations
@@ -34,8 +33,8 @@ _NEEDLESS: Mapping[str, str] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FastDeploySettings:
-    """`transfer_mode` is that of updates which name none; None: the source's. With `release_cache` the cache makes room before an update,
-    for a trainer that shares the device. `notes` say what became of settings that are not needed."""
+    """`transfer_mode` is the default for updates that name none; None is the source's mode. With `release_cache` the cache frees its memory
+    before an update, for a trainer that shares the device. `notes` explain settings that are not needed."""
 
     transfer_mode: str | None = None
     release_cache: bool = False
@@ -45,7 +44,7 @@ class FastDeploySettings:
 def settings_of(
     load_strategy: str | None, rsync_config: str | None, environ: Mapping[str, str]
 ) -> FastDeploySettings:
-    """What its options and variables come to. EngineConfigInvalid names what is unknown or contradicts itself."""
+    """Translate FastDeploy's options and environment variables. EngineConfigInvalid names unknown or contradictory ones."""
     if load_strategy is not None and load_strategy not in _MODE_OF:
         raise EngineConfigInvalid(
             f"--load-strategy is one of {', '.join(get_args(LoadStrategy))}, not {load_strategy!r}"

@@ -1,6 +1,6 @@
-"""The draft model beside the main one: both are of one version, whose tensors have the draft's under a prefix.
+"""The draft model beside the main one: one version holds the tensors of both, the draft's under a prefix.
 
-Owns the names. vLLM hands a backend the draft model when an update of it is begun; a trainer begins one when it meets vLLM, and from then
+Owns the names. vLLM hands a backend the draft model when an update of the draft begins; a trainer begins one in its handshake. From then
 on every swap installs both models, or neither.
 """
 
@@ -16,7 +16,7 @@ from liveweight.spec.manifest import Manifest, OptionalGroup, TensorSpec
 GROUP = "draft"
 PREFIX = "draft."
 METHOD = "draft_model"
-"""Of vLLM's ways to draft, the one that has a checkpoint of its own, and shares nothing with the main model."""
+"""vLLM's speculative method whose draft model has a checkpoint of its own, and shares nothing with the main model."""
 
 Tensor = TypeVar("Tensor")
 
@@ -34,13 +34,13 @@ def _prefixed(spec: TensorSpec) -> TensorSpec:
 
 
 def optional(manifest: Manifest) -> tuple[OptionalGroup, ...]:
-    """A trainer that has no draft leaves all of it out, and vLLM keeps the one that it has: it only guesses."""
+    """A trainer without a draft model leaves its tensors out, and vLLM keeps the draft that it has: a draft only guesses."""
     names = tuple(name for spec in manifest for name in spec.names if name.startswith(PREFIX))
     return (OptionalGroup(name=GROUP, tensors=names),) if names else ()
 
 
 def of_draft(manifest: Manifest) -> bool:
-    """Whether anything in it is the draft's."""
+    """Whether the manifest has tensors of the draft model."""
     return any(spec.name.startswith(PREFIX) for spec in manifest)
 
 
@@ -54,7 +54,7 @@ def load_both(
     main: Callable[[Iterable[tuple[str, Tensor]]], None],
     draft: Callable[[Iterable[tuple[str, Tensor]]], None] | None,
 ) -> None:
-    """Load a version's tensors into the models that they belong to; the draft's into none where that was not handed over."""
+    """Load a version's tensors into the models that they belong to. Skips the draft's tensors if vLLM did not hand the draft model over."""
     kept: list[tuple[str, Tensor]] = []
 
     def mains() -> Iterator[tuple[str, Tensor]]:

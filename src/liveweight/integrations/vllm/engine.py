@@ -20,7 +20,7 @@ from liveweight.wire.default_paths import default_directory
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VllmEngine:
-    """A vLLM that a publisher shall drive; made by `vllm`."""
+    """A vLLM among a publisher's engines; made by `vllm`."""
 
     given: Any
     address: str | None
@@ -30,10 +30,10 @@ class VllmEngine:
     verify: Verify
 
     def replica(self, secret: Secret, secret_file: Path | None) -> VllmReplica:
-        """As a publisher drives it. Its workers read the secret in that file, unless their environment names another."""
+        """The replica that a publisher drives. Its workers read the secret in that file, unless their environment names another."""
         controls = connect(self.given, key=self.key, loop=self.loop)
         name = getattr(controls, "url", None) or f"vLLM ({type(self.given).__name__})"
-        # The same for all trainers of one server: the second finds the leader where the first had it.
+        # All trainers of one server derive the same address: the second finds the leader that the first one started.
         shared = hasattr(controls, "url")
         place = xxhash.xxh3_64_hexdigest(str(name).encode()) if shared else secrets.token_hex(8)
         address = self.address or f"ipc://{default_directory()}/vllm-{place}.sock"

@@ -1,4 +1,4 @@
-"""What a trainer says to vLLM's workers when it meets them; both halves know it."""
+"""What a trainer sends vLLM's workers in its handshake. Shared by client/ and workers/."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
 Verify: TypeAlias = Literal["staged", "installed"]
-"""What a commit makes sure of: what lay in the host's memory before it was installed; or also, where it can be read, what is installed."""
+"""What a commit verifies: the staged tensors in host memory, before they are installed; or also, where it can be read, vLLM's model."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HandshakeTerms:
-    """Where its leader shall listen, and what a round may cost.
+    """Where the leader is to listen, and what a round may cost.
 
-    `session` is another one in every meeting. The leader says the last ones: by them, trainers and the other workers know it.
+    Every handshake has a new `session`. The leader reports the latest ones: by them, trainers and the other workers recognise the leader.
     """
 
     address: str

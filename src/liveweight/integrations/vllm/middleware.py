@@ -3,9 +3,9 @@ request finds prefixes of an earlier version than that of its admission.
 
     vllm serve MODEL --middleware liveweight.integrations.vllm.middleware.Versions ...
 
-Where the two differ the answer is of both: vLLM does not tell its clients which token came from which. Answers in one piece say it in their
-headers. Streams say the first in their headers, and both in a comment before their end, which clients of server-sent events skip.
-At CACHES it says whether prefixes are kept apart: trainers ask that before they leave any at a commit.
+If the two differ, the answer is of both: vLLM does not tell its clients which token came from which. Whole answers carry both versions in
+their headers. Streams carry the first in their headers, and both in a comment before their end, which clients of server-sent events skip.
+The route CACHES reports whether prefixes of versions are kept apart: trainers ask before a commit that keeps prefixes.
 """
 
 from __future__ import annotations
@@ -27,20 +27,20 @@ ADMITTED, FINISHED = b"x-weight-version", b"x-weight-version-finished"
 
 
 class Versions:
-    """Wraps vLLM's application. It asks the engine, which knows: not a variable of this process."""
+    """Wraps vLLM's application. Asks the engine for the version, since only the engine knows it for certain."""
 
     def __init__(self, app: App) -> None:
         self._app, self._salt = app, CacheSalt()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """One request."""
+        """Handle one request."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
         path = scope["path"]
         self._salt.note(scope["method"], path)
         if path == CACHES:
-            await _say(self._caches(scope["app"].state.engine_client), send)
+            await _send_json(self._caches(scope["app"].state.engine_client), send)
         elif path.endswith(INSTALLING):
             try:
                 await self._app(scope, receive, send)
@@ -52,14 +52,14 @@ class Versions:
             await self._app(scope, receive, send)
 
     async def _generate(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """The version first, and then the salt: a request that finds prefixes of a version says that it was admitted under that."""
+        """Read the version first, then the salt: a request that finds prefixes of a version also reports that version as its admission."""
         engine = scope["app"].state.engine_client
         answer = _Answer(engine, await engine.get_weight_version(), send)
         salted, received = await self._salt.into(scope, receive)
         await self._app(salted, received, answer.pass_on)
 
     def _caches(self, engine: Any) -> dict[str, Any]:
-        """Where several processes serve, each has a salt of its own, and sees only a part of what comes."""
+        """If several processes serve, each has a salt of its own, and sees only some of the requests."""
         processes = engine.vllm_config.parallel_config._api_process_count
         why = None if processes == 1 else f"{processes} processes serve"
         if self._salt.unsalted is not None:
@@ -67,7 +67,7 @@ class Versions:
         return {"kept_apart": why is None, "why": why}
 
 
-async def _say(answer: dict[str, Any], send: Send) -> None:
+async def _send_json(answer: dict[str, Any], send: Send) -> None:
     body = json.dumps(answer).encode()
     headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
     await send({"type": "http.response.start", "status": 200, "headers": headers})
@@ -75,7 +75,7 @@ async def _say(answer: dict[str, Any], send: Send) -> None:
 
 
 class _Answer:
-    """What is sent of one answer, on its way out."""
+    """Adds the versions to one answer on its way out."""
 
     def __init__(self, engine: Any, admitted: str, send: Send) -> None:
         self._engine, self._admitted, self._send = engine, admitted, send
@@ -87,7 +87,7 @@ class _Answer:
             kind = next((value for name, value in headers if name.lower() == b"content-type"), b"")
             self._streams = kind.startswith(b"text/event-stream")
             headers.append((ADMITTED, self._admitted.encode()))
-            if not self._streams:  # vLLM sends nothing of it before it is finished
+            if not self._streams:  # vLLM sends a whole answer only once it is finished
                 headers.append((FINISHED, (await self._engine.get_weight_version()).encode()))
             message = {**message, "headers": headers}
         elif self._streams and not message.get("more_body", False):
@@ -95,5 +95,5 @@ class _Answer:
         await self._send(message)
 
     async def _comment(self) -> bytes:
-        said = {"admitted": self._admitted, "finished": await self._engine.get_weight_version()}
-        return f": weight-version {json.dumps(said)}\n\n".encode()
+        versions = {"admitted": self._admitted, "finished": await self._engine.get_weight_version()}
+        return f": weight-version {json.dumps(versions)}\n\n".encode()

@@ -1,4 +1,4 @@
-"""The entry point `vllm.general_plugins`: vLLM calls it in every process, before it loads a model. It registers; it loads nothing."""
+"""The entry point `vllm.general_plugins`: vLLM calls `register` in every process, before it loads a model. Imports no backend yet."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ BACKEND = "liveweight"
 
 
 def register() -> None:
-    """Let vLLM know the backend by name; vLLM imports it where it is asked for. Twice is fine."""
+    """Register the backend's name; vLLM imports the backend where it is configured. May be called twice."""
     try:
         from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
     except ImportError:
-        return  # a vLLM without such backends, which cannot ask for one
+        return  # this vLLM has no weight transfer backends
     if BACKEND not in WeightTransferEngineFactory._registry:
         WeightTransferEngineFactory.register_engine(
             BACKEND, "liveweight.integrations.vllm.workers.backend", "LiveweightBackend"

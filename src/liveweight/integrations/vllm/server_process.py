@@ -1,6 +1,6 @@
-"""A vLLM server as a process of its own, in vLLM's environment: for whoever needs one beside himself, on a CPU, without a network.
+"""A vLLM server as a child process, in vLLM's own environment, on a CPU, without a network. For demo, bench, torture and tests.
 
-Owns the process, from its start until it and all that it started have ended.
+Owns the process, from its start until it and all its children have exited.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from liveweight.integrations.vllm.client.http_controls import HttpControls
 from liveweight.spec.deadline import Deadline
 
 START_S = 600.0
-_LOOK_S, _END_S, _ASK_S = 0.5, 20.0, 5.0
-_LAST_WORDS = 2000
+_POLL_S, _END_S, _ANSWER_S = 0.5, 20.0, 5.0
+_LOG_TAIL = 2000
 MODULE = "vllm.entrypoints.openai.api_server"
 ENVIRONMENT = {
     "VLLM_SERVER_DEV_MODE": "1",
@@ -36,7 +36,7 @@ ENVIRONMENT = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VllmLaunching:
-    """How a vLLM is started: the Python of its environment, how that runs a module, and the environment that it gets."""
+    """How to start a vLLM: the Python of its environment, the arguments by which that runs a module, and the environment variables."""
 
     python: Path
     runs: tuple[str, ...]
@@ -45,7 +45,7 @@ class VllmLaunching:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VllmServerConfig:
-    """How a server is started: vLLM's Python and how it runs a module, the model, where its secret and its log are, its port."""
+    """One server: vLLM's Python and how it runs a module, the model, the directory of its secret and log, its port."""
 
     python: Path
     model: Path
@@ -57,49 +57,49 @@ class VllmServerConfig:
 
     @property
     def url(self) -> str:
-        """Where it will serve."""
+        """The URL at which the server will serve."""
         return f"http://127.0.0.1:{self.port}"
 
     @property
     def log(self) -> Path:
-        """What it says, of all its lives."""
+        """Its log file; a restarted server appends to it."""
         return self.directory / f"vllm-{self.port}.log"
 
 
-def launch(wanted: VllmServerConfig) -> subprocess.Popen[bytes]:
-    """Start it; its processes are a session of their own. `await_serving` when others have been started, too."""
+def launch(config: VllmServerConfig) -> subprocess.Popen[bytes]:
+    """Start the server in a process session of its own. Does not wait: call `await_serving` once all servers are started."""
     command = [
-        *(str(wanted.python), *wanted.runs, MODULE, "--model", str(wanted.model)),
-        *("--host", "127.0.0.1", "--port", str(wanted.port), "--served-model-name", "model"),
-        *("--enforce-eager", "--weight-transfer-config", '{"backend": "liveweight"}', *wanted.options),
+        *(str(config.python), *config.runs, MODULE, "--model", str(config.model)),
+        *("--host", "127.0.0.1", "--port", str(config.port), "--served-model-name", "model"),
+        *("--enforce-eager", "--weight-transfer-config", '{"backend": "liveweight"}', *config.options),
     ]
-    secret = str(wanted.directory / "secret")
-    environment = {**wanted.environment, **ENVIRONMENT, "LIVEWEIGHT_SECRET_FILE": secret}
-    with wanted.log.open("a") as said:
-        return subprocess.Popen(command, env=environment, stdout=said, stderr=said, start_new_session=True)
+    secret = str(config.directory / "secret")
+    environment = {**config.environment, **ENVIRONMENT, "LIVEWEIGHT_SECRET_FILE": secret}
+    with config.log.open("a") as log:
+        return subprocess.Popen(command, env=environment, stdout=log, stderr=log, start_new_session=True)
 
 
 def await_serving(
-    wanted: VllmServerConfig,
+    config: VllmServerConfig,
     process: subprocess.Popen[bytes],
     deadline: Deadline,
-    look: Callable[[], None] = lambda: None,
+    check: Callable[[], None] = lambda: None,
 ) -> None:
-    """Wait until it serves; `look` is called now and then, and may raise. Unavailable, with its last words, if it ended."""
-    controls = HttpControls(wanted.url)
+    """Wait until the server serves. Calls `check` at every poll; it may raise. Unavailable, with the log's end, if the server exited."""
+    controls = HttpControls(config.url)
     while True:
-        look()
+        check()
         with suppress(LiveWeightError):
-            controls.paused(Deadline.after(_ASK_S))
+            controls.paused(Deadline.after(_ANSWER_S))
             return
         with suppress(subprocess.TimeoutExpired):
-            process.wait(_LOOK_S)
-            raise Unavailable(f"vLLM ended: {wanted.log.read_text(errors='replace')[-_LAST_WORDS:]}")
-        deadline.check(f"vLLM to serve at {wanted.url}")
+            process.wait(_POLL_S)
+            raise Unavailable(f"vLLM ended: {config.log.read_text(errors='replace')[-_LOG_TAIL:]}")
+        deadline.check(f"vLLM to serve at {config.url}")
 
 
 def end(process: subprocess.Popen[bytes], first: signal.Signals = signal.SIGTERM) -> None:
-    """End it and all that it started: asked first, then made to."""
+    """End the server and all its children: first by `first`, then by SIGKILL."""
     for ends in (first, signal.SIGKILL):
         with suppress(ProcessLookupError, subprocess.TimeoutExpired):
             os.killpg(process.pid, ends)
@@ -107,18 +107,18 @@ def end(process: subprocess.Popen[bytes], first: signal.Signals = signal.SIGTERM
 
 
 @contextmanager
-def serving(wanted: VllmServerConfig) -> Iterator[subprocess.Popen[bytes]]:
-    """A server that serves; it ends with the block, and all that it started with it."""
-    process = launch(wanted)
+def serving(config: VllmServerConfig) -> Iterator[subprocess.Popen[bytes]]:
+    """Run a server for the length of the block."""
+    process = launch(config)
     try:
-        await_serving(wanted, process, Deadline.after(START_S))
+        await_serving(config, process, Deadline.after(START_S))
         yield process
     finally:
         end(process)
 
 
 def free_port() -> int:
-    """A port of this host that nobody uses."""
+    """A free port of this host."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         return int(free.getsockname()[1])

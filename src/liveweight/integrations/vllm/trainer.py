@@ -5,8 +5,8 @@
     engine = WeightTransferTrainerFactory.trainer_init(TrainerInit(rank=rank), client=client, source=source)
     engine.send_weights()
 
-Importing it registers it. Every rank of the trainer runs every line; rank 0 alone speaks to vLLM. Only the backend's name differs from
-the programs that vLLM shows: `send_weights` returns when vLLM serves the weights, or raises, and then it serves those of before.
+Importing this module registers the backend. Every rank of the trainer runs every line; rank 0 alone calls vLLM. Only the backend's name
+differs from vLLM's own examples. `send_weights` returns once vLLM serves the weights; if it raises, vLLM serves those of before.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from liveweight.wire.default_paths import default_directory, default_secret_file
 
 @dataclass
 class TrainerInit(TrainerInitInfo):
-    """What a rank of a trainer says of itself. `secret_file` is the one that vLLM's workers have, by default the user's own."""
+    """One trainer rank's settings. `secret_file` must be the one that vLLM's workers use; by default the user's own."""
 
     backend: ClassVar[str] = BACKEND
     secret_file: str | None = None
@@ -40,25 +40,25 @@ class TrainerInit(TrainerInitInfo):
 
 
 class LiveweightTrainer(TrainerWeightTransferEngine[TrainerInit]):
-    """One rank's. Called by one thread."""
+    """vLLM's trainer interface on one rank. Called by one thread."""
 
     init_info_cls = TrainerInit
 
     @classmethod
     def trainer_init(cls, init_info: TrainerInit, *, client: Any, source: Any = None) -> Self:
-        """Meet vLLM, on rank 0; names, dtypes and shapes are compared here. On every rank."""
+        """Connect to vLLM on rank 0, and compare names, dtypes and shapes. Called on every rank."""
         if source is None:
             raise Refused("whole versions are published: a source of all tensors is needed")
         engine = cls(client=client, source=source, is_sender=init_info.is_sender)
-        engine._meet(init_info)
+        engine._connect(init_info)
         return engine
 
-    def _meet(self, info: TrainerInit) -> None:
+    def _connect(self, info: TrainerInit) -> None:
         metadata = [(entry.name, entry.dtype, entry.shape) for entry in self.source.metadata()]
         self._passes = GatheringSource(metadata, lambda: iter(self.source))
         self._resources, self._steps = ExitStack(), itertools.count(1)
         self.report: Report | None = None
-        """Of the last update; None on ranks that sent none."""
+        """The report of the last update; None on ranks that sent none."""
         if not self.is_sender:
             return
         file = default_secret_file() if info.secret_file is None else Path(info.secret_file)
@@ -82,7 +82,7 @@ class LiveweightTrainer(TrainerWeightTransferEngine[TrainerInit]):
             self.report = self._publisher.publish(next(self._steps))
 
     def shutdown(self) -> None:
-        """Let go of vLLM, which serves on."""
+        """Disconnect from vLLM, which serves on."""
         self._resources.close()
 
 

@@ -1,1 +1,1 @@
-"""Measurements. Each returns a frozen value; how it is shown is cli/'s."""
+"""Benchmarks. Each returns its figures; cli/bench prints them."""

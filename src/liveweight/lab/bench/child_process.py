@@ -21,7 +21,7 @@ class JsonSocket:
 
     def __init__(self, end: socket.socket) -> None:
         self._socket = end
-        self._kept = b""
+        self._buffer = b""
 
     def send(self, **facts: object) -> None:
         """Send one line."""
@@ -29,26 +29,26 @@ class JsonSocket:
 
     def receive(self, deadline: Deadline) -> dict[str, Any]:
         """The next line."""
-        while b"\n" not in self._kept:
+        while b"\n" not in self._buffer:
             if not select.select([self._socket], [], [], deadline.remaining_s())[0]:
                 raise deadline.exceeded("a benchmark's process")
             more = self._socket.recv(1 << 16)
             if not more:
                 raise ChannelClosed("a benchmark's process ended; its own error is above")
-            self._kept += more
-        line, self._kept = self._kept.split(b"\n", 1)
-        heard: dict[str, Any] = json.loads(line)
-        return heard
+            self._buffer += more
+        line, self._buffer = self._buffer.split(b"\n", 1)
+        received: dict[str, Any] = json.loads(line)
+        return received
 
     def receive_now(self) -> dict[str, Any] | None:
         """The next line, if one is there."""
-        if b"\n" not in self._kept and not select.select([self._socket], [], [], 0)[0]:
+        if b"\n" not in self._buffer and not select.select([self._socket], [], [], 0)[0]:
             return None
         return self.receive(Deadline.after(1.0))
 
 
 class BenchProcess:
-    """A process that runs one function of this package with its line and a configuration. Ends with the `with`."""
+    """A process that runs one function of this package with its socket and a configuration. Ends with the `with`."""
 
     def __init__(self, main: Callable[[JsonSocket, dict[str, Any]], None], config: dict[str, Any]) -> None:
         ours, theirs = socket.socketpair()
@@ -75,7 +75,7 @@ class BenchProcess:
 
 
 def run(main: Callable[[JsonSocket, dict[str, Any]], None], descriptor: int) -> None:
-    """What a child process does: hear its configuration, then its function."""
+    """Run in the child: receive the configuration, then call the function."""
     with socket.socket(fileno=descriptor) as end:
         line = JsonSocket(end)
         main(line, line.receive(Deadline.after(60.0)))
@@ -91,6 +91,6 @@ def resident_bytes(field: str) -> int:
 
 
 def reset_peak() -> None:
-    """Let VmHWM begin anew from what is resident now."""
+    """Reset VmHWM to what is resident now."""
     with open(f"/proc/{os.getpid()}/clear_refs", "w") as file:  # noqa: PTH123
         file.write("5")

@@ -97,7 +97,7 @@ class DigestReport:
         return min(self.timings[name].best_s for name in ("cast", "torch cast"))
 
     def to_dict(self) -> dict[str, object]:
-        """As JSON wants it."""
+        """The JSON form."""
         rates = {
             name: {
                 "best_gb_s": round(timing.best_gb_s, 3),
@@ -128,7 +128,7 @@ class DigestReport:
 def bench_digest(*, size_mb: int = 256, repeats: int = 15) -> DigestReport:
     """Measure. Pins this process to one core and torch to one thread while it runs; needs about five times `size_mb` of memory.
 
-    Raises DigestMismatch where a contender's result is not what it should be: a fast answer that is wrong is none.
+    Raises DigestMismatch if a contender's result is wrong.
     """
     try:
         import torch

@@ -1,7 +1,8 @@
 """One-sided reads beside NIXL itself: the rates of staging, plain and verified, over that of one bare READ of the same bytes.
 
-One source, a rank that reads everything and two that read their halves at once. Contenders take turns within every repetition, and read
-into the same memory. Live offers; what is timed is binding, reading and, verified, the rank's own digest: a round without its messages.
+One source, a rank that reads everything, and two ranks that read a half each at once. Contenders take turns within every repetition, and
+read into the same memory. Offers are live. The time covers binding, reading and, if verified, the rank's own digest: a round without its
+messages.
 """
 
 from __future__ import annotations
@@ -36,14 +37,14 @@ CONTENDERS = ("bare", "plain", "verified", "halves")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NixlSettings:
-    """How much is read, and how often."""
+    """How many bytes are read, and how often."""
 
     size_gb: float = 0.5
     rounds: int = 8
 
 
 def bench_nixl(settings: NixlSettings) -> dict[str, Any]:
-    """All figures; DigestMismatch if what was read is not what the source holds."""
+    """Measure. DigestMismatch if the bytes read are not those that the source holds."""
     specs = decoder(int(settings.size_gb * 1e9))
     taken: dict[str, list[float]] = {name: [] for name in CONTENDERS}
     with ExitStack() as stack:
@@ -83,18 +84,18 @@ class _Scene:
     def run(self, name: str) -> float:
         """One contender: from the first rank's start to the last one's end."""
         world = 2 if name == "halves" else 1
-        heard = self._ask("plain" if name == "halves" else name, world)
-        return float(max(one["span"][1] for one in heard) - min(one["span"][0] for one in heard))
+        answers = self._request("plain" if name == "halves" else name, world)
+        return float(max(one["span"][1] for one in answers) - min(one["span"][0] for one in answers))
 
     def check(self) -> None:
-        """What the ranks have staged is, bit for bit, what the source holds."""
+        """Check that the ranks have staged, bit for bit, what the source holds."""
         for world in (1, 2):
             layouts = [layout_of(gather(parameters(self._specs, rank, world))) for rank in range(world)]
             digest_sums = DigestSums(layouts)
-            self._ask("plain", world)  # a bare READ leaves the bytes in the source's order
+            self._request("plain", world)  # a bare READ leaves the bytes in the source's order
             lanes = [
                 lanes_from_bytes(bytes.fromhex(one["lanes"]), len(layout.placements))
-                for one, layout in zip(self._ask("digest", world), layouts, strict=True)
+                for one, layout in zip(self._request("digest", world), layouts, strict=True)
             ]
             totals, torn = digest_sums.combine(lanes)
             held = self._shared.digest(choose().kernels, os.cpu_count() or 1, self._shared.layout)
@@ -104,7 +105,7 @@ class _Scene:
             if differing:
                 raise DigestMismatch(differing, "the benchmark's ranks")
 
-    def _ask(self, what: str, world: int) -> list[dict[str, Any]]:
+    def _request(self, what: str, world: int) -> list[dict[str, Any]]:
         ranks = [child for (_, of), child in self._ranks.items() if of == world]
         for child in ranks:
             child.line.send(do=what, offer=msgspec.to_builtins(self._offer))

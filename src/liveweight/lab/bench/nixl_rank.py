@@ -19,7 +19,7 @@ from liveweight.spec.deadline import Deadline
 from liveweight.spec.decoding import converted
 from liveweight.spec.manifest import TensorSpec
 from liveweight.transports.attach import ask_source
-from liveweight.transports.nixl.arena_location import place_from
+from liveweight.transports.nixl.arena_location import location_from
 from liveweight.transports.nixl.library import NixlAgent
 from liveweight.transports.nixl.reader import NixlReader
 from liveweight.wire.codec import Codec
@@ -35,7 +35,7 @@ WAIT_S = 600.0
 
 
 def main(line: JsonSocket, config: dict[str, Any]) -> None:
-    """Read, on request, until told to stop; every answer has when it began and ended, on the clock that all processes share."""
+    """Read on request until `stop`. Every answer has its begin and end, on the clock that all processes share."""
     import torch
 
     torch.set_num_threads(1)
@@ -53,7 +53,7 @@ def main(line: JsonSocket, config: dict[str, Any]) -> None:
 
 
 class _Rank:
-    """What a rank keeps from one round to the next."""
+    """A rank's state between rounds."""
 
     def __init__(
         self, target: TensorTarget, reader: NixlReader, copy_threads: CopyThreads, secret: Secret
@@ -89,7 +89,7 @@ class _Rank:
         stage(reading, copy_threads=self._copy_threads, pace_bytes_per_s=None, stop=_never, deadline=deadline)
 
     def _verified(self, offer: Offer, shadow: Sequence[Memory]) -> bytes:
-        """As a rank's agent does it."""
+        """As a rank's staging thread does it (worker/staging_thread)."""
         deadline = Deadline.after(WAIT_S)
         reading = self._reader.bind(offer, self._target.layout, shadow, deadline)
         digesting = self._digest.begin(reading, shadow, self._copy_threads, ahead=reading.overlaps)
@@ -99,9 +99,9 @@ class _Rank:
             pace_bytes_per_s=None,
             stop=_never,
             deadline=deadline,
-            beside=digesting.beside,
+            concurrent=digesting.concurrent,
         )
-        lanes = digesting.rest(stop=_never, deadline=deadline)
+        lanes = digesting.finish(stop=_never, deadline=deadline)
         if isinstance(lanes, StagingStopped):
             raise TypeError("a stage that nobody stopped was stopped")
         return lanes_to_bytes(lanes)
@@ -116,24 +116,24 @@ def _never() -> bool:
 
 
 class BareRead:
-    """NIXL and nothing of ours: one READ of as many bytes, from the source's arena into the same memory, registered and prepared once."""
+    """NIXL alone: one READ of the same number of bytes, from the source's arena into the same memory, registered and prepared once."""
 
     def __init__(self, offer: Offer, secret: Secret, shadow: Sequence[Memory]) -> None:
         deadline = Deadline.after(WAIT_S)
         attached = ask_source(offer, offer.layout, secret, Codec[Message](Message), WireLimits(), deadline)
-        place = place_from(attached.memories[0], attached.layout.memories_bytes[0])
+        place = location_from(attached.memories[0], attached.layout.memories_bytes[0])
         first = min(memory.address for memory in shadow)
         last = max(memory.address + memory.size_bytes for memory in shadow)
         size = min(last - first, place.size_bytes)
         self._agent = NixlAgent("liveweight-bench", progress=False)
         here = np.array([[first, size, 0]], dtype=np.uint64)
         self._agent.register(here)
-        peer = self._agent.meet(place.description)
+        peer = self._agent.add_peer(place.description)
         theirs = self._agent.prepare(np.array([[place.data, size, 0]], dtype=np.uint64), peer)
         self._request = self._agent.request(self._agent.prepare(here), theirs, 0, 1)
 
     def run(self) -> None:
-        """Post it, and ask until it is done."""
+        """Post the READ, and poll until it is done."""
         done = self._agent.post(self._request)
         while not done:
             done = self._agent.done(self._request)

@@ -25,7 +25,7 @@ def publishing(
     transfer_mode: str = "ipc",
     files: Path | None = None,
 ) -> ConnectedPublisher:
-    """Meet the replicas, whose secret lies in the directory; everything ends with the stack."""
+    """Connect a publisher to the replicas, whose secret lies in the directory. Everything is closed with the stack."""
     secret = load_or_create_secret(directory / "secret")
     return publishing_to(
         [WireReplica(address, secret) for address in addresses],

@@ -1,4 +1,4 @@
-"""The report of all benchmarks: tables in Markdown, pictures beside them. From figures that were written before, and nothing else."""
+"""The report of all benchmarks: tables in Markdown and pictures, from figures that were written before."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ PACKAGES = ("liveweight", "torch", "pyzmq", "safetensors", "nixl", "ray")
 def write_report(
     directory: Path, found: Mapping[str, dict[str, Any]], command: str, machine: str = ""
 ) -> Path:
-    """REPORT.md of these figures, by the benchmark's name; pictures only where matplotlib is installed, which it says.
+    """Write REPORT.md from these figures, by the benchmark's name. Pictures need matplotlib; the report says if it is missing.
 
-    `machine` is where they were measured, as `this_machine` told it then; else it is this one.
+    `machine` describes the machine that measured them, as `this_machine` returned it then; by default this machine.
     """
     pictures = _pictures(directory, found)
     parts = ["# Benchmarks", f"`{command}`", machine or this_machine()]

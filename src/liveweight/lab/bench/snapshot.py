@@ -51,7 +51,7 @@ class SnapshotSettings:
 
 
 def bench_snapshot(settings: SnapshotSettings) -> dict[str, Any]:
-    """All figures; DigestMismatch if what was restored is not what was saved."""
+    """Measure. DigestMismatch if the restored weights are not those that were saved."""
     layout = packed(decoder(int(settings.size_gb * 1e9)))
     size = layout.memories_bytes[0]
     with (

@@ -1,6 +1,6 @@
-"""The whole demo: engines and a trainer are started, the warm-up is published, the live run goes, then the control run, and all ends.
+"""The whole demo: starts engines and a trainer, publishes the warm-up's weights, runs the live run, then the control run.
 
-Owns the order of events and the directory in which everything of the demo lies.
+Owns the order of events, and the directory that holds all files of the demo.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from liveweight.lab.demo.trainer_rounds import (
     SilentListener,
     TrainerRounds,
 )
-from liveweight.lab.demo.training_loop import Look, Publish, TrainingLoop
+from liveweight.lab.demo.training_loop import Publish, RecoverEngines, TrainingLoop
 from liveweight.lab.demo.vllm_servers import DemoVllmServer
 from liveweight.lab.demo.watched_replica import WatchedReplica
 from liveweight.wire.credentials import load_or_create_secret
@@ -53,7 +53,7 @@ KEPT = 3
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DemoOutcome:
-    """What came of it."""
+    """The demo's steps and summary."""
 
     steps: tuple[TrainingStep, ...]
     summary: Summary
@@ -64,18 +64,18 @@ def run_demo(
     launching: Launching | VllmLaunching,
     make_publisher: Callable[[Path], MakePublisher],
     *,
-    say: Listener,
+    emit: Listener,
     stop: Stop,
 ) -> DemoOutcome:
-    """Run it. `make_publisher` is given the directory for its sockets and its secret. Raises Stopped if it is told to end."""
+    """Run the demo. `make_publisher` gets the directory for its sockets and its secret. Raises RunStopped if `stop` was called."""
     with ExitStack() as stack:
         directory = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="lw-demo-")))
-        demo = _Demo(settings, directory, make_publisher(directory), say=say, stop=stop)
+        demo = _Demo(settings, directory, make_publisher(directory), emit=emit, stop=stop)
         fleet = stack.enter_context(EngineServers(demo.servers(launching)))
         try:
             return demo.go(fleet)
         except LiveWeightError:
-            stop.check()  # what was interrupted in order to end is no error
+            stop.check()  # an error caused by stopping is no error
             raise
 
 
@@ -86,11 +86,11 @@ class _Demo:
         directory: Path,
         make_publisher: MakePublisher,
         *,
-        say: Listener,
+        emit: Listener,
         stop: Stop,
     ) -> None:
         self._settings, self._directory, self._make_publisher = settings, directory, make_publisher
-        self._say, self._stop, self._since_s = say, stop, time.monotonic()
+        self._emit, self._stop, self._since_s = emit, stop, time.monotonic()
         self._model = directory / "model"
         self._bound = StalenessBound(staleness=settings.staleness, batch=settings.training.prompts)
 
@@ -125,11 +125,11 @@ class _Demo:
             took_s=time.monotonic() - self._since_s,
         )
         self._phase("end")
-        self._say(summary)
+        self._emit(summary)
         return DemoOutcome(steps=tuple(steps), summary=summary)
 
     def _warm_up(self, policy: Policy) -> None:
-        """Imitate a careless teacher for a moment."""
+        """Train a little on demonstrations with mistakes."""
         self._phase(
             "warmup", f"imitating answers of which {self._settings.task.noise:.0%} of the digits are wrong"
         )
@@ -137,40 +137,42 @@ class _Demo:
         for step in range(1, count + 1):
             self._stop.check()
             loss = policy.imitate(self._settings.task, chance)
-            self._say(Warmed(at_s=self._now_s(), step=step, steps=count, loss=loss))
+            self._emit(Warmed(at_s=self._now_s(), step=step, steps=count, loss=loss))
 
     def _live(self, policy: Policy, fleet: EngineServers) -> list[TrainingStep]:
-        """Every step's weights are published."""
+        """Publish every step's weights."""
         self._phase("live", "every step is published into the running engines")
         settings = self._settings
-        blows = plan(settings.steps, settings.replicas, settings.seed) if settings.chaos else {}
+        planned = plan(settings.steps, settings.replicas, settings.seed) if settings.chaos else {}
         rollouts = self._rollouts(fleet, self._bound)
         with self._rounds(policy, fleet, rollouts) as rounds:
             first = self._publish_warm(policy, rounds)
             publishing = StepPublisher(
-                rounds=rounds, servers=fleet.servers, blows=blows, stop=self._stop, since_s=self._since_s
+                rounds=rounds, servers=fleet.servers, planned=planned, stop=self._stop, since_s=self._since_s
             )
             with rollouts:
-                return self._loop("live", policy, rollouts, publishing.after, publishing.look).go([first])
+                return self._loop("live", policy, rollouts, publishing.after, publishing.recover_engines).go(
+                    [first]
+                )
 
     def _control(self, policy: Policy, fleet: EngineServers) -> list[TrainingStep]:
-        """The same again, but for one thing: the engines keep the warm-up's weights."""
+        """The same again, but publish nothing: the engines keep the warm-up's weights."""
         self._phase("control", "the same, but nothing is published after the warm-up")
         rollouts = self._rollouts(fleet, replace(self._bound, enforced=False))
         with self._rounds(policy, fleet, SilentListener()) as rounds:
             self._publish_warm(policy, rounds)
 
-        def keep_still(step: int, last: bool) -> Published:
+        def publish_nothing(step: int, last: bool) -> Published:
             del last
-            rollouts.offers(step)  # nobody does: generation is held back by training alone
+            rollouts.offers(step)  # nothing is offered: only training limits generation
             rollouts.serves(step)
             return Published()
 
         with rollouts:
-            return self._loop("control", policy, rollouts, keep_still, lambda _: False).go()
+            return self._loop("control", policy, rollouts, publish_nothing, lambda _: False).go()
 
     def _publish_warm(self, policy: Policy, rounds: TrainerRounds) -> DemoRound:
-        """The first publish of a run; no fault is planned for it."""
+        """Publish the first weights of a run. No fault is planned for this round."""
         policy.begin_rl()
         policy.keep(0)
         first = rounds.publish(0)
@@ -179,7 +181,7 @@ class _Demo:
         return first
 
     def _loop(
-        self, run: Run, policy: Policy, rollouts: Rollouts, publish: Publish, look: Look
+        self, run: Run, policy: Policy, rollouts: Rollouts, publish: Publish, recover: RecoverEngines
     ) -> TrainingLoop:
         return TrainingLoop(
             run=run,
@@ -187,24 +189,25 @@ class _Demo:
             policy=policy,
             rollouts=rollouts,
             publish=publish,
-            look=look,
+            recover=recover,
             stop=self._stop,
-            say=self._say,
+            emit=self._emit,
             since_s=self._since_s,
         )
 
     def _rollouts(self, fleet: EngineServers, bound: StalenessBound) -> Rollouts:
-        asking = RolloutSettings(group=self._settings.training.group, seed=self._settings.seed)
-        return Rollouts(fleet.servers, self._settings.task, bound, asking, self._stop)
+        rollout_settings = RolloutSettings(group=self._settings.training.group, seed=self._settings.seed)
+        return Rollouts(fleet.servers, self._settings.task, bound, rollout_settings, self._stop)
 
-    def _rounds(self, policy: Policy, fleet: EngineServers, listening: RoundListener) -> TrainerRounds:
-        """A publisher that has met the fleet: a new run, whose labels are steps."""
+    def _rounds(self, policy: Policy, fleet: EngineServers, listener: RoundListener) -> TrainerRounds:
+        """Connect a publisher to the fleet: a new run, whose labels are steps."""
         secret = load_or_create_secret(self._directory / "secret")
         progress = RoundProgress(
-            len(fleet.servers), since_s=self._since_s, say=self._say, listening=listening
+            len(fleet.servers), since_s=self._since_s, emit=self._emit, listener=listener
         )
         replicas = [
-            WatchedReplica(server.number, server.replica(secret), progress.heard) for server in fleet.servers
+            WatchedReplica(server.number, server.replica(secret), progress.on_stage)
+            for server in fleet.servers
         ]
         for one in replicas:
             self._stop.call(one.interrupt)
@@ -213,7 +216,7 @@ class _Demo:
 
     def _phase(self, name: PhaseName, detail: str = "") -> None:
         self._stop.check()
-        self._say(Phase(at_s=self._now_s(), name=name, detail=detail))
+        self._emit(Phase(at_s=self._now_s(), name=name, detail=detail))
 
     def _now_s(self) -> float:
         return time.monotonic() - self._since_s

@@ -1,7 +1,7 @@
-"""The demo's engines: `liveweight serve` as processes of their own, started, killed and started again.
+"""The demo's engines: `liveweight serve` as child processes, started, killed and restarted.
 
-Owns the processes: all of them have ended when the `with` ends. A terminal's Ctrl-C does not reach them; the demo ends them. What they
-leave on disk lies in the demo's own directory. `Launching.program` sees to it that they do not outlive a demo that is killed.
+Owns the processes: all of them have exited when the `with` ends. A terminal's Ctrl-C does not reach them; the demo ends them. Their files
+lie in the demo's own directory. `Launching.program` makes sure that they do not outlive a demo that is killed.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ from liveweight.spec.deadline import Deadline
 from liveweight.wire.credentials import Secret
 
 END_S = 10.0
-LOOK_S = 0.02
-LAST_WORDS = 400
+POLL_S = 0.02
+LOG_TAIL = 400
 
 
 class EngineServer:
-    """One replica. `url` is None while it is not there. For the trainer's thread; `url` is for any."""
+    """One replica. `url` is None while the server is not running. For the trainer's thread; `url` is for any."""
 
     start_s = 120.0
-    """How long it may take to serve."""
+    """How long the server may take to serve."""
 
     def __init__(
         self,
@@ -44,7 +44,7 @@ class EngineServer:
         tp: int,
         elastic: bool = False,
     ) -> None:
-        """`elastic`: it keeps snapshots, replaces ranks that it loses, and begins from its newest snapshot when it is started again."""
+        """`elastic`: the engine saves snapshots, replaces lost ranks, and starts from its newest snapshot after a restart."""
         self.number, self.tp, self._elastic = number, tp, elastic
         self.address = f"ipc://{directory}/engine-{number}.sock"
         self.url: str | None = None
@@ -53,11 +53,11 @@ class EngineServer:
         self._process: subprocess.Popen[bytes] | None = None
 
     def replica(self, secret: Secret) -> Driven:
-        """As a publisher drives it, at every start of it."""
+        """The replica that a publisher drives. Stays valid when the server is restarted."""
         return WireReplica(self.address, secret)
 
     def launch(self) -> None:
-        """Start the process; `await_ready` when others have been started too."""
+        """Start the process. Does not wait: call `await_ready` once all servers are started."""
         arguments = {
             "--tp": str(self.tp),
             "--port": "0",
@@ -84,52 +84,52 @@ class EngineServer:
             )
 
     def await_ready(self, stop: Stop, deadline: Deadline) -> None:
-        """Wait until it serves. Stopped if the demo is to end; ChannelClosed, with its last words, if it ended."""
+        """Wait until it serves. RunStopped if the demo is to end; ChannelClosed, with the end of its log, if the server exited."""
         line = self._first_line(stop, deadline)
         if not line.startswith("serving "):
-            raise ChannelClosed(f"engine {self.number} did not start: {self._last_words()}")
+            raise ChannelClosed(f"engine {self.number} did not start: {self._log_tail()}")
         self.url = line.split()[3].rstrip(",")
 
     def restart(self, stop: Stop, deadline: Deadline) -> None:
-        """Start it again: from its newest snapshot, or else on the checkpoint of its start. The next round brings it to the fleet's
-        version."""
+        """Restart it from its newest snapshot, or else from the checkpoint it was first started with. The next round brings it to the
+        fleet's version."""
         self.kill()
         self.launch()
         self.await_ready(stop, deadline)
 
     def kill(self) -> None:
-        """End it at once, without a chance to clean up. Its ranks notice, and end."""
+        """Send SIGKILL: the server cannot clean up. Its ranks notice, and exit."""
         self.url = None
         if self._process is not None:
             self._process.kill()
             self._release(Deadline.after(END_S))
 
     def kill_rank(self, rank: int) -> int:
-        """End one of its ranks, and its process id; the engine says so, and replaces it or ends."""
+        """Kill one of its ranks, and return its process id. The engine reports that, and replaces the rank or exits."""
         pid = self._ranks()[rank]
         os.kill(pid, signal.SIGKILL)
         return pid
 
     def await_noticed(self, killed: int, stop: Stop, deadline: Deadline) -> None:
-        """Wait until the engine knows that its rank has ended: what it answers before that may be that of ranks that are gone."""
+        """Wait until the engine knows that its rank has exited. Answers before that may come from lost ranks."""
         while not self.ended and killed in self._ranks():
             if deadline.over:
                 raise deadline.exceeded(f"engine {self.number} to notice that its rank was killed")
-            stop.wait(LOOK_S)
+            stop.wait(POLL_S)
 
     @property
     def ended(self) -> bool:
         """Whether its process has ended."""
         return self._process is None or self._process.poll() is not None
 
-    def ask_to_end(self) -> None:
-        """Let it clean up and end."""
+    def terminate(self) -> None:
+        """Send SIGTERM: the server cleans up and exits."""
         self.url = None
         if self._process is not None:
             self._process.terminate()
 
     def close(self) -> None:
-        """It has ended, however long it takes its time."""
+        """Wait until the process has exited; kill it after END_S."""
         if self._process is None:
             return
         try:
@@ -150,14 +150,14 @@ class EngineServer:
             raise deadline.exceeded(f"engine {self.number}, which was killed, to end") from None
 
     def _first_line(self, stop: Stop, deadline: Deadline) -> str:
-        """The first line that it prints; empty if it ended without one."""
-        process, kept = self._process, b""
+        """The first line that the server prints; empty if it exited without one."""
+        process, output = self._process, b""
         if process is None or process.stdout is None:
             return ""
         with selectors.DefaultSelector() as selector:
             selector.register(process.stdout, selectors.EVENT_READ)
             selector.register(stop, selectors.EVENT_READ)
-            while b"\n" not in kept:
+            while b"\n" not in output:
                 stop.check()
                 if not selector.select(deadline.remaining_s()):
                     raise DeadlineExceeded(f"engine {self.number} to serve", deadline.waited_s())
@@ -165,22 +165,22 @@ class EngineServer:
                 more = os.read(process.stdout.fileno(), 4096)
                 if not more:
                     break
-                kept += more
-        return kept.decode(errors="replace").partition("\n")[0]
+                output += more
+        return output.decode(errors="replace").partition("\n")[0]
 
-    def _last_words(self) -> str:
-        return self._errors.read_text(errors="replace").strip()[-LAST_WORDS:] or "without a word"
+    def _log_tail(self) -> str:
+        return self._errors.read_text(errors="replace").strip()[-LOG_TAIL:] or "its log is empty"
 
     def _ranks(self) -> list[int]:
-        """The process ids of its ranks, by rank: a server starts them in order, from whichever thread, and starts nothing else."""
+        """The process ids of its ranks, by rank: a server starts them in order, from any thread, and starts nothing else."""
         if self._process is None:
             return []
         threads = Path(f"/proc/{self._process.pid}/task").glob("*/children")
-        return sorted(int(text) for children in threads for text in _words(children))
+        return sorted(int(text) for children in threads for text in _read_words(children))
 
 
-def _words(path: Path) -> list[str]:
-    """Those of a file; none where its thread has ended meanwhile."""
+def _read_words(path: Path) -> list[str]:
+    """The words of a /proc file; none if its thread has ended meanwhile."""
     try:
         return path.read_text().split()
     except OSError:
@@ -188,7 +188,7 @@ def _words(path: Path) -> list[str]:
 
 
 class EngineServers:
-    """All replicas, started at once. Ends with the `with`: asked first, all at once, then made to."""
+    """All replicas, started at once. They end with the `with`: all get SIGTERM at once, then SIGKILL."""
 
     def __init__(self, servers: Sequence[EngineServer]) -> None:
         self.servers = tuple(servers)
@@ -211,6 +211,6 @@ class EngineServers:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         for server in self.servers:
-            server.ask_to_end()
+            server.terminate()
         for server in self.servers:
             server.close()

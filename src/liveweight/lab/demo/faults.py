@@ -1,6 +1,6 @@
-"""Chaos: what is broken in which step, and how. The plan is pure; breaking things is not.
+"""The faults of `demo --chaos`: which fault in which step, and how it is injected. The plan is pure; injecting is not.
 
-Everything that is broken here is broken for real: a connection is closed, a deadline runs out, a process gets SIGKILL.
+All faults are real: a connection is closed, a deadline runs out, a process gets SIGKILL.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ NOTICE_S = 60.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlannedFault:
-    """One thing to break: which, at which replica, and a choice of moments and ranks in `number`."""
+    """One fault: its kind, its replica, and a number that chooses among moments and ranks."""
 
     kind: FaultKind
     replica: int
@@ -31,7 +31,7 @@ class PlannedFault:
 
 
 def plan(steps: int, replicas: int, seed: int) -> Mapping[int, PlannedFault]:
-    """By step: every kind at least once if there are steps enough, in any order, never in the first or the last step."""
+    """Faults by step: every kind at least once if there are enough steps, in random order, never in the first or the last step."""
     chance = random.Random(f"{seed} chaos")
     count = max(0, min(steps - 2, max(len(KINDS), steps // 20)))
     chosen = sorted(chance.sample(range(2, steps), count)) if count else []
@@ -43,29 +43,29 @@ def plan(steps: int, replicas: int, seed: int) -> Mapping[int, PlannedFault]:
     }
 
 
-def strike(
-    blow: PlannedFault, version: int, rounds: TrainerRounds, servers: Sequence[EngineServer], stop: Stop
+def inject(
+    fault: PlannedFault, version: int, rounds: TrainerRounds, servers: Sequence[EngineServer], stop: Stop
 ) -> tuple[str, list[DemoRound]]:
-    """Break it in the middle of the round of that version: what was done, and what became of the round."""
-    server, replica = servers[blow.replica], rounds.replicas[blow.replica]
-    match blow.kind:
+    """Inject a fault into the round of that version. Returns what was done, and how the round ended."""
+    server, replica = servers[fault.replica], rounds.replicas[fault.replica]
+    match fault.kind:
         case "cut":
-            stage = CUTS[blow.number % len(CUTS)]
+            stage = CUTS[fault.number % len(CUTS)]
             replica.cut_after = stage
             ended = [rounds.publish(version)]
             replica.cut_after = None
-            return f"the trainer's connection to replica {blow.replica} was cut after {stage}", ended
+            return f"the trainer's connection to replica {fault.replica} was cut after {stage}", ended
         case "deadline":
             with rounds.hurried(TOO_SHORT_S):
                 return f"the round had {TOO_SHORT_S * 1e3:g} ms", [rounds.publish(version)]
         case "rank":
-            rank = blow.number % server.tp
+            rank = fault.number % server.tp
             rounds.begin(version)
             killed = server.kill_rank(rank)
             ended = rounds.finish()
             server.await_noticed(killed, stop, Deadline.after(NOTICE_S))
-            return f"rank {rank} of replica {blow.replica} was killed", ended
+            return f"rank {rank} of replica {fault.replica} was killed", ended
         case _:
             rounds.begin(version)
             server.kill()
-            return f"replica {blow.replica} was killed", rounds.finish()
+            return f"replica {fault.replica} was killed", rounds.finish()

@@ -1,8 +1,7 @@
-"""Publishing step after step, whatever happens: begins rounds, makes good what went wrong, and counts it.
+"""Publishes step after step, whatever happens: begins rounds, injects the planned faults, recovers from failures, and records them.
 
-A failed round costs nothing but a version: the engines go on with what they have. A rank that was killed is replaced by its engine; what
-the engine cannot do itself is done here: one that ended is started again, and rounds are tried until the whole fleet serves the trainer's
-weights.
+A failed round costs nothing but a version: the engines go on with the weights they have. An engine replaces a killed rank by itself. An
+engine that exited is restarted here, and rounds are repeated until the whole fleet serves the trainer's weights.
 """
 
 from __future__ import annotations
@@ -12,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from liveweight.lab.demo.engine_servers import EngineServer
-from liveweight.lab.demo.faults import PlannedFault, strike
+from liveweight.lab.demo.faults import PlannedFault, inject
 from liveweight.lab.demo.records import DemoFault, DemoRound, FaultKind
 from liveweight.lab.demo.stopping import Stop
 from liveweight.lab.demo.trainer_rounds import TrainerRounds
@@ -24,7 +23,7 @@ AGAIN_S = 0.2
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Published:
-    """What became of publishing in one step: the rounds that ended in it, and the faults that were survived."""
+    """The result of publishing in one step: the rounds that ended in it, and the faults that the run survived."""
 
     rounds: tuple[DemoRound, ...] = ()
     faults: tuple[DemoFault, ...] = ()
@@ -32,19 +31,19 @@ class Published:
 
 @dataclass(slots=True, kw_only=True)
 class StepPublisher:
-    """One run's publishing. For the trainer's thread."""
+    """Publishes the steps of one run. For the trainer's thread."""
 
     rounds: TrainerRounds
     servers: Sequence[EngineServer]
-    blows: Mapping[int, PlannedFault]
+    planned: Mapping[int, PlannedFault]
     stop: Stop
     since_s: float
     _ended: list[DemoRound] = field(default_factory=list)
     _faults: list[DemoFault] = field(default_factory=list)
 
-    def look(self, version: int) -> bool:
-        """While the trainer waits for rollouts: start an engine that ended by itself again, with that version's weights, which the
-        trainer still has. Whether there was one."""
+    def recover_engines(self, version: int) -> bool:
+        """Called while the trainer waits for rollouts: restart an engine that exited by itself, and publish that version's weights, which
+        the trainer still has. Returns whether there was one."""
         gone = [server.number for server in self.servers if server.ended]
         if gone:
             what = f"replica {', '.join(map(str, gone))} ended by itself"
@@ -52,13 +51,13 @@ class StepPublisher:
         return bool(gone)
 
     def after(self, step: int, last: bool) -> Published:
-        """Begin the round of this step's weights; the round before has ended by then, and the last one when it returns."""
+        """Begin the round of this step's weights, after the round before has ended. The last step's round has ended on return."""
         before = self.rounds.finish()
         if any(one.problem is not None for one in before):
             self._recover(step, "unplanned", "a round failed", before, time.monotonic())
-        elif step in self.blows:
+        elif step in self.planned:
             self._ended += before
-            self._strike(step, self.blows[step])
+            self._inject(step, self.planned[step])
         else:
             self._ended += before
             self.rounds.begin(step)
@@ -68,14 +67,14 @@ class StepPublisher:
         self._ended, self._faults = [], []
         return published
 
-    def _strike(self, step: int, blow: PlannedFault) -> None:
+    def _inject(self, step: int, fault: PlannedFault) -> None:
         began_s = time.monotonic()
-        what, struck = strike(blow, step, self.rounds, self.servers, self.stop)
-        self._recover(step, blow.kind, what, struck, began_s)
+        what, ended = inject(fault, step, self.rounds, self.servers, self.stop)
+        self._recover(step, fault.kind, what, ended, began_s)
 
     def _recover(self, step: int, kind: FaultKind, what: str, ended: list[DemoRound], began_s: float) -> None:
-        """Start again what ended, and publish until the whole fleet serves these weights."""
-        said = next(
+        """Restart engines that exited, and publish until the whole fleet serves these weights."""
+        problem = next(
             (one.problem for one in ended if one.problem is not None),
             "no round was open, or it was committed",
         )
@@ -94,6 +93,11 @@ class StepPublisher:
         self._ended += ended
         self._faults.append(
             DemoFault(
-                at_s=began_s - self.since_s, step=step, kind=kind, what=what, said=said, recovered_ms=took_ms
+                at_s=began_s - self.since_s,
+                step=step,
+                kind=kind,
+                what=what,
+                said=problem,
+                recovered_ms=took_ms,
             )
         )

@@ -1,6 +1,6 @@
-"""What a run says of itself, once, as frozen values. The view, the JSON lines and the report are readers of them.
+"""The records of a demo run, as frozen values. The view, the JSON lines and the report read them.
 
-Times are seconds since the demo began; durations are in milliseconds, as people read them.
+Times are seconds since the demo began; durations are in milliseconds.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ Stage: TypeAlias = Literal["open", "stage", "verify", "vote", "commit"]
 STAGES: tuple[Stage, ...] = ("open", "stage", "verify", "vote", "commit")
 FaultKind: TypeAlias = Literal["cut", "deadline", "rank", "replica", "unplanned"]
 LAST_STEPS = 10
-"""So many steps are the end of a run: a single one is too noisy to be its result."""
+"""The last steps whose mean is the result of a run: a single step is too noisy."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Phase:
-    """The demo went on to something else. `detail` is for people."""
+    """The demo entered another phase. `detail` is text for the user."""
 
     at_s: float
     name: PhaseName
@@ -40,7 +40,7 @@ class Warmed:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepReached:
-    """A replica has come that far in the present round."""
+    """A replica has reached this stage of the current round."""
 
     at_s: float
     version: int
@@ -62,7 +62,7 @@ class RankPart:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplicaPart:
-    """One replica's part of a round: when it had come how far, in milliseconds since the round began, and what its ranks did."""
+    """One replica's part in a round: when it reached each stage, in milliseconds since the round began, and what its ranks did."""
 
     replica: int
     committed: bool
@@ -85,18 +85,18 @@ class DemoRound:
 
     @property
     def stall_ms(self) -> float:
-        """How long decoding stood still, where it did longest."""
+        """The longest pause of decoding on any replica."""
         return max((part.stall_ms for part in self.replicas), default=0.0)
 
     @property
     def staged_bytes(self) -> int:
-        """What all ranks read."""
+        """The bytes that all ranks read."""
         return sum(rank.staged_bytes for part in self.replicas for rank in part.ranks)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DemoFault:
-    """Something was broken, and the run went on: what it was, what the round said of it, and how long until all served again."""
+    """A fault that the run survived: what was broken, the round's error, and how long until all replicas served again."""
 
     at_s: float
     step: int
@@ -108,7 +108,7 @@ class DemoFault:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Gap:
-    """The engine's logprobs beside the trainer's own, of the same tokens under the versions that drew them: absolute differences.
+    """Absolute differences between the engine's logprobs and the trainer's own, of the same tokens under the versions that drew them.
 
     `after` is of tokens that followed a commit inside their answer, where the KV policy shows.
     """
@@ -123,7 +123,7 @@ class Gap:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainingStep:
-    """A step of training. `version` is what it made; `staleness` is of its samples, in versions; `dropped` groups were too old."""
+    """A step of training. `version` is the one that it made; `staleness` is its samples' age in versions; `dropped` groups were too old."""
 
     at_s: float
     run: Run
@@ -173,7 +173,7 @@ class Summary:
 
 Record: TypeAlias = Phase | Warmed | StepReached | TrainingStep | Summary
 Listener: TypeAlias = Callable[[Record], None]
-"""Hears every record, on the thread that says it, which may be any. Must be quick."""
+"""Called with every record, on the thread that emits it, which may be any. Must be quick."""
 
 
 def last_reward(steps: Sequence[TrainingStep]) -> float:
@@ -182,7 +182,7 @@ def last_reward(steps: Sequence[TrainingStep]) -> float:
 
 
 def percentile(values: Sequence[float], share: float) -> float:
-    """The smallest value that at least this share of them does not exceed; 0 of none."""
+    """The smallest value that at least this share of the values does not exceed; 0 if there are none."""
     if not values:
         return 0.0
     return sorted(values)[max(0, -int(-len(values) * share // 1) - 1)]

@@ -1,4 +1,4 @@
-"""What a run of the demo is told: frozen values that travel down."""
+"""The settings of a demo run: frozen values."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ EngineKind: TypeAlias = Literal["embedded", "vllm"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Training:
-    """The trainer's numbers: found by trial, so that every seed learns."""
+    """The trainer's hyperparameters, found by trial, so that every seed learns."""
 
     warmup_steps: int = 120
     warmup_batch: int = 128
     warmup_rate: float = 2e-3
     rate: float = 7e-4
     rate_end: float = 0.2
-    """The share of `rate` that is left at the end: it falls evenly."""
+    """The share of `rate` that is left at the end. The rate falls linearly."""
     prompts: int = 32
     group: int = 8
     clip_low: float = 0.2
@@ -51,7 +51,7 @@ class DemoSettings:
 
     @property
     def engines(self) -> str:
-        """What answers, for people."""
+        """The engines, as text for the user."""
         kind = "vllm serve" if self.engine == "vllm" else f"liveweight serve, {self.tp} ranks each"
         return f"{self.replicas} x {kind}"
 
@@ -63,7 +63,7 @@ class DemoSettings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Launching:
-    """How an engine is started: the program, to which its arguments are added, and the environment that it gets."""
+    """How to start an engine: the program, to which its arguments are added, and its environment variables."""
 
     program: tuple[str, ...]
     environment: Mapping[str, str]

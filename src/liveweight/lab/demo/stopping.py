@@ -1,6 +1,6 @@
-"""How a run is told to end: once, from any thread. Every wait of the run looks here.
+"""Stops a run: once, from any thread. Every wait of the run checks here.
 
-Not for signal handlers: those must not take locks. Who handles signals hands them to a thread that calls `stop`.
+Not for signal handlers, which must not take locks: cli/signals hands signals to a thread that calls `stop`.
 """
 
 from __future__ import annotations
@@ -13,50 +13,50 @@ from liveweight.wire.waker import Waker
 
 
 class RunStopped(Exception):
-    """The run was told to end. No error: nothing is wrong."""
+    """The run was stopped. Not an error: nothing is wrong."""
 
 
 class Stop:
-    """A word that stays said. `fileno` is readable from then on; callbacks run once, on the thread that says it."""
+    """A stop request, which stays set. `fileno` is then readable; callbacks run once, on the thread that calls `stop`."""
 
     def __init__(self) -> None:
-        self._said = threading.Event()
+        self._requested = threading.Event()
         self._waker = Waker()
         self._lock = threading.Lock()
         self._callbacks: list[Callable[[], None]] = []
 
     def stop(self) -> None:
-        """End the run."""
+        """Stop the run."""
         with self._lock:
-            if self._said.is_set():
+            if self._requested.is_set():
                 return
-            self._said.set()
+            self._requested.set()
             callbacks = list(self._callbacks)
         self._waker.wake()
         for callback in callbacks:
             callback()
 
     def call(self, callback: Callable[[], None]) -> None:
-        """Call this when the run is told to end; at once, if it was. It must be quick and harmless, also after the run."""
+        """Call this when the run is stopped; at once, if it was. The callback must be quick, and harmless after the run."""
         with self._lock:
-            said = self._said.is_set()
+            requested = self._requested.is_set()
             self._callbacks.append(callback)
-        if said:
+        if requested:
             callback()
 
     @property
-    def said(self) -> bool:
-        """Whether the run is to end."""
-        return self._said.is_set()
+    def requested(self) -> bool:
+        """Whether `stop` was called."""
+        return self._requested.is_set()
 
     def check(self) -> None:
-        """Raise Stopped if the run is to end."""
-        if self._said.is_set():
+        """Raise RunStopped if the run was stopped."""
+        if self._requested.is_set():
             raise RunStopped
 
     def wait(self, seconds: float) -> None:
-        """Let that much time pass; Stopped if the run is told to end meanwhile."""
-        if self._said.wait(seconds):
+        """Wait that long. RunStopped if the run is stopped meanwhile."""
+        if self._requested.wait(seconds):
             raise RunStopped
 
     def fileno(self) -> int:

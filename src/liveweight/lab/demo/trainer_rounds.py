@@ -1,6 +1,6 @@
-"""The trainer's rounds: one at a time, begun and finished apart, so that training goes on meanwhile; told as records.
+"""The trainer's rounds, one at a time. `begin` and `finish` are separate, so that training goes on meanwhile; rounds become records.
 
-Owns the publisher while the `with` lasts. When a failed round is tried again is recovery.py's.
+Owns the publisher for the length of the `with`. When to repeat a failed round is decided in lab/demo/publishing.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ MakePublisher: TypeAlias = Callable[[object, Sequence[WatchedReplica]], RoundPub
 
 
 class TrainerRounds:
-    """For the trainer's thread. `heard` is called by the publisher's."""
+    """For the trainer's thread."""
 
     def __init__(
         self, publisher: RoundPublisher, replicas: Sequence[WatchedReplica], *, stop: Stop, since_s: float
@@ -35,13 +35,13 @@ class TrainerRounds:
         self._open = False
 
     def begin(self, version: int) -> None:
-        """Offer the present weights as that version; they may change when it returns."""
+        """Offer the current weights as that version. They may change once it returns."""
         self._version, self._began_s = version, time.monotonic()
         self._publisher.offer(version)
         self._open = True
 
     def finish(self) -> list[DemoRound]:
-        """The round that was begun, when it has ended; none if none was. Stopped if the demo is to end."""
+        """Wait for the round that was begun, and return it; empty if none was. RunStopped if the demo is to end."""
         if not self._open:
             return []
         self._open = False
@@ -53,13 +53,13 @@ class TrainerRounds:
         return [self._round(report, problem)]
 
     def publish(self, version: int) -> DemoRound:
-        """Both."""
+        """Begin a round, and wait for its end."""
         self.begin(version)
         return self.finish()[0]
 
     @contextmanager
     def hurried(self, timeout_s: float) -> Iterator[None]:
-        """Rounds that begin in this block have so little time."""
+        """Rounds that begin in this block have only this much time."""
         before = self._publisher.settings
         self._publisher.settings = replace(before, timeout_s=timeout_s)
         try:
@@ -89,17 +89,17 @@ class TrainerRounds:
 
 
 class RoundListener(Protocol):
-    """Who wants to know what becomes of versions. Called by the publisher's threads."""
+    """Follows which versions replicas read and serve. Called by the publisher's threads."""
 
     def offers(self, version: int) -> None:
-        """A replica has begun to read it."""
+        """A replica has begun to read this version."""
 
     def serves(self, version: int) -> None:
-        """All replicas serve it, or a later one."""
+        """All replicas serve this version, or a later one."""
 
 
 class SilentListener:
-    """Nobody wants to know."""
+    """Ignores all versions."""
 
     def offers(self, version: int) -> None:
         """See RoundListener."""
@@ -109,20 +109,20 @@ class SilentListener:
 
 
 class RoundProgress:
-    """Hears how far replicas have come, says so, and knows when all of them serve a version. Any thread."""
+    """Emits a record for every stage that a replica reaches, and notices when all replicas serve a version. For any thread."""
 
     def __init__(
-        self, count: int, *, since_s: float, say: Callable[[StepReached], None], listening: RoundListener
+        self, count: int, *, since_s: float, emit: Callable[[StepReached], None], listener: RoundListener
     ) -> None:
         self._latest = [-1] * count
-        self._since_s, self._say, self._listening = since_s, say, listening
+        self._since_s, self._emit, self._listener = since_s, emit, listener
 
-    def heard(self, version: int, replica: int, stage: Stage, took_ms: float) -> None:
-        """A replica has come that far."""
+    def on_stage(self, version: int, replica: int, stage: Stage, took_ms: float) -> None:
+        """A replica has reached this stage."""
         at_s = time.monotonic() - self._since_s
-        self._say(StepReached(at_s=at_s, version=version, replica=replica, stage=stage, took_ms=took_ms))
+        self._emit(StepReached(at_s=at_s, version=version, replica=replica, stage=stage, took_ms=took_ms))
         if stage == "open":
-            self._listening.offers(version)
+            self._listener.offers(version)
         elif stage == "commit":
             self._latest[replica] = version
-            self._listening.serves(min(self._latest))
+            self._listener.serves(min(self._latest))

@@ -1,6 +1,6 @@
-"""The RL loop: take rollouts, learn, publish; again. One run of it, live or control.
+"""The RL loop of one run, live or control: take rollouts, learn, publish, repeat.
 
-The trainer does not wait for its rounds: one is finished when the next step has been learned.
+The trainer does not wait for a round until it has learned the next step.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from liveweight.lab.demo.records import DemoRound, Listener, Run, TrainingStep
 from liveweight.lab.demo.stopping import Stop
 
 Publish: TypeAlias = Callable[[int, bool], Published]
-"""(step, whether it is the last) -> what ended meanwhile. Publishes the present weights as that step's, or, for control, does not."""
+"""(step, whether it is the last) -> what ended meanwhile. Publishes the current weights as that step's; the control run does not."""
 
-Look: TypeAlias = Callable[[int], bool]
-"""(the present version) -> whether an engine had ended and was brought back. Called while rollouts do not come."""
+RecoverEngines: TypeAlias = Callable[[int], bool]
+"""(the current version) -> whether an engine had exited and was restarted. Called while the trainer waits for rollouts."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,30 +35,30 @@ class TrainingLoop:
     policy: Policy
     rollouts: Rollouts
     publish: Publish
-    look: Look
+    recover: RecoverEngines
     stop: Stop
-    say: Listener
+    emit: Listener
     since_s: float
 
     def go(self, first: Sequence[DemoRound] = ()) -> list[TrainingStep]:
-        """All steps, each said as it is done. `first` are the rounds that brought the warm-up's weights."""
+        """Run all steps; emits each when it is done. `first` are the rounds that published the warm-up's weights."""
         done: list[TrainingStep] = []
         since_s = time.monotonic()
         for step in range(1, self.steps + 1):
             self.stop.check()
             taken = self.rollouts.take(
-                self.policy.training.prompts, step - 1, functools.partial(self.look, step - 1)
+                self.policy.training.prompts, step - 1, functools.partial(self.recover, step - 1)
             )
             took_s, since_s = time.monotonic() - since_s, time.monotonic()
             record = self._learn(step, taken, took_s, first if step == 1 else ())
             done.append(record)
-            self.say(record)
+            self.emit(record)
         return done
 
     def _learn(
         self, step: int, taken: StepSamples, took_s: float, first: Sequence[DemoRound]
     ) -> TrainingStep:
-        """One step: what these groups teach becomes a version."""
+        """One step: learn from these groups, and publish the result as a version."""
         loss = self.policy.learn(taken.groups, done=(step - 1) / self.steps)
         found = gap(self.policy, to_check(taken.groups, self.policy.training.checked))
         self.policy.keep(step)

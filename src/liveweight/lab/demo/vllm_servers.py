@@ -1,6 +1,6 @@
-"""The demo's engines where they are vLLM's: servers in vLLM's own environment, each at one port for all its lives.
+"""The demo's engines with --engine vllm: servers in vLLM's own environment. A restarted server keeps its port.
 
-They say which version served an answer by the middleware of integrations/vllm, and take rounds through vLLM's own calls.
+The middleware of integrations/vllm adds the version to every answer. Rounds go through vLLM's own calls.
 """
 
 from __future__ import annotations
@@ -31,19 +31,19 @@ OPTIONS = (
 
 
 class DemoVllmServer(EngineServer):
-    """One replica, of one worker."""
+    """One replica with one worker."""
 
     start_s = START_S
 
     def __init__(self, number: int, directory: Path, model: Path, launching: VllmLaunching) -> None:
         super().__init__(number, directory, model, Launching(program=(), environment={}), tp=1)
         self._secret_file = directory / "secret"
-        self._wanted = VllmServerConfig(
+        self._config = VllmServerConfig(
             python=launching.python,
             runs=launching.runs,
             model=model,
             directory=directory,
-            # One thread: the trainer needs the other cores. Its sockets lie with the demo's.
+            # One thread: the trainer needs the other cores. Its sockets lie in the demo's directory.
             environment={**launching.environment, "OMP_NUM_THREADS": "1", "TMPDIR": str(directory)},
             port=free_port(),
             options=OPTIONS,
@@ -51,20 +51,20 @@ class DemoVllmServer(EngineServer):
 
     def replica(self, secret: Secret) -> Driven:
         """See EngineServer."""
-        return vllm(self._wanted.url, address=self.address).replica(secret, self._secret_file)
+        return vllm(self._config.url, address=self.address).replica(secret, self._secret_file)
 
     def launch(self) -> None:
         """See EngineServer."""
-        self._process = launch(self._wanted)
+        self._process = launch(self._config)
 
     def await_ready(self, stop: Stop, deadline: Deadline) -> None:
         """See EngineServer."""
         if self._process is not None:
-            await_serving(self._wanted, self._process, deadline, stop.check)
-            self.url = self._wanted.url
+            await_serving(self._config, self._process, deadline, stop.check)
+            self.url = self._config.url
 
     def kill(self) -> None:
-        """See EngineServer. What it had started ends with it."""
+        """See EngineServer. Also ends all processes that the server started."""
         self.url = None
         self.close()
 

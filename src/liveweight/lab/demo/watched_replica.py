@@ -1,4 +1,4 @@
-"""A replica that is watched, and, for chaos, broken: notes how far its rounds come and what its ranks did in them.
+"""A replica that records its rounds: the stages that they reach, and what its ranks did. With --chaos, it can cut its connection.
 
 Called by the publisher's threads; read by the trainer's once the round has ended.
 """
@@ -17,8 +17,8 @@ from liveweight.spec.deadline import Deadline
 from liveweight.wire import messages as m
 from liveweight.wire.messages.values import RankTimes, RoundId
 
-Heard = Callable[[int, int, Stage, float], None]
-"""(version, replica, how far, milliseconds since the round was opened)"""
+OnStage = Callable[[int, int, Stage, float], None]
+"""(version, replica, stage reached, milliseconds since the round was opened)"""
 _STAGE_OF: dict[m.Phase, Stage] = {"staged": "stage", "verified": "verify"}
 
 
@@ -34,17 +34,17 @@ class Driven(Replica, Protocol):
     """A replica whose connection can be cut."""
 
     def disconnect(self) -> None:
-        """Let go of the connection; the next call makes another."""
+        """Close the connection; the next call opens another."""
 
 
 class WatchedReplica:
-    """A replica that says how far it has come; it implements the same port."""
+    """Wraps a replica, and calls `on_stage` whenever its round reaches a stage. Implements the port Replica."""
 
-    def __init__(self, number: int, replica: Driven, heard: Heard) -> None:
+    def __init__(self, number: int, replica: Driven, on_stage: OnStage) -> None:
         self.number = number
         self.cut_after: Stage | None = None
-        """Chaos: lose the connection once the next round has come that far."""
-        self._replica, self._heard, self._notes = replica, heard, _Notes()
+        """Cut the connection once the next round has reached this stage."""
+        self._replica, self._on_stage, self._notes = replica, on_stage, _Notes()
         self.replica_state, self.describe, self.compare = (
             replica.replica_state,
             replica.describe,
@@ -84,7 +84,7 @@ class WatchedReplica:
         return self._notes.committed
 
     def part(self) -> ReplicaPart:
-        """Its part of the round that ended last."""
+        """The record of this replica's part in the last round."""
         committed = self._notes.committed
         return ReplicaPart(
             replica=self.number,
@@ -97,7 +97,7 @@ class WatchedReplica:
     def _reach(self, stage: Stage) -> None:
         notes = self._notes
         notes.reached_ms[stage] = (time.monotonic() - notes.began_s) * 1e3
-        self._heard(notes.version, self.number, stage, notes.reached_ms[stage])
+        self._on_stage(notes.version, self.number, stage, notes.reached_ms[stage])
         if self.cut_after == stage:
             self.cut_after = None
             self._replica.disconnect()

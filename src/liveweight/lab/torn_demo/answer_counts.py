@@ -1,4 +1,4 @@
-"""The counts of the torn demo: answers go in as clients finish them, and are replayed one after the other, in a thread."""
+"""The counts of the torn demo: a thread replays answers one after the other, as clients finish them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ OnJudged = Callable[[str, ClientAnswer, Sequence[Kind]], None]
 
 
 class AnswerCounts(ReplayThread[tuple[str, ClientAnswer]]):
-    """Counts by side and part of answers that have all their tokens."""
+    """Counts the tokens of whole answers, by side and part."""
 
     def __init__(self, judge: TokenJudge, on_judged: OnJudged) -> None:
         super().__init__(self._count)

@@ -1,7 +1,7 @@
-"""Clients of the torn demo: each asks one request after the other over HTTP, streams the answer and keeps every token.
+"""Clients of the torn demo: each sends one request after the other over HTTP, streams the answer and keeps every token.
 
-An answer that the engine ends before its length, because it was paused, is gone on with: the prompt and what there is of the answer are
-asked again, as clients of such systems do. So an answer always has all its tokens.
+If a paused engine ends an answer before its length, the client continues it: it sends the prompt and the answer so far again, as clients
+of such systems do. So an answer always has all its tokens.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ GREEDY = {"temperature": 0.0, "ignore_eos": True, "stream": True, "return_token_
 
 @dataclass(slots=True)
 class ClientAnswer:
-    """A request and what it got. `mark` says in which part of the demo it was begun."""
+    """A request and its answer. `mark` is the part of the demo in which the request began."""
 
     client: int
     mark: int
@@ -37,7 +37,7 @@ class ClientAnswer:
 
 
 class ClientStream:
-    """The clients of one side, while the `with` lasts. `finished` is called for every whole answer, on its client's thread."""
+    """The clients of one side, for the length of the `with`. `finished` is called for every whole answer, on its client's thread."""
 
     def __init__(
         self, name: str, url: str, *, clients: int, tokens: int, finished: Callable[[ClientAnswer], None]
@@ -52,12 +52,12 @@ class ClientStream:
         self._threads = [threading.Thread(target=self._run, args=(n,), daemon=True) for n in range(clients)]
 
     def begin(self, mark: int) -> None:
-        """From now on, requests that begin belong to this part of the demo."""
+        """Requests that begin from now on belong to this part of the demo."""
         with self._changed:
             self._mark, self._done = mark, [0] * len(self._done)
 
     def until(self, answers: int, deadline: Deadline) -> None:
-        """Every client has had so many whole answers of this part. Raises what a client failed with."""
+        """Wait until every client has received this many whole answers of this part. Raises a client's error."""
         with self._changed:
             held = self._changed.wait_for(
                 lambda: self._fault is not None or min(self._done) >= answers, deadline.remaining_s()
@@ -68,7 +68,7 @@ class ClientStream:
             raise deadline.exceeded(f"{self.name} to answer {answers} requests of every client")
 
     def finish(self, deadline: Deadline) -> None:
-        """Let every client finish its answer; none asks any more on return."""
+        """Let every client finish its answer; no client sends requests after that."""
         self._stopping = True
         for thread in self._threads:
             thread.join(deadline.remaining_s())
@@ -85,7 +85,7 @@ class ClientStream:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Clients that still wait for an answer are cut off."""
+        """Cut off clients that still wait for an answer."""
         self._stopping = True
         with self._changed:
             for connection in self._open:
@@ -120,7 +120,7 @@ class ClientStream:
             self._changed.notify_all()
 
     def _stream(self, answer: ClientAnswer) -> None:
-        """Ask for what is left of an answer; returns when the engine ends it, at its length or before."""
+        """Request the rest of an answer. Returns when the engine ends it, at its length or before."""
         connection = http.client.HTTPConnection(str(self._at.hostname), self._at.port, timeout=ANSWER_S)
         with self._changed:
             self._open.add(connection)
@@ -143,12 +143,12 @@ class ClientStream:
 
 
 def prompt(client: int, number: int) -> list[int]:
-    """The same for both sides: token ids that every vocabulary of ours has."""
+    """A prompt, the same for both sides: token ids that all our vocabularies have."""
     return [4 + (client * 37 + number * 101 + position * 11) % 400 for position in range(PROMPT_TOKENS)]
 
 
 def _choices(response: http.client.HTTPResponse) -> Iterator[dict[str, Any]]:
-    """The chunks of a streamed answer. HTTPException where it is refused, fails, or breaks off."""
+    """The chunks of a streamed answer. HTTPException if the answer is refused, fails, or breaks off."""
     if response.status != http.HTTPStatus.OK:
         raise http.client.HTTPException(f"status {response.status}: {response.read(1000)!r}")
     for line in response:

@@ -26,52 +26,52 @@ if TYPE_CHECKING:
 
 
 class SideConfig(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """The engine."""
+    """The engine's configuration."""
 
     engine: EngineConfig
 
 
 def main(descriptor: int) -> None:
-    """The process. An interrupt is how its end arrives while it starts."""
+    """The process's main function. During the start, SIGTERM raises KeyboardInterrupt."""
     with suppress(KeyboardInterrupt):
         run(descriptor, SideConfig, _serve)
 
 
-def _serve(pipe: StepChannel[SideConfig | Go], config: SideConfig) -> None:
-    """Serve on a port of its own until the pipe closes, which is as a SIGTERM: also while it starts, everything is released."""
+def _serve(channel: StepChannel[SideConfig | Go], config: SideConfig) -> None:
+    """Serve on a free port until the channel closes, which raises SIGTERM: even during the start, everything is released."""
     from liveweight.engine.engine import Engine
     from liveweight.server.server import bind
 
     signal.signal(signal.SIGTERM, signal.default_int_handler)
-    threading.Thread(target=_end_with, args=(pipe,), name="pipe", daemon=True).start()
+    threading.Thread(target=_end_when_closed, args=(channel,), name="channel", daemon=True).start()
     with bind("127.0.0.1", 0) as bound, Engine(config.engine) as engine:
-        fault = asyncio.run(_until_told(engine, bound, pipe))
+        fault = asyncio.run(_serve_until_closed(engine, bound, channel))
     if fault is not None:
         raise fault
 
 
-def _end_with(pipe: StepChannel[SideConfig | Go]) -> None:
-    """Hears the end of the pipe; the main thread only speaks on it."""
+def _end_when_closed(channel: StepChannel[SideConfig | Go]) -> None:
+    """Wait until the channel closes. This thread alone receives; the main thread only sends."""
     with suppress(ChannelClosed):
-        pipe.receive()
+        channel.receive()
     os.kill(os.getpid(), signal.SIGTERM)
 
 
-async def _until_told(
-    engine: Engine, bound: socket.socket, pipe: StepChannel[SideConfig | Go]
+async def _serve_until_closed(
+    engine: Engine, bound: socket.socket, channel: StepChannel[SideConfig | Go]
 ) -> LiveWeightError | None:
     from prometheus_client import CollectorRegistry
 
     from liveweight.server.app import build_app
     from liveweight.server.request_guard import AccessRules
-    from liveweight.server.server import Ending, ServerTimes, serve, url_of
+    from liveweight.server.server import ServerTimes, Shutdown, serve, url_of
 
     def ready() -> None:
         with suppress(ChannelClosed):
-            pipe.send(ChildMessage("ready", served=Served(url=url_of(bound), pids=engine.pids)))
+            channel.send(ChildMessage("ready", served=Served(url=url_of(bound), pids=engine.pids)))
 
-    ending = Ending()
-    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, ending.ask)
+    shutdown = Shutdown()
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, shutdown.request)
     app = build_app(engine, registry=CollectorRegistry(), access=AccessRules())
     times = ServerTimes(grace_s=0.0, tell_fault_s=0.0)
-    return await serve(engine, app, bound, times, ready=ready, ending=ending)
+    return await serve(engine, app, bound, times, ready=ready, shutdown=shutdown)

@@ -1,10 +1,10 @@
 """The left side's updates: buckets written in place, into the weights that an engine serves.
 
-What is modelled: the trainer holds each rank's share of the new version and copies it, a bucket after the other, into the memory that the
-rank computes with, as one-sided writes do. Loaders that receive a bucket and copy it into live parameters themselves end in the same
-state: after bucket k, the first k are new and the others old. Paused, no step runs meanwhile: requests are ended with what they have and
-their clients go on with them after the resume, over a cache that is filled anew. Not modelled: what such systems gain by it, which
-is that they need no second copy.
+The model: the trainer holds each rank's share of the new version and copies it, one bucket after the other, into the memory that the rank
+computes with, as one-sided writes do. Loaders that receive a bucket and copy it into live parameters themselves end in the same state:
+after bucket k, the first k are new and the others old. If the engine is paused, no step runs meanwhile: requests end with the tokens they
+have, and their clients continue them after the resume, over a refilled cache. Not modelled: the advantage of such systems, which need no
+second copy.
 """
 
 from __future__ import annotations
@@ -36,19 +36,19 @@ if TYPE_CHECKING:
 ANSWER_S = 60.0
 NAME = "liveweight-torn"
 HOOK = f"{__name__}:share_live"
-"""The hook, as an engine's configuration names it."""
+"""The hook's name in an engine's configuration."""
 
 
 # In a rank of the left engine.
 
 
 def share_live(model: Model) -> None:
-    """The hook: moves a rank's weights, once loaded, to memory that whoever may look into its process can write."""
+    """The hook: moves a rank's loaded weights to memory that any process with access to /proc/PID/fd can write."""
     share_module(model, lambda size_bytes: WritableArena(os.memfd_create(NAME), size_bytes))
 
 
 class WritableArena:
-    """Memory under a descriptor, mapped writable, with nothing that would tell a reader that it changes: no seal, no generation."""
+    """Memory under a descriptor, mapped writable. Nothing tells a reader that it changes: no seal, no generation."""
 
     device: Device = CPU
     generation = 0
@@ -70,9 +70,9 @@ class WritableArena:
 
 
 def live_memory(pid: int) -> Memory:
-    """The live weights of the rank that is this process."""
+    """The live weights of the rank with this process id."""
     for path in Path(f"/proc/{pid}/fd").iterdir():
-        with suppress(FileNotFoundError):  # closed meanwhile: another one
+        with suppress(FileNotFoundError):  # this descriptor was closed meanwhile: try the next one
             if path.readlink().name.startswith(f"memfd:{NAME}"):
                 descriptor = os.open(path, os.O_RDWR)
                 try:
@@ -83,7 +83,7 @@ def live_memory(pid: int) -> Memory:
 
 
 class InPlaceConfig(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """What to write: a checkpoint's shares of so many ranks, in so many buckets; `stop_after` some of them, to be killed there."""
+    """What to write: a checkpoint's shares of `ranks` ranks, in buckets. `stop_after`: stop after this bucket, to be killed there."""
 
     checkpoint: str
     ranks: int
@@ -93,29 +93,29 @@ class InPlaceConfig(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 def trainer_main(descriptor: int) -> None:
-    """The process."""
+    """The process's main function."""
     run(descriptor, InPlaceConfig, _train)
 
 
-def _train(pipe: StepChannel[InPlaceConfig | Go], config: InPlaceConfig) -> None:
-    """Load, hear where the engine is, and write. Where it is to be killed it says so and waits for its end."""
+def _train(channel: StepChannel[InPlaceConfig | Go], config: InPlaceConfig) -> None:
+    """Load, receive the engine's URL, and write. Before it is to be killed, report that and wait."""
     shares = [share_of(Path(config.checkpoint), rank, config.ranks) for rank in range(config.ranks)]
-    pipe.send(ChildMessage("ready"))
-    served = engine_of(pipe)
+    channel.send(ChildMessage("ready"))
+    served = engine_of(channel)
     engine, live = EngineClient(served.url), [live_memory(pid) for pid in served.pids]
     if config.paused:
         engine.pause("abort", Deadline.after(ANSWER_S))
     for written in write(shares, live, config.buckets):
         if written == config.stop_after:
-            pipe.send(ChildMessage("middle", f"{written} of {config.buckets} buckets are written"))
-            pipe.receive()
+            channel.send(ChildMessage("middle", f"{written} of {config.buckets} buckets are written"))
+            channel.receive()
     if config.paused:
         engine.resume(Deadline.after(ANSWER_S))
-    pipe.send(ChildMessage("done"))
+    channel.send(ChildMessage("done"))
 
 
 def write(sources: Sequence[Memory], targets: Sequence[Memory], buckets: int) -> Iterator[int]:
-    """Copy bucket after bucket, each to all ranks; says after each how many are written."""
+    """Copy bucket after bucket, each to all ranks. Yields the number of buckets written so far."""
     for number in range(buckets):
         for source, target in zip(sources, targets, strict=True):
             start, end = (source.size_bytes * at // buckets for at in (number, number + 1))
@@ -123,15 +123,15 @@ def write(sources: Sequence[Memory], targets: Sequence[Memory], buckets: int) ->
         yield number + 1
 
 
-class _Seat(Solo):
-    """A rank's place, for cutting its share; no other rank is there."""
+class _RankPosition(Solo):
+    """The position of one rank, for cutting its share. There are no other ranks."""
 
     def __init__(self, rank: int, size: int) -> None:
         self.rank, self.size = rank, size
 
 
 def share_of(directory: Path, rank: int, size: int) -> Memory:
-    """A rank's share of a checkpoint, by the engine's own layers and loader, laid out as the rank's weights are."""
+    """Load a rank's share of a checkpoint by the engine's own layers and loader, in the layout of the rank's weights."""
     import torch
 
     from liveweight.engine.models.model import build
@@ -139,6 +139,6 @@ def share_of(directory: Path, rank: int, size: int) -> Memory:
     from liveweight.engine.rank.checkpoint_loading import load
 
     spec = ModelSpec.read(directory)
-    model = build(spec, _Seat(rank, size), dtype=getattr(torch, spec.dtype), device="cpu", draft=True)
+    model = build(spec, _RankPosition(rank, size), dtype=getattr(torch, spec.dtype), device="cpu", draft=True)
     load(model, directory)
     return share_module(model, SharedArena).arena.memory

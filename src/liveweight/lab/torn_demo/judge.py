@@ -1,7 +1,7 @@
-"""The judge of the torn demo: replays every token against both versions, and says which of them would have drawn it.
+"""The judge of the torn demo: replays every token against both versions, and finds which of them would have drawn it.
 
-Teacher-forced: a token is judged by the logits after all tokens before it, whatever drew those. The judge loads both checkpoints by itself,
-whole and in float32, and attends with torch's own operator; of the engine it shares only the layers.
+Teacher-forced: a token is judged by the logits after all tokens before it, whichever version drew those. The judge loads both checkpoints
+by itself, whole and in float32, and attends with torch's own operator; it shares only the layers with the engine.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _KINDS: dict[tuple[bool, bool], Kind | None] = {
     (False, False): "neither",
     (True, True): None,
 }
-"""By whether the old version and the new one would have drawn it."""
+"""A token's kind, by whether the old version and the new one would have drawn it. None: both."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,7 +57,7 @@ class TokenCounts:
         )
 
     def to_dict(self) -> dict[str, int]:
-        """As JSON has it."""
+        """The JSON form."""
         return {"old": self.old, "new": self.new, "neither": self.neither, "total": self.total}
 
 
@@ -68,20 +68,20 @@ class TokenJudge:
         self._old, self._new = loaded(old), loaded(new)
 
     def kinds(self, prompt: Sequence[int], tokens: Sequence[int]) -> list[Kind]:
-        """Of every token of a greedy answer."""
+        """The kind of every token of a greedy answer."""
         tables = [logits(model, [*prompt, *tokens])[len(prompt) - 1 : -1] for model in (self._old, self._new)]
         return kinds_of(tables[0], tables[1], tokens)
 
 
 def kinds_of(old: torch.Tensor, new: torch.Tensor, tokens: Sequence[int]) -> list[Kind]:
-    """By both versions' logits [tokens, vocab], a row for each token, from before it was drawn.
+    """Classify tokens by both versions' logits [tokens, vocab], a row for each token, from before it was drawn.
 
-    One that both would have drawn tells nothing: it counts with the version before it in the answer, else with the one after it.
+    A token that both would have drawn counts with the version before it in the answer, else with the one after it.
     """
-    told = [_KINDS[by] for by in zip(drawable(old, tokens), drawable(new, tokens), strict=True)]
-    version: Kind = next((kind for kind in told if kind is not None and kind != "neither"), "old")
+    certain = [_KINDS[by] for by in zip(drawable(old, tokens), drawable(new, tokens), strict=True)]
+    version: Kind = next((kind for kind in certain if kind is not None and kind != "neither"), "old")
     kinds: list[Kind] = []
-    for kind in told:
+    for kind in certain:
         if kind is not None and kind != "neither":
             version = kind
         kinds.append(version if kind is None else kind)
@@ -98,7 +98,7 @@ def drawable(table: torch.Tensor, tokens: Sequence[int]) -> list[bool]:
 
 
 def logits(model: Model, tokens: Sequence[int]) -> torch.Tensor:
-    """After each of the tokens: [tokens, vocab]."""
+    """The logits after each of the tokens: [tokens, vocab]."""
     import torch
 
     with torch.inference_mode():
@@ -111,7 +111,7 @@ def logits(model: Model, tokens: Sequence[int]) -> torch.Tensor:
 def _attend_to_all_before(
     layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
 ) -> torch.Tensor:
-    """Of one whole sequence: nothing is kept, so no layer needs a place."""
+    """Attention over one whole sequence: nothing is cached, so `layer` is not needed."""
     from torch.nn import functional
 
     del layer
@@ -121,7 +121,7 @@ def _attend_to_all_before(
 
 
 def loaded(directory: Path) -> Model:
-    """A checkpoint, whole and in float32."""
+    """Load a checkpoint, whole and in float32."""
     import torch
 
     from liveweight.engine.models.model import build

@@ -1,7 +1,7 @@
-"""Processes of the torn demo: each runs one function of this package, with a pipe to the program that started it.
+"""Processes of the torn demo: each runs one function of this package, with a channel to the program that started it.
 
-Owns their ends. A process ends with its pipe, so none outlives the program, however that ends; and a terminal's Ctrl-C reaches the program
-alone, which then ends them.
+Owns the end of the processes. A process exits when its channel closes, so none outlives the program, even if that is killed. A terminal's
+Ctrl-C reaches the program alone, which then ends them.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ END_S = 5.0
 
 
 class Served(msgspec.Struct, frozen=True, kw_only=True):
-    """Where an engine is: its URL, and the process ids of its ranks."""
+    """A running engine: its URL, and the process ids of its ranks."""
 
     url: str
     pids: tuple[int, ...]
 
 
 class ChildMessage(msgspec.Struct, frozen=True, tag=True):
-    """What a process says: that it stands ready, that it is in the middle of its update, that it has done it; and what there is to say."""
+    """From a process: it is ready, in the middle of its update, or done; with a text for the view."""
 
     what: Literal["ready", "middle", "done"]
     text: str = ""
@@ -43,24 +43,24 @@ class ChildMessage(msgspec.Struct, frozen=True, tag=True):
 
 
 class ChildFailed(msgspec.Struct, frozen=True, tag=True):
-    """A process's last word."""
+    """From a process that failed; its last message."""
 
     fault: Fault
 
 
 class Go(msgspec.Struct, frozen=True, tag=True):
-    """To a process that said something: go on, with the engine that it was waiting for."""
+    """To a process: go on, with the engine that it was waiting for."""
 
     served: Served | None = None
 
 
-Word: TypeAlias = ChildMessage | ChildFailed
+AnyChildMessage: TypeAlias = ChildMessage | ChildFailed
 Config = TypeVar("Config", bound=msgspec.Struct)
-Heard = TypeVar("Heard")
+Received = TypeVar("Received")
 
 
 class TornProcess:
-    """A process that runs `main` with `config`. Ends with the `with`: by itself, or killed when it has not within `grace_s`."""
+    """A process that runs `main` with `config`. Ends with the `with`: by itself, or killed after `grace_s`."""
 
     def __init__(
         self,
@@ -70,11 +70,11 @@ class TornProcess:
         *,
         grace_s: float = 2.0,
     ) -> None:
-        """`main` is called with the descriptor of its end of the pipe: it calls `run`."""
+        """`main` is called with the descriptor of its end of the channel; it must call `run`."""
         self.name, self._grace_s = name, grace_s
-        self._words: deque[Word] = deque()
+        self._messages: deque[AnyChildMessage] = deque()
         ours, theirs = socket.socketpair()
-        self._pipe: StepChannel[Word] = StepChannel(ours, Word, peer=name)
+        self._channel: StepChannel[AnyChildMessage] = StepChannel(ours, AnyChildMessage, peer=name)
         code = f"from {main.__module__} import {main.__name__} as main; main({theirs.fileno()})  # {name}"
         with theirs:
             self._process = subprocess.Popen(
@@ -84,44 +84,44 @@ class TornProcess:
                 process_group=0,
             )
         try:
-            self._pipe.send(config)
+            self._channel.send(config)
         except BaseException:
             self.close()
             raise
 
     @property
     def pid(self) -> int:
-        """Its id."""
+        """The process id."""
         return self._process.pid
 
     def receive(self, what: str, deadline: Deadline) -> ChildMessage:
-        """Wait until it says this. Its own failure is raised; ChannelClosed where it ended without a word."""
-        while not self._words:
-            if not select.select([self._pipe], [], [], deadline.remaining_s())[0]:
+        """Wait for this message. Raises the process's own failure; ChannelClosed if it exited without a message."""
+        while not self._messages:
+            if not select.select([self._channel], [], [], deadline.remaining_s())[0]:
                 raise deadline.exceeded(f"{self.name} to be {what}")
             try:
-                self._words += self._pipe.arrived()
+                self._messages += self._channel.arrived()
             except ChannelClosed as error:
                 raise ChannelClosed(f"{self.name} {self._ended()} before it was {what}") from error
-        word = self._words.popleft()
-        if isinstance(word, ChildFailed):
-            raise word.fault.to_error()
-        if word.what != what:
-            raise ChannelClosed(f"{self.name} is {word.what}, not {what}")
-        return word
+        message = self._messages.popleft()
+        if isinstance(message, ChildFailed):
+            raise message.fault.to_error()
+        if message.what != what:
+            raise ChannelClosed(f"{self.name} is {message.what}, not {what}")
+        return message
 
     def go(self, served: Served) -> None:
         """Let it go on, with this engine."""
-        self._pipe.send(Go(served))
+        self._channel.send(Go(served))
 
     def kill(self) -> None:
-        """`kill -9`; it has ended on return."""
+        """`kill -9`; the process has exited on return."""
         self._process.kill()
         self._process.wait()
 
     def close(self) -> None:
-        """End its pipe and with it the process; one that does not end in time is killed."""
-        self._pipe.close()
+        """Close the channel, which ends the process; kill the process if it does not exit in time."""
+        self._channel.close()
         try:
             self._process.wait(self._grace_s)
         except subprocess.TimeoutExpired:
@@ -139,39 +139,41 @@ class TornProcess:
         try:
             return f"ended with code {self._process.wait(END_S)}"
         except subprocess.TimeoutExpired:
-            return "closed its pipe"
+            return "closed its channel"
 
 
-def engine_of(pipe: StepChannel[Config | Go]) -> Served:
-    """In a trainer: wait to be told to go, and with which engine."""
-    word = pipe.receive()
-    if not isinstance(word, Go) or word.served is None:
-        raise MessageInvalid("a trainer is told to go, with an engine")
-    return word.served
+def engine_of(channel: StepChannel[Config | Go]) -> Served:
+    """Called in a trainer: wait for Go, and return its engine."""
+    message = channel.receive()
+    if not isinstance(message, Go) or message.served is None:
+        raise MessageInvalid("a trainer expects Go, with an engine")
+    return message.served
 
 
 def run(
     descriptor: int, config: type[Config], main: Callable[[StepChannel[Config | Go], Config], None]
 ) -> None:
-    """What a process does: hear its configuration, then `main`, which hears nothing but Go. An error of ours is its last word.
+    """Called in the process: receive the configuration, then call `main`, which receives only Go. Sends a LiveWeightError to the program.
 
-    A pipe that the program has closed ends it without one: nobody listens any more.
+    If the program has closed the channel, the process exits without a message.
     """
 
-    def checked(pipe: StepChannel[Config | Go], first: Config | Go) -> None:
+    def checked(channel: StepChannel[Config | Go], first: Config | Go) -> None:
         if isinstance(first, config):
-            main(pipe, first)
+            main(channel, first)
 
     run_with(descriptor, config | Go, checked)
 
 
-def run_with(descriptor: int, receives: object, main: Callable[[StepChannel[Heard], Heard], None]) -> None:
-    """The same for a process that hears other words: `main` is called with the first of them."""
+def run_with(
+    descriptor: int, receives: object, main: Callable[[StepChannel[Received], Received], None]
+) -> None:
+    """The same for a process that receives other messages: `main` is called with the first of them."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     with socket.socket(fileno=descriptor) as end:
-        pipe: StepChannel[Heard] = StepChannel(end, receives, peer="the program that started it")
+        channel: StepChannel[Received] = StepChannel(end, receives, peer="the program that started it")
         try:
-            main(pipe, pipe.receive())
+            main(channel, channel.receive())
         except LiveWeightError as error:
             with suppress(ChannelClosed):
-                pipe.send(ChildFailed(fault_of(error, step="demo")))
+                channel.send(ChildFailed(fault_of(error, step="demo")))

@@ -1,6 +1,6 @@
 """The right side's updates: a trainer that publishes a checkpoint to a running engine, as any trainer does.
 
-It differs from other trainers in saying when the engine's ranks are in the middle of staging, so that it can be killed there.
+Unlike other trainers, it reports when the engine's ranks are in the middle of staging, so that it can be killed there.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ MakePublisher: TypeAlias = Callable[..., RoundPublisher]
 
 
 class PublishConfig(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """What to publish, and how long a round may take. `stops`: it says when ranks are staging, and waits there to be killed."""
+    """What to publish, and how long a round may take. `stops`: report when ranks are staging, and wait there to be killed."""
 
     checkpoint: str
     directory: str
@@ -42,7 +42,7 @@ class PublishConfig(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 class StagingReplica(WireReplica):
-    """A replica that calls back when its leader says that ranks are still staging."""
+    """A replica that calls `on_staging` when its leader reports that ranks are still staging."""
 
     def __init__(self, address: str, secret: Secret, on_staging: Callable[[Progress], None]) -> None:
         super().__init__(address, secret)
@@ -57,12 +57,12 @@ class StagingReplica(WireReplica):
 
 
 def main(descriptor: int, make: MakePublisher) -> None:
-    """The process."""
+    """The process's main function."""
     run(descriptor, PublishConfig, partial(_train, make))
 
 
-def _train(make: MakePublisher, pipe: StepChannel[PublishConfig | Go], config: PublishConfig) -> None:
-    """Hear where the engine is, meet it, publish once."""
+def _train(make: MakePublisher, channel: StepChannel[PublishConfig | Go], config: PublishConfig) -> None:
+    """Receive the engine's URL, connect, and publish once."""
     import torch
 
     torch.set_num_threads(1)
@@ -70,15 +70,15 @@ def _train(make: MakePublisher, pipe: StepChannel[PublishConfig | Go], config: P
 
     def staging(progress: Progress) -> None:
         if config.stops:
-            pipe.send(
+            channel.send(
                 ChildMessage(
                     "middle", f"rank {' and '.join(map(str, progress.missing))} read the new weights"
                 )
             )
-            pipe.receive()
+            channel.receive()
 
-    pipe.send(ChildMessage("ready"))
-    address = wire_address(engine_of(pipe).url, None, Deadline.after(ANSWER_S))
+    channel.send(ChildMessage("ready"))
+    address = wire_address(engine_of(channel).url, None, Deadline.after(ANSWER_S))
     replica = StagingReplica(address, secret, staging)
     with make(
         Path(config.checkpoint),
@@ -92,4 +92,4 @@ def _train(make: MakePublisher, pipe: StepChannel[PublishConfig | Go], config: P
             publisher.settings, timeout_s=config.timeout_s, lease_s=config.lease_s
         )
         report = publisher.publish(config.label)
-        pipe.send(ChildMessage("done", str(report.version)))
+        channel.send(ChildMessage("done", str(report.version)))

@@ -1,7 +1,7 @@
-"""The torn demo: two engines, the same stream of requests, and a trainer that is killed in the middle of an update, on each.
+"""The torn demo: two engines, the same stream of requests, and on each a trainer that is killed in the middle of an update.
 
-Left, the update is written in place, bucket by bucket; right, it is a round of liveweight. Owns the course of events and the counting.
-Every moment is agreed on by messages; the judge sees every token that clients were sent, and nothing else.
+Left, the trainer writes the update in place, bucket by bucket; right, the update is a round of liveweight. Owns the order of events and the
+counting. Messages synchronise every step; the judge sees every token that clients received, and nothing else.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ TP = 2
 START_S = 240.0
 STEP_S = 120.0
 ENGINE_END_S = 20.0
-LOOK_S = 0.1
+POLL_S = 0.1
 STAGE_S = 4.0
-"""How long the right side's ranks take to stage, so that the trainer dies in the middle of it and not behind it."""
+"""How long the right side's ranks take to stage, so that the trainer dies in the middle of staging and not after it."""
 DYING_S, LEASE_S = 3.0, 0.5
-"""What the killed trainer's round may take: the engine gives it up this long, and a margin, after it was opened."""
+"""How long the killed trainer's round may take: the engine gives the round up this long, plus a margin, after it was opened."""
 
 Side: TypeAlias = Literal["left", "right"]
 SIDES: tuple[Side, Side] = ("left", "right")
@@ -47,7 +47,7 @@ SIDES: tuple[Side, Side] = ("left", "right")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TornSettings:
-    """`paused`: the left engine is paused while buckets are written. `kill` False: both updates come to their end."""
+    """`paused`: the left engine is paused while buckets are written. `kill` False: both updates are completed."""
 
     size: Literal["tiny", "small"] = "tiny"
     clients: int = 4
@@ -60,19 +60,19 @@ class TornSettings:
 
 
 class TornView(Protocol):
-    """Who watches. `note` comes from the demo's thread, `judged` from the judge's."""
+    """Shows the demo. `note` is called by the demo's thread, `judged` by the judge's."""
 
     def note(self, side: Side | None, text: str) -> None:
-        """Something happened, on one side or on both."""
+        """An event on one side, or on both (None)."""
 
-    def judged(self, side: str, words: Sequence[str], kinds: Sequence[Kind]) -> None:
-        """Every token of an answer was replayed: their texts, and what they are."""
+    def judged(self, side: str, texts: Sequence[str], kinds: Sequence[Kind]) -> None:
+        """An answer was replayed: the text and the kind of every token."""
 
 
 def run_torn(settings: TornSettings, view: TornView, *, publisher_main: Callable[[int], None]) -> TornResult:
-    """Run it. `publisher_main` is the right side's trainer: `torn_trainer.main` with `lw.Publisher`, by a name that a process can import.
+    """Run the demo. `publisher_main` is the right side's trainer: publishing_trainer.main with `lw.Publisher`, importable by its name.
 
-    Everything that was started has ended on return, however it returns.
+    All processes have exited on return, also after an error.
     """
     import torch
 
@@ -88,7 +88,7 @@ def run_torn(settings: TornSettings, view: TornView, *, publisher_main: Callable
 
 
 class _Demo:
-    """One run. Its methods are the parts of it, called in order."""
+    """One run. Its public methods are called in order."""
 
     def __init__(
         self,
@@ -106,7 +106,7 @@ class _Demo:
         self._tokenizer = Tokenizer.load(self._old)
 
     def start(self) -> None:
-        """Both engines, their trainers, and clients that have had their first answers."""
+        """Start both engines, their trainers and clients, and wait for the clients' first answers."""
         settings, deadline = self._settings, Deadline.after(START_S)
         self._view.note(None, f"starting two engines of {TP} ranks on the same checkpoint")
         engines = {side: self._engine(side) for side in SIDES}
@@ -131,7 +131,7 @@ class _Demo:
         self._until(1)
 
     def update(self) -> None:
-        """Trainers bring the new version while requests run; each is killed in the middle of it, or brings it to its end."""
+        """Let the trainers update while requests run. Each is killed in the middle of it, or completes it."""
         settings, deadline = self._settings, Deadline.after(STEP_S)
         for trainer in self._trainers.values():
             trainer.receive("ready", deadline)
@@ -157,7 +157,7 @@ class _Demo:
                 self._view.note(side, "a watchdog resumes the engine, which cannot tell that it is torn")
 
     def recover(self) -> None:
-        """What is served after the kill, and after trainers that take the dead ones' place."""
+        """Let clients ask after the kill, then let new trainers update."""
         self._trainers = {side: self._trainer(side, dies=False) for side in SIDES}
         self._until(self._settings.answers)
         self._view.note("right", f"the dead trainer's round: {self._until_no_round()}")
@@ -174,7 +174,7 @@ class _Demo:
             self._view.note(side, note)
 
     def finish(self) -> TornResult:
-        """What is served at the end; then every token is counted."""
+        """Let clients ask once more, then count every token."""
         self._until(1)
         deadline = Deadline.after(STEP_S)
         for stream in self._streams.values():
@@ -183,7 +183,7 @@ class _Demo:
         return TornResult(left=self._result("left", deadline), right=self._result("right", deadline))
 
     def _judged(self, side: str, answer: ClientAnswer, kinds: Sequence[Kind]) -> None:
-        self._view.judged(side, [_word(self._tokenizer, token) for token in answer.tokens], kinds)
+        self._view.judged(side, [_token_text(self._tokenizer, token) for token in answer.tokens], kinds)
 
     def _result(self, side: Side, deadline: Deadline) -> SideResult:
         version = EngineClient(self._served[side].url).weights(deadline)["version"]
@@ -199,16 +199,16 @@ class _Demo:
             stream.until(answers, deadline)
 
     def _until_no_round(self) -> str:
-        """Wait until the right engine has given the dead trainer's round up; how that ended."""
+        """Wait until the right engine has given the dead trainer's round up. Returns the round's outcome."""
         deadline, client, pause = (
             Deadline.after(STEP_S),
             EngineClient(self._served["right"].url),
             threading.Event(),
         )
-        while (said := client.weights(deadline))["round"] is not None:
+        while (weights := client.weights(deadline))["round"] is not None:
             deadline.check("the right engine to give up the dead trainer's round")
-            pause.wait(LOOK_S)
-        return str(said["rounds"][-1]["outcome"])
+            pause.wait(POLL_S)
+        return str(weights["rounds"][-1]["outcome"])
 
     def _engine(self, side: Side) -> TornProcess:
         updates = None
@@ -219,7 +219,7 @@ class _Demo:
                 secret_file=str(self._directory / "secret"),
                 pace_bytes_per_s=size_bytes / TP / STAGE_S,
             )
-        # Without a prefix cache: after writes in place it would hand out keys and values of the old weights.
+        # No prefix cache: after writes in place it would return keys and values of the old weights.
         config = EngineConfig(
             model=str(self._old),
             tp=TP,
@@ -227,10 +227,10 @@ class _Demo:
             updates=updates,
             hooks=(in_place_update.HOOK,) if side == "left" else (),
         )
-        child = TornProcess(
+        process = TornProcess(
             f"the {side} engine", engine_process.main, SideConfig(engine=config), grace_s=ENGINE_END_S
         )
-        return self._stack.enter_context(child)
+        return self._stack.enter_context(process)
 
     def _trainer(self, side: Side, *, dies: bool) -> TornProcess:
         name = f"the {side} trainer"
@@ -262,13 +262,13 @@ def _checkpoint(directory: Path, settings: TornSettings, number: int) -> Path:
     return directory
 
 
-def _served(word: ChildMessage) -> Served:
-    if word.served is None:
-        raise MessageInvalid("an engine that stands ready says where")
-    return word.served
+def _served(message: ChildMessage) -> Served:
+    if message.served is None:
+        raise MessageInvalid("a ready engine must send its URL")
+    return message.served
 
 
-def _word(tokenizer: Tokenizer, token: int) -> str:
-    """A token's text, in one line."""
+def _token_text(tokenizer: Tokenizer, token: int) -> str:
+    """A token's text, without line breaks."""
     text = tokenizer.bytes_of(token).decode(errors="replace").replace("\ufffd", "·")
     return "".join(letter if letter.isprintable() else "·" for letter in text)

@@ -1,1 +1,1 @@
-"""The torture: an engine under load whose updates are disturbed at random moments, and a count of everything that must not be."""
+"""The torture: an engine under load whose updates are disturbed at random moments, and counts of what must never happen."""

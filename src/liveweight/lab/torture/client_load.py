@@ -1,4 +1,4 @@
-"""The load: clients that ask one greedy request after the other and stream its answer, whatever happens to the engine meanwhile."""
+"""The load: clients that send one greedy request after the other and stream the answers, whatever happens to the engine meanwhile."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ END_S = 30.0
 
 
 class LoadTarget(Protocol):
-    """An engine, as clients see it. For any thread."""
+    """An engine as clients use it. For any thread."""
 
-    def ask(self, answer: ReplayAnswer, sampling: Sampling, patience_s: float) -> Iterator[int]:
-        """Ask what the answer answers, and write into it what comes: first 0, once the request is taken, then how many tokens came.
-        LiveWeightError where it failed, TimeoutError if it stood still for so long."""
+    def stream(self, answer: ReplayAnswer, sampling: Sampling, patience_s: float) -> Iterator[int]:
+        """Send the answer's prompt, and append tokens to the answer as they arrive. Yields 0 once the request is accepted, then the number
+        of tokens that arrived. LiveWeightError if the request failed, TimeoutError if no token came for `patience_s`."""
 
 
 class Submits(Protocol):
@@ -33,12 +33,12 @@ class Submits(Protocol):
 
 
 class Submitting:
-    """An engine of this process as clients see it: its tokens say which version they came from."""
+    """An engine of this process as clients use it: its tokens name their version."""
 
     def __init__(self, engine: Submits) -> None:
         self._engine = engine
 
-    def ask(self, answer: ReplayAnswer, sampling: Sampling, patience_s: float) -> Iterator[int]:
+    def stream(self, answer: ReplayAnswer, sampling: Sampling, patience_s: float) -> Iterator[int]:
         """See LoadTarget."""
         pieces: queue.SimpleQueue[Delta] = queue.SimpleQueue()
         self._engine.submit(answer.prompt, sampling, pieces.put)
@@ -58,7 +58,7 @@ class Submitting:
 
 
 class ClientLoad:
-    """The clients, while the `with` lasts. `finished` gets every answer, whole or not; one that stands for `patience_s` is late."""
+    """The clients, for the length of the `with`. `finished` gets every answer, whole or not. No token for `patience_s` is late."""
 
     def __init__(
         self,
@@ -69,7 +69,7 @@ class ClientLoad:
         patience_s: float,
         finished: Callable[[ReplayAnswer], None],
     ) -> None:
-        """`engine` says which one is asked: another may have taken its place."""
+        """`engine` returns the current engine: another may have taken its place."""
         self.late = self.failed = self._arrived = 0
         self._engine, self._finished, self._patience_s = engine, finished, patience_s
         self._sampling = Sampling(max_tokens=tokens, temperature=0.0, ignore_eos=True)
@@ -78,7 +78,7 @@ class ClientLoad:
         self._threads = [threading.Thread(target=self._run, args=(n,), daemon=True) for n in range(clients)]
 
     def went_on(self, deadline: Deadline) -> None:
-        """Wait until another token has come."""
+        """Wait until another token has arrived."""
         with self._changed:
             before = self._arrived
             if not self._changed.wait_for(lambda: self._arrived > before, deadline.remaining_s()):
@@ -92,7 +92,7 @@ class ClientLoad:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Clients have had what they asked for, or stopped waiting, on return."""
+        """Wait until clients have their answers, or have stopped waiting."""
         self._stopping.set()
         deadline = Deadline.after(self._patience_s + END_S)
         for thread in self._threads:
@@ -102,17 +102,17 @@ class ClientLoad:
         number = 0
         while not self._stopping.is_set():
             answer = ReplayAnswer(prompt(client, number))
-            if self._ask(answer):
+            if self._run_request(answer):
                 number += 1
             else:
                 self._stopping.wait(AGAIN_S)
             self._finished(answer)
 
-    def _ask(self, answer: ReplayAnswer) -> bool:
-        """One request, to its end; False where it was refused or failed."""
+    def _run_request(self, answer: ReplayAnswer) -> bool:
+        """Run one request to its end. False if it was refused or failed."""
         taken = False
         try:
-            for came in self._engine().ask(answer, self._sampling, self._patience_s):
+            for came in self._engine().stream(answer, self._sampling, self._patience_s):
                 taken = True
                 self._note(came)
         except TimeoutError:
@@ -132,5 +132,5 @@ class ClientLoad:
 
 
 def prompt(client: int, number: int) -> list[int]:
-    """Token ids that every vocabulary of ours has."""
+    """A prompt of token ids that all our vocabularies have."""
     return [4 + (client * 37 + number * 101 + position * 11) % 400 for position in range(8)]

@@ -1,4 +1,4 @@
-"""What is done to a round, and when. Pure: the same seed gives the same strikes; which moment of the round each meets, the machine says."""
+"""The fault plan: what is done to a round, and when. Pure: the same seed gives the same strikes. The exact time depends on the machine."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ from liveweight.observe.events import OfferKind
 Kind: TypeAlias = Literal["kill", "stop", "corrupt", "cut"]
 Whom: TypeAlias = Literal["trainer", "rank", "server"]
 After: TypeAlias = Literal["publish", "RoundOpened", "RankVerified", "VoteCast", "RoundCommitted"]
-"""What a strike waits for: that publishing was asked for, or an event of the engine's leader. Ranks stage after the round is opened."""
+"""What a strike waits for: the call of publish, or an event of the engine's leader. Ranks stage after the round is opened."""
 
 MOMENTS: tuple[After, ...] = ("publish", "RoundOpened", "RankVerified", "VoteCast", "RoundCommitted")
 _OFTEN = (2, 5, 2, 3, 1)
-"""How often each is chosen: staging takes longest, and behind a commit little is left to strike."""
+"""How often each moment is chosen: staging takes longest, and after a commit little is left to strike."""
 READING: tuple[After, ...] = ("publish", "RoundOpened")
-"""When bytes are still being read: those that are corrupted later are nobody's any more."""
+"""The moments at which bytes are still being read: corrupting them later has no effect."""
 STOPS_S = (0.02, 0.3)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StrikeMenu:
-    """What is done to whom, how often beside the others; and the part of all stops that nobody ends: until the engine gives the rank up, or
-    the round is over without its trainer."""
+    """The strikes that a target takes, each with its relative frequency; and the share of stops that are not continued until the engine has
+    given the rank up, or the round is over without its trainer."""
 
     kinds: tuple[tuple[Kind, Whom, int], ...]
     forever: float
@@ -43,12 +43,12 @@ MENU = StrikeMenu(
     ),
     forever=0.06,
 )
-"""For an engine of ranks that are replaced."""
+"""For an engine that replaces lost ranks."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Strike:
-    """One of them. `part` of the time that comes after the moment goes by first; `number` chooses among ranks, bits and connections."""
+    """One strike, which falls after the share `part` of the time after the moment; `number` chooses among ranks, bits and connections."""
 
     kind: Kind
     whom: Whom
@@ -64,7 +64,7 @@ class Strike:
 
 
 def strikes(seed: int, menu: StrikeMenu = MENU) -> Iterator[Strike]:
-    """Without an end. Of corrupted bytes only verified offers that are copies take notice: parameters may change on their own."""
+    """An endless sequence of strikes. Corrupts only verified offers that are copies: live parameters may change without being an error."""
     chance = random.Random(f"{seed} torture")
     kinds = [(kind, whom) for kind, whom, often in menu.kinds for _ in range(often)]
     while True:

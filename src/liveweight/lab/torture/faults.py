@@ -1,6 +1,6 @@
-"""How a process is struck, from outside and without its help: signals, flipped bits in its memory, a connection that is shut down.
+"""Faults injected into a process from outside, without its help: flipped bits in its memory, a connection that is shut down.
 
-The last two are what a debugger may do: they need the right to trace the process, which its ancestors have.
+Both do what a debugger does: they need the right to trace the process, which its ancestors have. Signals are sent in faulted_round.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ BITS = 64
 
 
 def flip(pid: int, number: int, *, spared: int) -> bool:
-    """Flip bits all over one arena that the process holds ready for others to read; not in the one at this address. Whether there was one.
+    """Flip bits all over one arena that the process offers to readers, except the one at `spared`. Returns whether there was one.
 
-    So many that some lie in what is being read: a ring is larger than what a small model needs of it.
+    Flips enough bits to hit bytes that are being read: a ring is larger than what a small model needs of it.
     """
     arenas = [(start, size) for start, size in _arenas(pid) if not start <= spared < start + size]
     if not arenas:
@@ -38,7 +38,7 @@ def flip(pid: int, number: int, *, spared: int) -> bool:
 
 
 def _arenas(pid: int) -> list[tuple[int, int]]:
-    """Address and size of the data in every arena that the process itself writes."""
+    """Address and size of the data of every arena that the process itself writes."""
     found = []
     with suppress(FileNotFoundError, ProcessLookupError):
         for line in Path(f"/proc/{pid}/maps").read_text().splitlines():
@@ -58,7 +58,7 @@ def _flip(pid: int, address: int, bit: int) -> None:
     except PermissionError as error:
         raise Unavailable("writing into a trainer's memory needs the right to trace it (ptrace)") from error
     try:
-        with suppress(OSError):  # ended, or unmapped meanwhile
+        with suppress(OSError):  # the process exited, or unmapped the arena meanwhile
             old = os.pread(descriptor, 1, address)
             os.pwrite(descriptor, bytes([old[0] ^ (1 << bit)]), address)
     finally:
@@ -66,7 +66,7 @@ def _flip(pid: int, address: int, bit: int) -> None:
 
 
 def cut(pid: int, number: int) -> bool:
-    """Shut down one connection of the process to another program, in both directions. Whether there was one."""
+    """Shut down one connection of the process to another program, in both directions. Returns whether there was one."""
     try:
         process = os.pidfd_open(pid)
     except ProcessLookupError:
@@ -96,7 +96,7 @@ def _sockets(pid: int) -> list[int]:
 
 
 def _connection(process: int, number: int) -> socket.socket | None:
-    """A descriptor of another process as one of ours, if it is a connection that has an address: pairs are a program's own."""
+    """Duplicate a descriptor of another process, if it is a connection with an address. Socket pairs are internal to a program."""
     descriptor = ctypes.CDLL(None, use_errno=True).syscall(_PIDFD_GETFD, process, number, 0)
     if descriptor < 0:
         if ctypes.get_errno() == 1:
@@ -104,7 +104,7 @@ def _connection(process: int, number: int) -> socket.socket | None:
         return None
     try:
         found = socket.socket(fileno=descriptor)
-    except OSError:  # its number stands for a file by now
+    except OSError:  # the number is another file by now
         os.close(descriptor)
         return None
     try:

@@ -1,7 +1,7 @@
-"""The fork server: one process that has imported everything slow, and forks ranks and trainers from there.
+"""The fork server: one process that has imported everything slow, and forks ranks and trainers.
 
-So that a thousand of them can be killed: a process takes milliseconds to start, not seconds. Owns the processes that it forked: they end
-when the fork server does.
+With it a process starts in milliseconds, not seconds, so that a run can kill a thousand of them. Owns the processes that it forked: they
+end when the fork server does.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ _ROLE_BYTES = 256
 
 
 class Forked:
-    """A process that is somebody else's child: its end is seen, its exit code is not.
+    """A process that is the fork server's child: its exit is visible here, its exit code is not.
 
-    Implements engine/serving/rank_processes.Process. For any thread.
+    Implements engine/serving/rank_processes.RankProcess. For any thread.
     """
 
     def __init__(self, pid: int) -> None:
@@ -38,28 +38,28 @@ class Forked:
         self._ended, self._lock = False, threading.Lock()
 
     def poll(self) -> int | None:
-        """Zero once it has ended."""
+        """Zero once the process has exited; None before."""
         try:
             return self.wait(0.0)
         except subprocess.TimeoutExpired:
             return None
 
     def send(self, number: int) -> None:
-        """A signal; nothing happens if it has ended."""
+        """Send a signal. Does nothing if the process has exited."""
         with self._lock, suppress(ProcessLookupError):
             if not self._ended:
                 signal.pidfd_send_signal(self._pidfd, number)
 
     def kill(self) -> None:
-        """End it."""
+        """Kill the process."""
         self.send(signal.SIGKILL)
 
     def wait(self, timeout: float | None = None) -> int:
-        """Until it has ended; subprocess.TimeoutExpired."""
+        """Wait until the process has exited. Raises subprocess.TimeoutExpired."""
         with self._lock:
             if self._ended:
                 return 0
-            # Another thread may be the first to see its end, and close the other one.
+            # Another thread may see the exit first, and close the original descriptor.
             waited = os.dup(self._pidfd)
         try:
             if not select.select([waited], [], [], timeout)[0]:
@@ -74,7 +74,7 @@ class Forked:
 
 
 class ForkServer:
-    """Our side. `program` is the module that serves it: `serve` with its roles. For any thread."""
+    """The client of a fork server. `program` is the module that runs it: it calls `serve` with its roles. For any thread."""
 
     def __init__(self, program: str) -> None:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -89,20 +89,20 @@ class ForkServer:
 
     @property
     def pid(self) -> int:
-        """Its id."""
+        """The process id."""
         return self._process.pid
 
     def fork(self, role: str, end: socket.socket) -> Forked:
-        """A process that plays this role with its end of a pipe."""
+        """Fork a process that runs this role with its end of a socket pair."""
         try:
             with self._lock:
                 socket.send_fds(self._socket, [role.encode()], [end.fileno()])
-                said = self._socket.recv(_ROLE_BYTES)
+                reply = self._socket.recv(_ROLE_BYTES)
         except OSError as error:
             raise ChannelClosed(f"the fork server is gone: {error}") from error
-        if not said:
+        if not reply:
             raise ChannelClosed("the fork server has ended; its own error is above")
-        return Forked(int(said))
+        return Forked(int(reply))
 
     def __enter__(self) -> Self:
         return self
@@ -119,11 +119,11 @@ class ForkServer:
 
 
 def serve(descriptor: int, roles: Mapping[str, Callable[[int], None]], leave: Callable[[int], None]) -> None:
-    """The fork server's process: fork on request until nobody asks any more. `leave` ends a forked process at once."""
+    """Run in the fork server's process: fork on request until the client closes the socket. `leave` exits a forked process at once."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel reaps: nobody asks for an exit code
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel reaps: nobody needs an exit code
     gc.collect()
-    gc.freeze()  # else the first collection of every process writes to, and so copies, all that was imported
+    gc.freeze()  # otherwise the first collection in every process would write to, and so copy, all imported pages
     with socket.socket(fileno=descriptor) as requests:
         while True:
             role, ends, _, _ = socket.recv_fds(requests, _ROLE_BYTES, 1)
@@ -133,12 +133,12 @@ def serve(descriptor: int, roles: Mapping[str, Callable[[int], None]], leave: Ca
             if pid == 0:
                 requests.close()
                 signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-                _play(roles[role.decode()], ends[0], leave)
+                _run_role(roles[role.decode()], ends[0], leave)
             os.close(ends[0])
             requests.send(str(pid).encode())
 
 
-def _play(role: Callable[[int], None], descriptor: int, leave: Callable[[int], None]) -> None:
+def _run_role(role: Callable[[int], None], descriptor: int, leave: Callable[[int], None]) -> None:
     code = 1
     try:
         role(descriptor)

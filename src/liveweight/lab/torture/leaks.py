@@ -1,4 +1,4 @@
-"""What must not grow, or stay behind: descriptors, threads, memory, processes, sockets. Looked at where nothing is under way."""
+"""Finds leaks: descriptors, threads and memory that grow, processes and sockets that stay behind. Checked while no round is open."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from liveweight.spec.deadline import Deadline
 DESCRIPTORS = 6
 THREADS = 3
 RESIDENT_KB = 256 * 1024
-"""How much a process may have more than when it was first looked at."""
+"""How much more a process may hold than at its first check."""
 SETTLE_S = 20.0
-LOOK_S = 0.05
-"""How long something may still be in use by what is under way, such as a snapshot that is being written."""
+POLL_S = 0.05
+"""SETTLE_S: how long something may stay in use, such as by a snapshot that is being written; checked every POLL_S."""
 
 
-def weight_of(pid: int) -> dict[str, int] | None:
-    """What a process holds; None if it is gone."""
+def resources_of(pid: int) -> dict[str, int] | None:
+    """The resources of a process; None if it has exited."""
     try:
         status = Path(f"/proc/{pid}/status").read_text()
         descriptors = sum(1 for _ in Path(f"/proc/{pid}/fd").iterdir())
@@ -38,7 +38,7 @@ def weight_of(pid: int) -> dict[str, int] | None:
 
 
 def kinds_of(pid: int) -> Counter[str]:
-    """Its descriptors, by what they are."""
+    """The number of its descriptors by kind."""
     kinds: Counter[str] = Counter()
     with suppress(FileNotFoundError, ProcessLookupError):
         for path in Path(f"/proc/{pid}/fd").iterdir():
@@ -54,7 +54,7 @@ def _grown(first: dict[str, int], now: dict[str, int]) -> list[str]:
 
 
 class Leaks:
-    """Findings, each a line. A process counts from the first look at it."""
+    """The leaks found, each a line. A process is compared with its first check."""
 
     def __init__(self) -> None:
         self.found: list[str] = []
@@ -62,17 +62,17 @@ class Leaks:
         self._kinds: dict[int, Counter[str]] = {}
 
     def check(self, names: dict[int, str]) -> None:
-        """Look at these processes, by id, with what they are called. What is gone again within a while was in use, and no leak."""
+        """Check these processes (names by process id). What is released within SETTLE_S was in use, and is no leak."""
         for pid, name in names.items():
-            now = weight_of(pid)
+            now = resources_of(pid)
             if now is None:
                 continue
             first = self._first.setdefault(pid, now)
             kinds = self._kinds.setdefault(pid, kinds_of(pid))
             deadline, pause = Deadline.after(SETTLE_S), threading.Event()
             while now is not None and (grown := _grown(first, now)) and not deadline.over:
-                pause.wait(LOOK_S)
-                now = weight_of(pid)
+                pause.wait(POLL_S)
+                now = resources_of(pid)
             if now is None:
                 continue
             for what in grown:
@@ -81,6 +81,6 @@ class Leaks:
                 first[what] = now[what]
 
     def check_after(self, processes: Iterable[Forked], files: Sequence[Path]) -> None:
-        """When everything was closed: which processes still run, and which files are still there."""
+        """Called after everything was closed: find processes that still run, and files that still exist."""
         self.found += [f"process {one.pid} still runs" for one in processes if one.poll() is None]
         self.found += [f"{path.name} is still there" for path in files if path.exists()]

@@ -1,8 +1,8 @@
-"""The replay: every token that clients were sent, drawn again by the version that it says it came from.
+"""The replay: draws every token that clients received again, under the version that the token names.
 
-A token is torn if its version would not have drawn it, given all tokens before it; where the engine does not say, if none would have.
-Where only an answer says which versions served it, one after the other, those tokens are torn that no such order explains.
-Logits so near that rounding decides are no evidence, and count for the engine.
+A token is torn if its version would not have drawn it, given all tokens before it; if the engine names no version, if no version would
+have. If only the whole answer names the versions that served it, in order, those tokens are torn that no such order explains.
+Logits so close that rounding decides are no evidence, and count in favour of the engine.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ BACKLOG = 64
 
 @dataclass(slots=True)
 class ReplayAnswer:
-    """A prompt, what came after it, and what each token says of its weights: `LABEL@DIGEST`. Or, of the whole answer, `served`: the
-    contents that may have served it, in their order."""
+    """A prompt, the tokens after it, and the weights that each token names: `LABEL@DIGEST`. Or, for the whole answer, `served`: the
+    contents that may have served it, in order."""
 
     prompt: list[int]
     tokens: list[int] = field(default_factory=list)
@@ -30,24 +30,24 @@ class ReplayAnswer:
 
 
 class PublishedContents:
-    """The contents that are published in turn, and which of them a label has: that of its number. The engine starts on the first."""
+    """The contents that are published in turn. A label is a number, which determines its content. The engine starts with the first."""
 
     def __init__(self, directories: Sequence[Path]) -> None:
         self.directories = list(directories)
 
     def of_label(self, label: int) -> int:
-        """The number of its content."""
+        """The number of a label's content."""
         return label % len(self.directories)
 
     def of_weights(self, weights: str) -> int:
-        """Of what a token says."""
+        """The number of the content that a token names."""
         label = weights.rpartition("@")[0]
         return 0 if label == "initial" else self.of_label(int(label))
 
     def between(self, first: str, last: str, *, since: int) -> tuple[int, ...]:
-        """The contents that may have served, in their order, where this was said to serve at first and that at last. An engine that was
-        started after the label `since` says something that is no label until the next one serves."""
-        start, end = (int(said) if said.isdigit() else since for said in (first, last))
+        """The contents that may have served, in order, between the first and the last reported version. An engine that was started after
+        the label `since` reports something that is no label until the next one serves."""
+        start, end = (int(label) if label.isdigit() else since for label in (first, last))
         begun = 0 if start == since else self.of_label(start)
         return (begun, *(self.of_label(label) for label in range(start + 1, end + 1)))
 
@@ -77,7 +77,7 @@ class Replay(ReplayThread[ReplayAnswer]):
             self.torn += sum(not drawn[number][at] for at, number in enumerate(numbers))
 
     def _drawn(self, answer: ReplayAnswer, contents: Iterable[int]) -> dict[int, list[bool]]:
-        """By content, whether it would have drawn each of the tokens."""
+        """For each content, whether it would have drawn each of the tokens."""
         whole = [*answer.prompt, *answer.tokens]
         tables = {
             number: logits(self._models[number], whole)[len(answer.prompt) - 1 : -1]
@@ -87,7 +87,7 @@ class Replay(ReplayThread[ReplayAnswer]):
 
 
 def torn_in_order(drawn: Sequence[Sequence[bool]]) -> int:
-    """How many tokens are left unexplained by versions that followed each other, whenever that was. A row for each, in their order: whether
+    """How many tokens remain unexplained by versions that followed each other at any times. `rows`: one per version, in order, whether
     it would have drawn each token."""
     fewest = [0] * len(drawn)
     for by in zip(*drawn, strict=True):

@@ -1,4 +1,4 @@
-"""A replica that says how far its rounds have come, for a torture that cannot hear the engine's own leader."""
+"""A replica that reports the moments of its rounds, for a target whose leader's events the torture cannot read."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from liveweight.wire.messages.values import RoundId
 
 
 class ReportingReplica:
-    """Drives another one; it implements the same port. `say` is called by the publisher's threads, after the fact."""
+    """Wraps a replica; implements the port Replica. Calls `on_moment` from the publisher's threads, once a moment is reached."""
 
-    def __init__(self, replica: Replica, say: Callable[[After], None]) -> None:
-        self._replica, self._say = replica, say
+    def __init__(self, replica: Replica, on_moment: Callable[[After], None]) -> None:
+        self._replica, self._on_moment = replica, on_moment
         self.replica_state, self.describe, self.compare = (
             replica.replica_state,
             replica.describe,
@@ -32,23 +32,23 @@ class ReportingReplica:
     def open(self, body: m.Open, deadline: Deadline) -> m.Opened:
         """See Replica."""
         opened = self._replica.open(body, deadline)
-        self._say("RoundOpened")
+        self._on_moment("RoundOpened")
         return opened
 
     def status(self, round_id: RoundId, until: m.Phase, deadline: Deadline) -> m.Progress:
         """See Replica."""
         progress = self._replica.status(round_id, until, deadline)
         if until == "verified" and progress.fault is None and m.ORDER[progress.phase] >= m.ORDER[until]:
-            self._say("RankVerified")
+            self._on_moment("RankVerified")
         return progress
 
     def vote(self, round_id: RoundId, lease_s: float, deadline: Deadline) -> None:
         """See Replica."""
         self._replica.vote(round_id, lease_s, deadline)
-        self._say("VoteCast")
+        self._on_moment("VoteCast")
 
     def commit(self, round_id: RoundId, deadline: Deadline) -> m.Committed:
         """See Replica."""
         committed = self._replica.commit(round_id, deadline)
-        self._say("RoundCommitted")
+        self._on_moment("RoundCommitted")
         return committed

@@ -1,4 +1,4 @@
-"""The moments of a round, as the engine's own leader says them, or the trainer that drives it."""
+"""The moments that the current round has reached, as reported by the engine's leader or by the trainer."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from liveweight.wire.waker import Waker
 
 
 class RoundMoments:
-    """Remembers what was said since a round was begun. `on_event` is the bus's, on any thread; the rest is the torture's."""
+    """Records the moments since a round was begun. `on_event` is called by the bus, on any thread; the rest by the torture's thread."""
 
     def __init__(self, counts: StrikeCounts) -> None:
         self.waker = Waker()
@@ -20,19 +20,19 @@ class RoundMoments:
         self._counts, self._lock = counts, threading.Lock()
 
     def begin(self) -> None:
-        """Forget what was."""
+        """Forget the round before."""
         with self._lock:
             self.last, self._seen = "publish", {"publish"}
             self.waker.take()
 
     def seen(self, name: str) -> bool:
-        """Whether it was said."""
+        """Whether this moment was reached."""
         with self._lock:
             self.waker.take()
             return name in self._seen
 
     def reached(self, name: str) -> None:
-        """A moment as a trainer says it of its own round, where the engine's leader is out of hearing."""
+        """A trainer reports a moment of its own round; used if the engine's leader runs in another process."""
         with self._lock:
             self.last = name
             self._seen.add(name)
@@ -40,7 +40,7 @@ class RoundMoments:
             self._counts.committed += name == "RoundCommitted"
 
     def on_event(self, event: AnyEvent) -> None:
-        """The bus's reader."""
+        """Read the events of the engine's bus."""
         name = type(event).__name__
         with self._lock:
             if isinstance(event, RoundEvent):
@@ -50,9 +50,9 @@ class RoundMoments:
             self._counts.restarts += isinstance(event, Recovered)
             self._counts.committed += isinstance(event, RoundCommitted) and event.rank is None
             if isinstance(event, RoundEnded):
-                self._seen |= set(MOMENTS)  # none of them comes any more
+                self._seen |= set(MOMENTS)  # the round is over: no further moment will come
         self.waker.wake()
 
     def close(self) -> None:
-        """For the owner."""
+        """Close the waker."""
         self.waker.close()

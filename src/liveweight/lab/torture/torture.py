@@ -1,4 +1,4 @@
-"""The torture's course: an engine, clients, one strike after the other; at the end the counts that must be zero."""
+"""The torture run: an engine, clients, one strike after the other; at the end the counts that must be zero."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ REPLAY_S = 600.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TortureSettings:
-    """What to do, and how often. `program` is the module that serves the fork server; `vllm` how that target is started."""
+    """The settings of a run. `program` is the module that runs the fork server; `vllm` is how to start that target."""
 
     program: str
     target: Name = "embedded"
@@ -49,7 +49,7 @@ class TortureSettings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TortureResult:
-    """The counts. `found` says what was late, lost or leaked, and which rounds failed unstruck."""
+    """The counts. `found` lists what was late, lost or leaked, and which rounds failed without a strike."""
 
     target: Name
     kills: int
@@ -72,20 +72,20 @@ class TortureResult:
 
     @property
     def holds(self) -> bool:
-        """Whether it is as it should be: of what liveweight updates nothing is torn, late, leaked or lost, and updates went through; the
-        in-place target shows torn tokens, or the detector would detect nothing."""
+        """Whether the result is as expected: with liveweight nothing is torn, late, leaked or lost, and updates committed. The in-place
+        target must show torn tokens; otherwise the detector would detect nothing."""
         if self.target == "in-place":
             return self.torn_tokens > 0
         spotless = self.torn_tokens == self.late_waits == self.leaks == self.lost == 0
         return spotless and self.committed > 0 and self.tokens > 0
 
     def to_dict(self) -> dict[str, Any]:
-        """As JSON has it."""
+        """The JSON form."""
         return {name: getattr(self, name) for name in self.__slots__} | {"holds": self.holds}
 
 
-def torture(settings: TortureSettings, struck: Callable[[int, TortureTarget], None]) -> TortureResult:
-    """Run it; `struck` is called after every strike with how many there were. Everything that was started has ended on return."""
+def torture(settings: TortureSettings, on_strike: Callable[[int, TortureTarget], None]) -> TortureResult:
+    """Run the torture. Calls `on_strike` after every strike with their number so far. All processes have exited on return."""
     import torch
 
     torch.set_num_threads(1)
@@ -105,7 +105,7 @@ def torture(settings: TortureSettings, struck: Callable[[int, TortureTarget], No
                     finished=replay.put,
                 )
                 with load:
-                    _strike(settings, target, load, leaks, struck)
+                    _strike_all(settings, target, load, leaks, on_strike)
             replay.finish(Deadline.after(REPLAY_S))
         leaks.check_after(*target.left())
         return _result(settings, target, load, replay, leaks, time.monotonic() - began_s)
@@ -121,12 +121,12 @@ def _target(
     return VllmTortureTarget(fork_server, directory, versions, settings.vllm)
 
 
-def _strike(
+def _strike_all(
     settings: TortureSettings,
     target: TortureTarget,
     load: ClientLoad,
     leaks: Leaks,
-    struck: Callable[[int, TortureTarget], None],
+    on_strike: Callable[[int, TortureTarget], None],
 ) -> None:
     load.went_on(Deadline.after(RECOVER_S))
     chosen = (strike for strike in strikes(settings.seed, target.menu) if target.takes(strike))
@@ -135,14 +135,14 @@ def _strike(
         try:
             load.went_on(Deadline.after(RECOVER_S))
         except DeadlineExceeded:
-            target.counts.lost += 1  # it says that it serves, and does not
-        if number % target.look_every == 0:
+            target.counts.lost += 1  # the engine reports that it serves, and does not
+        if number % target.check_every == 0:
             leaks.check(target.processes())
-        struck(number, target)
+        on_strike(number, target)
 
 
 def _content(directory: Path, settings: TortureSettings, number: int) -> Path:
-    """Versions differ in every weight but the norms'."""
+    """Make a checkpoint. Contents differ in every weight but the norms'."""
     size = VLLM_TINY if settings.target == "vllm" else SIZES["qwen3"]["tiny"]
     init_model(directory / str(number), size, seed=settings.seed * CONTENTS + number)
     return directory / str(number)

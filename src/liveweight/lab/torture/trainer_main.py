@@ -1,6 +1,6 @@
-"""The torture's trainers: one publishes with liveweight, one writes into live weights. Each in a process of its own.
+"""The main functions of the torture's trainer processes: one publishes with liveweight, one writes into live weights.
 
-They are told what to publish, do it and say what came of it. Nothing in them knows that they are being struck.
+They receive what to publish, publish it, and report the result. They do not know that they are being struck.
 """
 
 from __future__ import annotations
@@ -37,15 +37,15 @@ if TYPE_CHECKING:
     import torch
 
 FREE_S = 60.0
-LOOK_S = 0.005
+POLL_S = 0.005
 
 MakePublisher: TypeAlias = Callable[..., RoundPublisher]
 """`lw.Publisher`."""
 
 
 class PublishingConfig(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """A trainer that publishes: what there is to publish, and where. With a URL the engine is a vLLM, whose leader shall listen at the
-    address and whose workers stage at that pace."""
+    """A trainer that publishes: what, and where. With `vllm_url` the engine is a vLLM, whose leader listens at the address and whose
+    workers stage at that pace."""
 
     checkpoints: tuple[str, ...]
     address: str
@@ -56,7 +56,7 @@ class PublishingConfig(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 class WritingConfig(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """A trainer that writes in place: as many buckets, each as long after the one before as a wire would take."""
+    """A trainer that writes in place: the number of buckets, and the time of each, as long as a network would take."""
 
     checkpoints: tuple[str, ...]
     ranks: int
@@ -65,7 +65,7 @@ class WritingConfig(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 class Publish(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """Publish that content under that label; for the one that writes, into these processes."""
+    """Publish that content under that label. A writer writes it into the processes `pids`."""
 
     label: int
     content: int
@@ -77,46 +77,46 @@ class Publish(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 class TrainerReady(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """It is ready. `parameters` is where its own weights lie."""
+    """The trainer is ready. `parameters` is the address of its own weights."""
 
     parameters: int = 0
 
 
 class RoundReached(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """How far a round has come."""
+    """A round has reached this moment."""
 
     name: After
 
 
 class RoundResult(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """A round is over: committed, or failed with that code, of which `said` has the words."""
+    """A round is over: committed, or failed with that error code and message."""
 
     label: int
     code: str | None
     took_s: float
-    said: str = ""
+    message: str = ""
 
 
-Word: TypeAlias = TrainerReady | RoundReached | RoundResult | ChildFailed
-Told: TypeAlias = PublishingConfig | WritingConfig | Publish
+FromTrainer: TypeAlias = TrainerReady | RoundReached | RoundResult | ChildFailed
+ToTrainer: TypeAlias = PublishingConfig | WritingConfig | Publish
 
 
 def publisher_main(descriptor: int, make: MakePublisher) -> None:
-    """The process of a trainer that publishes."""
-    run_with(descriptor, Told, partial(_publish_on_request, make))
+    """The main function of a trainer that publishes."""
+    run_with(descriptor, ToTrainer, partial(_publish_on_request, make))
 
 
 def writer_main(descriptor: int) -> None:
-    """The process of one that writes in place."""
-    run_with(descriptor, Told, _write_on_request)
+    """The main function of a trainer that writes in place."""
+    run_with(descriptor, ToTrainer, _write_on_request)
 
 
-def _publish_on_request(make: MakePublisher, pipe: StepChannel[Told], config: Told) -> None:
+def _publish_on_request(make: MakePublisher, channel: StepChannel[ToTrainer], config: ToTrainer) -> None:
     import torch
 
     torch.set_num_threads(1)
     if not isinstance(config, PublishingConfig):
-        raise LiveWeightError("a publisher is told where to publish first")
+        raise LiveWeightError("a publisher expects a PublishingConfig first")
     contents = [dict(CheckpointSource(Path(path)).tensors()) for path in config.checkpoints]
     module = module_of_checkpoint(Path(config.checkpoints[0]))
     with ExitStack() as stack:
@@ -124,7 +124,7 @@ def _publish_on_request(make: MakePublisher, pipe: StepChannel[Told], config: To
         publisher = stack.enter_context(
             make(
                 shared,
-                engines=[_engine(config, pipe)],
+                engines=[_engine(config, channel)],
                 secret=Path(config.secret_file),
                 directory=Path(config.directory),
                 timeout_s=FREE_S,
@@ -132,26 +132,26 @@ def _publish_on_request(make: MakePublisher, pipe: StepChannel[Told], config: To
                 bus=Bus(),
             )
         )
-        pipe.send(TrainerReady(parameters=shared.arena.memory.address))
-        while isinstance(order := pipe.receive(), Publish):
+        channel.send(TrainerReady(parameters=shared.arena.memory.address))
+        while isinstance(order := channel.receive(), Publish):
             _load(module, contents[order.content])
-            pipe.send(_published(publisher, order))
+            channel.send(_published(publisher, order))
 
 
-def _engine(config: PublishingConfig, pipe: StepChannel[Told]) -> str | ReportingReplica:
-    """As `lw.Publisher` takes it."""
+def _engine(config: PublishingConfig, channel: StepChannel[ToTrainer]) -> str | ReportingReplica:
+    """The engine, for `lw.Publisher`."""
     if config.vllm_url is None:
         return config.address
     secret = load_or_create_secret(Path(config.secret_file))
     named = vllm(config.vllm_url, address=config.address, pace_bytes_per_s=config.pace_bytes_per_s)
-    # While a round runs, its thread alone speaks: the program's waits for its end.
+    # While a round runs, only the round's thread sends: the main thread waits for the round's end.
     return ReportingReplica(
-        named.replica(secret, Path(config.secret_file)), lambda name: pipe.send(RoundReached(name=name))
+        named.replica(secret, Path(config.secret_file)), lambda name: channel.send(RoundReached(name=name))
     )
 
 
 def _load(module: torch.nn.Module, content: dict[str, torch.Tensor]) -> None:
-    """An optimiser's step, as large as it can be: every weight changes."""
+    """Load new content, like an optimiser's step that changes every weight."""
     import torch
 
     with torch.no_grad():
@@ -160,7 +160,7 @@ def _load(module: torch.nn.Module, content: dict[str, torch.Tensor]) -> None:
 
 
 def _published(publisher: RoundPublisher, order: Publish) -> RoundResult:
-    """Publish, once whoever held the engine has left it."""
+    """Publish, once no other trainer's round is open."""
     publisher.settings = dataclasses.replace(
         publisher.settings,
         offer=order.offer,
@@ -170,34 +170,34 @@ def _published(publisher: RoundPublisher, order: Publish) -> RoundResult:
     )
     pause, free, began_s = threading.Event(), Deadline.after(order.timeout_s), time.monotonic()
     while True:
-        code, said = None, ""
+        code, message = None, ""
         try:
             publisher.publish(order.label)
         except RoundFailed as error:
-            code, said = error.cause.code, str(error)
+            code, message = error.cause.code, str(error)
             if code == RoundOpen.code and free.remaining_s() > 0:
-                pause.wait(LOOK_S)
+                pause.wait(POLL_S)
                 continue
         except LiveWeightError as error:
-            code, said = error.code, str(error)
-        return RoundResult(label=order.label, code=code, took_s=time.monotonic() - began_s, said=said)
+            code, message = error.code, str(error)
+        return RoundResult(label=order.label, code=code, took_s=time.monotonic() - began_s, message=message)
 
 
-def _write_on_request(pipe: StepChannel[Told], config: Told) -> None:
+def _write_on_request(channel: StepChannel[ToTrainer], config: ToTrainer) -> None:
     import torch
 
     torch.set_num_threads(1)
     if not isinstance(config, WritingConfig):
-        raise LiveWeightError("a writer is told what to write first")
+        raise LiveWeightError("a writer expects a WritingConfig first")
     shares = [
         [share_of(Path(path), rank, config.ranks) for rank in range(config.ranks)]
         for path in config.checkpoints
     ]
     pause = threading.Event()
-    pipe.send(TrainerReady())
-    while isinstance(order := pipe.receive(), Publish):
+    channel.send(TrainerReady())
+    while isinstance(order := channel.receive(), Publish):
         began_s = time.monotonic()
         targets = [live_memory(pid) for pid in order.pids]
         for _ in write(shares[order.content], targets, config.buckets):
             pause.wait(config.bucket_s)
-        pipe.send(RoundResult(label=order.label, code=None, took_s=time.monotonic() - began_s))
+        channel.send(RoundResult(label=order.label, code=None, took_s=time.monotonic() - began_s))

@@ -1,4 +1,4 @@
-"""A trainer's process as the torture holds it: what it is told, what it says, and its end."""
+"""The torture's handle of a trainer process: sends it orders, receives its messages, and ends it."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from liveweight.errors import ChannelClosed
 from liveweight.lab.torn_demo.processes import ChildFailed
 from liveweight.lab.torture.fork_server import ForkServer
 from liveweight.lab.torture.trainer_main import (
+    FromTrainer,
     Publish,
     PublishingConfig,
     RoundReached,
     RoundResult,
     TrainerReady,
-    Word,
     WritingConfig,
 )
 from liveweight.spec.deadline import Deadline
@@ -36,35 +36,35 @@ class TrainerProcess:
         deadline: Deadline,
         reached: Callable[[str], None] = lambda _: None,
     ) -> None:
-        """Returns when it stands ready; its own failure is raised. `reached` is told the moments that it says of its rounds."""
+        """Start the process, and wait until it is ready; raises its own failure. Calls `reached` with the moments that it reports."""
         self._reached = reached
         ours, theirs = socket.socketpair()
-        self._pipe: StepChannel[Word] = StepChannel(ours, Word, peer="a trainer")
+        self._channel: StepChannel[FromTrainer] = StepChannel(ours, FromTrainer, peer="a trainer")
         with theirs:
             self.process = fork_server.fork(role, theirs)
-        self._words: deque[Word] = deque()
+        self._messages: deque[FromTrainer] = deque()
         self.alive = True
         self.stopped = False
         try:
-            self._pipe.send(config)
-            self.parameters = self._standing(deadline)
+            self._channel.send(config)
+            self.parameters = self._await_ready(deadline)
         except BaseException:
             self.kill()
             raise
 
     def begin(self, order: Publish) -> None:
-        """Let it publish. ChannelClosed where it is gone."""
-        self._pipe.send(order)
+        """Let the trainer publish. ChannelClosed if the process is gone."""
+        self._channel.send(order)
 
     def ended(self, timeout_s: float, wakers: Sequence[Waker] = ()) -> RoundResult | None:
-        """How its round ended, if it says so within that time, and before a waker wakes or it says anything else. A trainer that is gone
-        says nothing any more."""
+        """The result of its round, if it arrives within that time, and before a waker wakes or another message arrives. None if the
+        process has exited."""
         if not self.alive:
             return None
-        waited: list[StepChannel[Word] | Waker] = [self._pipe, *wakers]
-        if not self._words and self._pipe not in select.select(waited, [], [], timeout_s)[0]:
+        waited: list[StepChannel[FromTrainer] | Waker] = [self._channel, *wakers]
+        if not self._messages and self._channel not in select.select(waited, [], [], timeout_s)[0]:
             return None
-        match self._word():
+        match self._next_message():
             case RoundResult() as ended:
                 return ended
             case RoundReached(name=name):
@@ -72,36 +72,36 @@ class TrainerProcess:
         return None
 
     def send(self, number: int) -> None:
-        """A signal."""
+        """Send a signal."""
         self.process.send(number)
         self.stopped = (self.stopped or number == signal.SIGSTOP) and number != signal.SIGCONT
 
     def kill(self) -> None:
-        """It has ended on return."""
+        """Kill the process; it has exited on return."""
         self.process.kill()
         self.process.wait()
         if self.alive:
             self.alive = False
-            self._pipe.close()
+            self._channel.close()
 
-    def _standing(self, deadline: Deadline) -> int:
-        if not select.select([self._pipe], [], [], deadline.remaining_s())[0]:
-            raise deadline.exceeded("a trainer to stand ready")
-        word = self._word()
-        if not isinstance(word, TrainerReady):
-            raise ChannelClosed("a trainer ended before it stood ready")
-        return word.parameters
+    def _await_ready(self, deadline: Deadline) -> int:
+        if not select.select([self._channel], [], [], deadline.remaining_s())[0]:
+            raise deadline.exceeded("a trainer to be ready")
+        message = self._next_message()
+        if not isinstance(message, TrainerReady):
+            raise ChannelClosed("a trainer ended before it was ready")
+        return message.parameters
 
-    def _word(self) -> Word | None:
-        """What it says; None where it has ended without a word."""
+    def _next_message(self) -> FromTrainer | None:
+        """The next message; None if the process has exited without one."""
         try:
-            while not self._words:
-                self._words += self._pipe.arrived()
+            while not self._messages:
+                self._messages += self._channel.arrived()
         except ChannelClosed:
             self.kill()
             return None
-        word = self._words.popleft()
-        if isinstance(word, ChildFailed):
+        message = self._messages.popleft()
+        if isinstance(message, ChildFailed):
             self.kill()
-            raise word.fault.to_error()
-        return word
+            raise message.fault.to_error()
+        return message

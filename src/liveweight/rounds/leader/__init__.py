@@ -1,1 +1,1 @@
-"""One replica's decisions. Pure: told of messages and of time, the leader answers with actions."""
+"""One replica's decisions. Pure: messages and time go in, actions come out."""

@@ -1,7 +1,7 @@
-"""Audits: what all ranks hold live now, digested and compared with what it should be. Pure: told of messages and of time.
+"""Audits: the live weights of all ranks, digested and compared with what they should be. Pure: messages and time go in, actions come out.
 
-An audit asks every rank for digests of its live weights, while rounds go on. Live weights change at a swap and never otherwise, so
-what came together counts if none was decided since it was asked for; if one was, the audit begins again, once. It decides nothing about
+An audit asks every rank for digests of its live weights, while rounds go on. Live weights change only at a swap, so the digests count
+if no swap was decided since the audit asked for them; otherwise the audit asks again, once. An audit decides nothing about
 rounds, and no round waits for it.
 """
 
@@ -38,11 +38,11 @@ NEVER = float("inf")
 
 @dataclass(slots=True, kw_only=True)
 class Audit:
-    """One call under way. `number` is its present try's, None while it waits for a swap to end."""
+    """One Verify call under way. `number` is that of its present try, None while it waits for a swap to end."""
 
     peer: bytes
     call: int
-    asked: m.Verify
+    request: m.Verify
     digest_sums: DigestSums
     chosen: Mask
     reference: AuditReference | None
@@ -60,7 +60,7 @@ class Audit:
     @property
     def ends_s(self) -> float:
         """When its caller waits no more."""
-        return self.began_s + self.asked.timeout_s
+        return self.began_s + self.request.timeout_s
 
     def missing(self, world: int) -> list[int]:
         """The ranks that have not answered this try."""
@@ -68,66 +68,66 @@ class Audit:
 
 
 class Audits:
-    """All audits of a replica, and what it knows of the contents that it serves and served before. Used by the scheduler's thread."""
+    """All audits of a replica, and what is known of the content that it serves and served before. Used by the leader's thread."""
 
     def __init__(self, replica: str, membership: Membership) -> None:
         self._replica, self._membership = replica, membership
         self._numbers = itertools.count(1)
         self._open: list[Audit] = []
-        self._said: dict[int, m.Join] = {}
+        self._joins: dict[int, m.Join] = {}
         self._swaps, self._swapping = 0, False
         self._now, self._before = InstalledVersion(), InstalledVersion()
 
-    # What the replica does.
+    # Changes of the replica.
 
-    def joined(self, body: m.Join, version: Version | None) -> None:
+    def on_joined(self, body: m.Join, version: Version | None) -> None:
         """A rank has joined; `version` is what the replica serves, once it is complete."""
-        self._said[body.rank] = body
+        self._joins[body.rank] = body
         digest_sums = self._membership.digest_sums
         if digest_sums is not None:
             try:
-                reference = self._told(digest_sums, version)
-            except (Refused, WireError):  # it does not fit what the ranks own: nobody can compare with it
+                reference = self._reference_of_joins(digest_sums, version)
+            except (Refused, WireError):  # it does not fit what the ranks own: no comparison is possible
                 reference = None
             self._now, self._before = InstalledVersion(version, reference), InstalledVersion()
 
-    def swapping(self) -> None:
+    def on_swap_decided(self) -> None:
         """A swap was decided: what was digested since may be of either side."""
         self._swaps += 1
         self._swapping = True
 
-    def committed(self, version: Version | None, reference: AuditReference | None) -> None:
+    def on_committed(self, version: Version | None, reference: AuditReference | None) -> None:
         """All ranks hold that version now."""
         self._now, self._before = InstalledVersion(version, reference), self._now
-        self._said.clear()
+        self._joins.clear()
         self._swapping = False
 
-    def undone(self) -> None:
+    def on_undone(self) -> None:
         """All ranks hold the version before."""
         self._now, self._before = self._before, self._now
         self._swapping = False
 
-    def stayed(self) -> None:
+    def on_swap_failed(self) -> None:
         """A swap failed: all ranks have, or will have before they serve, what they had."""
         self._swapping = False
 
-    def torn(self, error: LiveWeightError) -> list[Action]:
-        """Ranks hold a mixture, which is no version: there is nothing to compare it with, and who waits is told."""
+    def on_torn(self, error: LiveWeightError) -> list[Action]:
+        """Ranks hold a mixture, which is no version and cannot be compared: refuse the waiting calls."""
         self._swapping = False
         self._now, self._before = InstalledVersion(), InstalledVersion()
         return self.end(error)
 
     def end(self, error: LiveWeightError) -> list[Action]:
-        """There is nothing to digest: who waits is told so."""
+        """Refuse the waiting calls: there is nothing to digest."""
         ended, self._open = self._open, []
         return [SendReply(audit.peer, audit.call, self._refusal(error)) for audit in ended]
 
     @property
     def reference(self) -> AuditReference | None:
-        """What is installed should be this, as far as it is known."""
+        """The digests that the installed version should have, as far as they are known."""
         return self._now.reference
 
-    # What peers ask and answer.
+    # Calls of publishers, answers of ranks.
 
     @property
     def waiting(self) -> bool:
@@ -138,24 +138,24 @@ class Audits:
         """When time alone will change something."""
         return min((audit.ends_s for audit in self._open), default=NEVER)
 
-    def begin(self, now_s: float, peer: bytes, call: int, asked: m.Verify) -> list[Action]:
+    def begin(self, now_s: float, peer: bytes, call: int, request: m.Verify) -> list[Action]:
         """Take a call. Refused: names that the replica does not have, a manifest that does not fit."""
         digest_sums = self._membership.whole()
-        reference = None if asked.manifest is None else of_manifest(digest_sums, asked.manifest)
-        chosen = choose(digest_sums, asked.names, reference)
+        reference = None if request.manifest is None else of_manifest(digest_sums, request.manifest)
+        chosen = choose(digest_sums, request.names, reference)
         audit = Audit(
             peer=peer,
             call=call,
-            asked=asked,
+            request=request,
             digest_sums=digest_sums,
             chosen=chosen,
             reference=reference,
             began_s=now_s,
         )
         self._open.append(audit)
-        return self.go_on(now_s)
+        return self.advance(now_s)
 
-    def digested(self, now_s: float, peer: bytes, body: m.LiveDigests) -> list[Action]:
+    def on_digests(self, now_s: float, peer: bytes, body: m.LiveDigests) -> list[Action]:
         """A rank's answer. Of another try, or of a process that was replaced, it has no effect."""
         audit = next((audit for audit in self._open if audit.number == body.audit), None)
         member = self._membership.members.get(body.rank)
@@ -171,21 +171,21 @@ class Audits:
             audit.unread.update(body.unread)
             for name in body.differing:
                 audit.apart.setdefault(name, []).append(body.rank)
-        return self.go_on(now_s)
+        return self.advance(now_s)
 
-    def lost(self, rank: int, member: JoinedRank) -> list[Action]:
-        """A rank's process is gone: nobody can say what it held."""
+    def on_rank_lost(self, rank: int, member: JoinedRank) -> list[Action]:
+        """A rank's process is gone: refuse the waiting calls."""
         error = ChannelClosed(f"rank {rank} (process {member.pid}) is gone")
         fault = fault_of(error, step="verify", rank=rank)
-        self._said.pop(rank, None)
+        self._joins.pop(rank, None)
         ended, self._open = self._open, []
         return [
             SendReply(audit.peer, audit.call, m.Refusal(fault=fault, serving=self._now.version))
             for audit in ended
         ]
 
-    def go_on(self, now_s: float) -> list[Action]:
-        """Ask, ask again, answer or give up, whatever is due."""
+    def advance(self, now_s: float) -> list[Action]:
+        """For every audit, do what is due: ask the ranks, ask again, answer or give up."""
         actions: list[Action] = []
         for audit in list(self._open):
             answer = self._answer(now_s, audit)
@@ -195,10 +195,10 @@ class Audits:
             if isinstance(answer, m.Verdict):
                 actions.append(EmitEvent(self._event(answer)))
             elif audit.number is None and not self._swapping:
-                actions += self._ask(now_s, audit)
+                actions += self._ask_ranks(now_s, audit)
         return actions
 
-    def _ask(self, now_s: float, audit: Audit) -> list[Action]:
+    def _ask_ranks(self, now_s: float, audit: Audit) -> list[Action]:
         """A new try: late answers to the one before have another number."""
         audit.number, audit.tries, audit.swaps = next(self._numbers), audit.tries + 1, self._swaps
         audit.lanes, audit.seconds, audit.changed = {}, {}, False
@@ -210,7 +210,7 @@ class Audits:
         return [NotifyRank(rank, order) for rank in range(self._membership.world)]
 
     def _answer(self, now_s: float, audit: Audit) -> m.Verdict | m.Refusal | None:
-        """What the caller hears, if it is time; a try that a swap has spoilt is forgotten."""
+        """The answer to the caller, if it is due. A try during which weights were swapped is dropped."""
         missing = audit.missing(self._membership.world)
         if audit.number is not None and (audit.changed or audit.fault is not None or not missing):
             if audit.changed or audit.swaps != self._swaps:
@@ -242,18 +242,18 @@ class Audits:
         fault = fault_of(error, step="verify", rank=rank, waited_s=waited_s)
         return m.Refusal(fault=fault, serving=self._now.version)
 
-    def _told(self, digest_sums: DigestSums, version: Version | None) -> AuditReference | None:
-        """What the ranks said at their joining of the version that they hold; it counts if it is that version's."""
-        manifests = [body.manifest for body in self._said.values() if body.manifest is not None]
+    def _reference_of_joins(self, digest_sums: DigestSums, version: Version | None) -> AuditReference | None:
+        """The reference from the ranks' Join messages; None unless their manifest is that of `version`."""
+        manifests = [body.manifest for body in self._joins.values() if body.manifest is not None]
         if version is None or not manifests or manifests[0].digest() != version.digest:
             return None
-        told = [self._said.get(rank) for rank in range(self._membership.world)]
+        joins = [self._joins.get(rank) for rank in range(self._membership.world)]
         parts = [
             lanes_from_bytes(body.lanes, len(body.layout.placements))
-            for body in told
+            for body in joins
             if body is not None and body.lanes is not None
         ]
-        return of_manifest(digest_sums, manifests[0], tuple(parts) if len(parts) == len(told) else None)
+        return of_manifest(digest_sums, manifests[0], tuple(parts) if len(parts) == len(joins) else None)
 
     def _verdict(self, audit: Audit) -> m.Verdict:
         ranks = range(self._membership.world)
@@ -264,7 +264,7 @@ class Audits:
             chosen=audit.chosen,
             given=audit.reference,
             installed=(self._now, self._before),
-            listed=audit.asked.listed,
+            listed=audit.request.listed,
             apart=audit.apart,
             unread=audit.unread,
         )

@@ -1,6 +1,6 @@
-"""References: what the tensors of a version should be, by their digests, and where what was found differs. Pure.
+"""Audit references: the digests that the tensors of a version should have. Pure.
 
-Made of a manifest that somebody gave, or of what a round brought. Which reference counts, and whom to ask, is audit's.
+Made from a manifest, or from the digests of a round. Which reference counts, and which ranks to ask, is audit's.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ Mask: TypeAlias = npt.NDArray[np.bool_]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AuditReference:
-    """Digests of the tensors that a replica expects, in its order; where `known` is false, nobody has said one.
+    """Digests of the tensors that a replica expects, in its order; where `known` is false, the digest is unknown.
 
     `content` makes the version's digest, in its source's own names: of the expected tensors that `filled` lists. `parts` are the digests
     of every rank's placements, where they are known: with them a rank that differs can be named.
@@ -49,9 +49,9 @@ class AuditReference:
 def of_manifest(
     digest_sums: DigestSums, manifest: Manifest, parts: tuple[Lanes, ...] | None = None
 ) -> AuditReference:
-    """What a manifest says; it may list a part of the tensors.
+    """The reference from a manifest, which may list a part of the tensors.
 
-    ManifestMismatch with the names that the replica does not have, or has in another form; ManifestInvalid without digests.
+    Raises ManifestMismatch with the names that the replica does not have, or has in another form; ManifestInvalid without digests.
     """
     differences = list(_misfits(digest_sums.expected, manifest))
     if differences:
@@ -69,7 +69,7 @@ def of_manifest(
 def of_round(
     fit: ManifestFit, digests: bytes | None, parts: Sequence[Lanes], base: AuditReference | None
 ) -> AuditReference | None:
-    """What a round brought: its offer's digests, and what it kept of the base. None: its content is not known."""
+    """The reference after a round: its offer's digests, and those of the base for kept tensors. None: the content is not known."""
     if digests is None:
         return None
     brought = lanes_from_bytes(digests, fit.tensors)

@@ -1,6 +1,6 @@
-"""Verdicts: what the ranks' digests of their live weights say, beside what they should be. Pure.
+"""Audit verdicts: the digests of the ranks' live weights, compared with what they should be. Pure.
 
-Owns the comparison. Whether the digests belong together, of one state of all ranks, is audit's.
+Owns the comparison. Whether the digests belong to one state of all ranks is audit's.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from liveweight.spec.manifest import Manifest, Version
 from liveweight.wire.messages import Verdict
 from liveweight.wire.messages.values import Mismatch
 
-MISMATCHES_TOLD = 100
+MISMATCHES_REPORTED = 100
 EMPTY: Mapping[str, Sequence[int]] = MappingProxyType({})
 
 
 @dataclass(frozen=True, slots=True)
 class InstalledVersion:
-    """A version, and what its tensors should be, if that is known."""
+    """A version, and the digests that its tensors should have, if they are known."""
 
     version: Version | None = None
     reference: AuditReference | None = None
@@ -117,11 +117,11 @@ def _mismatches(
     apart: Mapping[str, Sequence[int]],
 ) -> tuple[Mismatch, ...]:
     """The first tensors that differ, each with the ranks that do."""
-    numbers = np.flatnonzero(wrong)[:MISMATCHES_TOLD].tolist()
+    numbers = np.flatnonzero(wrong)[:MISMATCHES_REPORTED].tolist()
     if not numbers:
         return ()
     parts = partials if against is None else _parts(digest_sums, against, installed, partials)
-    ranks = digest_sums.holders(partials, parts)
+    ranks = digest_sums.differing_ranks(partials, parts)
     names = {number: digest_sums.expected.tensors[number].name for number in numbers}
     return tuple(
         Mismatch(name=name, ranks=tuple(sorted({*ranks.get(number, ()), *apart.get(name, ())})))

@@ -1,8 +1,8 @@
-"""The scheduler of a replica's rounds: the one place that decides. Pure: told of messages and of time, it answers with actions.
+"""The leader of a replica: the one place that decides about its rounds. Pure: messages and time go in, actions come out.
 
-Ranks never decide; a message with another round's id has no effect. Here rounds are opened, and everybody who waits is answered; what
-ranks report is gathering's, what becomes of it deciding's, and how a round ends endings'. Sockets, threads and clocks are leader's; where
-ranks meet is the boundary's.
+Ranks never decide; a message with another round's id has no effect. The leader opens rounds and answers waiting calls. Reports of ranks
+before the vote are staging_reports's, votes, commits, undos and aborts votes_and_commits's, the end of a round round_end's. Sockets,
+threads and clocks are leader_server's; how all ranks learn of a decision at one step is rounds/boundary's.
 """
 
 from __future__ import annotations
@@ -66,19 +66,19 @@ class Leader:
             VotesAndCommits(self._record, round_end),
         )
         self._notices = Notices(self._record, round_end)
-        self._inquirers: list[WaitingCall] = []
+        self._state_calls: list[WaitingCall] = []
 
     @property
     def state(self) -> states.State:
         """The state of the replica: of all its ranks."""
         return self._record.state
 
-    # What peers say.
+    # Messages.
 
     def on_message(self, now_s: float, peer: bytes, call: int, body: m.Message) -> list[Action]:
-        """A message of a publisher or a rank. What it may not do is refused in the reply.
+        """Handle a message of a publisher or a rank. A call that is not allowed is refused in the reply.
 
-        Time goes first: a commit that was sent in time and is read after its lease is late.
+        Time goes first: a commit that was sent in time and is read after its vote lease is late.
         """
         actions = self.on_time(now_s) if now_s >= self.next_s() else []
         try:
@@ -88,7 +88,7 @@ class Leader:
                 return [*actions, EmitEvent(events.PeerRefused(code=error.code, reason=str(error)))]
             fault = fault_of(error, step=STEPS.get(type(body), "ask"))
             return [*actions, SendReply(peer, call, m.Refusal(fault=fault, serving=self._record.serving))]
-        return actions + self._answered(now_s)
+        return actions + self._answer_waiting(now_s)
 
     def _handle(self, now_s: float, peer: bytes, call: int, body: m.Message) -> list[Action]:
         record = self._record
@@ -96,11 +96,11 @@ class Leader:
             case m.Join():
                 return self._join(now_s, peer, call, body)
             case m.Staged() | m.Verified() | m.StagingFailed() | m.ShadowDropped():
-                return self._staging_reports.reported(now_s, peer, body)
+                return self._staging_reports.on_report(now_s, peer, body)
             case m.Swapped():
-                return self._votes_and_commits.swapped(now_s, peer, call, body)
+                return self._votes_and_commits.on_swapped(now_s, peer, call, body)
             case m.GetReplicaState(wait_s=wait_s):
-                self._inquirers.append(WaitingCall(peer, call, "open", now_s + wait_s))
+                self._state_calls.append(WaitingCall(peer, call, "open", now_s + wait_s))
                 return []
             case m.Describe(structure=structure, manifest=manifest):
                 digest_sums = self.membership.whole()
@@ -109,7 +109,7 @@ class Leader:
             case m.Open():
                 return self._open(now_s, peer, call, body)
             case m.WaitFor(round=round_id, until=until, wait_s=wait_s):
-                record.named(round_id).waiters.append(WaitingCall(peer, call, until, now_s + wait_s))
+                record.find(round_id).waiters.append(WaitingCall(peer, call, until, now_s + wait_s))
                 return []
             case m.Compare():
                 return self._staging_reports.compare(now_s, peer, call, body)
@@ -121,48 +121,48 @@ class Leader:
                 self._notices.check_awake("a verification")
                 return record.audits.begin(now_s, peer, call, body)
             case m.LiveDigests():
-                return record.audits.digested(now_s, peer, body)
+                return record.audits.on_digests(now_s, peer, body)
             case m.Sleep() | m.Wake() | m.MarkBehind():
-                return self._notices.told(peer, call, body)
+                return self._notices.on_message(peer, call, body)
             case _:
                 raise WrongState("leading a replica", type(body).__name__)
 
-    # What happens without a message.
+    # Time and lost processes.
 
     @property
-    def asked(self) -> m.Open | None:
-        """What the round that is open was opened with; None without one, and for an undo."""
-        return None if self._record.round is None else self._record.round.asked
+    def open_request(self) -> m.Open | None:
+        """The message that opened the open round; None without a round, and for an undo."""
+        return None if self._record.round is None else self._record.round.request
 
     @property
     def needs_ranks(self) -> bool:
-        """Whether it matters at once that a rank dies: a round is open, or ranks are asked what they hold."""
+        """Whether the death of a rank matters at once: a round is open, or an audit waits for ranks."""
         return self._record.round is not None or self._record.audits.waiting
 
     def next_s(self) -> float:
         """When `on_time` has something to do."""
         record = self._record
         rounds = [known.next_s() for known in (record.round, *record.ended.values()) if known is not None]
-        waits = [waiter.ends_s for waiter in self._inquirers]
+        waits = [waiter.ends_s for waiter in self._state_calls]
         return min([*rounds, *waits, record.audits.next_s()], default=NEVER)
 
     def on_time(self, now_s: float) -> list[Action]:
-        """Time has passed: leases, rounds and waits end."""
+        """Time has passed: end vote leases, rounds and waits."""
         current = self._record.round
         late = [] if current is None or now_s < current.ends_s else self._late(now_s, current)
-        return late + self._answered(now_s)
+        return late + self._answer_waiting(now_s)
 
     def _late(self, now_s: float, current: LeaderRound) -> list[Action]:
         missing, waited_s = current.missing(), now_s - current.began_s
         rank = missing[0] if len(missing) == 1 else None
         who = "rank " + ", ".join(map(str, missing)) if missing else "the publisher"
         step = {"open": "stage", "staged": "verify", "committing": "commit"}.get(current.phase, "decide")
-        said: list[Action] = []
+        expired: list[Action] = []
         if current.phase == "ready":
-            said = [EmitEvent(events.LeaseExpired(**self._record.who(current), lease_s=current.lease_s))]
+            expired = [EmitEvent(events.LeaseExpired(**self._record.facts(current), lease_s=current.lease_s))]
         error = DeadlineExceeded(f"{who} to {step}", waited_s)
         fault = fault_of(error, step=step, rank=rank, waited_s=waited_s)
-        return said + self._votes_and_commits.late(now_s, current, fault)
+        return expired + self._votes_and_commits.on_late(now_s, current, fault)
 
     def on_lost(self, now_s: float, rank: int) -> list[Action]:
         """A rank's process is gone. Its round fails; the replica is incomplete until the rank is replaced."""
@@ -170,41 +170,43 @@ class Leader:
         member = self.membership.leave(rank)
         for ended in record.ended.values():
             ended.readers.discard(rank)
-        actions = [] if member is None else record.audits.lost(rank, member)
+        actions = [] if member is None else record.audits.on_rank_lost(rank, member)
         if member is not None and record.round is not None:
             error = ChannelClosed(f"rank {rank} (process {member.pid}) is gone")
             fault = fault_of(error, step=record.round.phase, rank=rank)
-            actions += self._votes_and_commits.lost(now_s, record.round, rank, fault)
-        return actions + self._answered(now_s)
+            actions += self._votes_and_commits.on_rank_lost(now_s, record.round, rank, fault)
+        return actions + self._answer_waiting(now_s)
 
     def on_publisher_lost(self, now_s: float) -> list[Action]:
-        """The process that opened the round is gone. Nobody will ask for its commit; one that was asked for is carried out."""
+        """The process that opened the round is gone. No commit will be requested any more; one that was requested is carried out."""
         current = self._record.round
-        if current is None or current.asked is None or current.phase == "committing":
+        if current is None or current.request is None or current.phase == "committing":
             return []
-        error = ChannelClosed(f"publisher {current.id.publisher} (process {current.asked.pid}) is gone")
+        error = ChannelClosed(f"publisher {current.id.publisher} (process {current.request.pid}) is gone")
         fault = fault_of(error, step=current.phase)
-        return self._round_end.fail(now_s, current, fault) + self._answered(now_s)
+        return self._round_end.fail(now_s, current, fault) + self._answer_waiting(now_s)
 
     def on_withdrawn(self, now_s: float, round_id: RoundId, *, waited: bool) -> list[Action]:
-        """A decision was taken back that still waited, or too late."""
-        return self._votes_and_commits.withdrawn(now_s, round_id, waited=waited) + self._answered(now_s)
+        """The answer to WithdrawDecision. `waited`: the boundary had not taken the decision yet."""
+        return self._votes_and_commits.on_withdrawn(now_s, round_id, waited=waited) + self._answer_waiting(
+            now_s
+        )
 
     # Membership.
 
     def _join(self, now_s: float, peer: bytes, call: int, body: m.Join) -> list[Action]:
         record = self._record
-        candidate = self.membership.candidate(peer, body)  # refused here, nothing has changed
+        candidate = self.membership.candidate(peer, body)  # if this raises, nothing has changed
         actions = self.on_lost(now_s, body.rank) if body.rank in self.membership.members else []
         if record.round is not None:
-            actions += self._votes_and_commits.replaced(now_s, record.round)
+            actions += self._votes_and_commits.on_rank_replaced(now_s, record.round)
         self.membership.adopt(candidate)
         record.ledger.published(body.serving)
         if self.membership.digest_sums is not None:
             record.ledger.forget_manifests()
             if record.torn is None:
                 record.state, record.since_s = states.ServingState(self.membership.common_version()), now_s
-        record.audits.joined(body, record.serving)
+        record.audits.on_joined(body, record.serving)
         seat = self.membership.members[body.rank].seat
         return [
             *actions,
@@ -227,7 +229,7 @@ class Leader:
             kept=record.ledger.kept(record.serving),
             torn=None if record.torn is None else record.torn.cause,
             serving_s=max(0.0, now_s - record.since_s),
-            met=tuple(self.membership.met),
+            met=tuple(self.membership.handshakes),
         )
 
     def _open(self, now_s: float, peer: bytes, call: int, body: m.Open) -> list[Action]:
@@ -241,8 +243,8 @@ class Leader:
             return [*before, EmitEvent(confirmed), SendReply(peer, call, there)]
         kept = record.ledger.fit(body).kept
         self._check_heals(kept)
-        opened, version = self._begun(now_s, body)
-        record.ledger.keeps(version, kept)
+        opened, version = self._begin_round(now_s, body)
+        record.ledger.note_kept(version, kept)
         order = m.Stage(
             round=opened.id,
             version=version,
@@ -251,22 +253,22 @@ class Leader:
             timeout_s=body.timeout_s,
             keep=kept,
         )
-        said = events.RoundOpened(
-            **record.who(opened), serving=None if serving is None else str(serving), kept=kept
+        event = events.RoundOpened(
+            **record.facts(opened), serving=None if serving is None else str(serving), kept=kept
         )
         answer = m.Opened(round=opened.id, serving=serving, kept=kept, in_place=opened.in_place)
         orders = [NotifyRank(rank, order) for rank in sorted(opened.ranks)]
-        return [*before, EmitEvent(said), SendReply(peer, call, answer), *orders]
+        return [*before, EmitEvent(event), SendReply(peer, call, answer), *orders]
 
     def _check_heals(self, kept: tuple[str, ...]) -> None:
-        """Refuse an offer that would keep what may be a mixture."""
+        """Refuse an offer that would keep tensors which may be a mixture."""
         torn = self._record.torn
         if torn is not None and not set(kept) <= set(self._record.ledger.kept(torn.target)):
             missing = ", ".join(kept)
             raise Torn(f"{states.describe(torn)}: only an offer that has its {missing}, too, heals it")
 
-    def _begun(self, now_s: float, body: m.Open) -> tuple[LeaderRound, Version]:
-        """The record of the round that holds the replica from now on, and the version it is for."""
+    def _begin_round(self, now_s: float, body: m.Open) -> tuple[LeaderRound, Version]:
+        """Make the record of the round that is open from now on. Returns it, and the version it is for."""
         record, version = self._record, body.version
         round_id = RoundId(boot=record.boot, epoch=record.epoch + 1, publisher=body.publisher)
         if version.digest is None:  # content unknown: the round's id stands in for it
@@ -277,7 +279,7 @@ class Leader:
         record.round = LeaderRound(
             id=round_id,
             label=str(body.version),
-            asked=body,
+            request=body,
             began_s=now_s,
             ends_s=now_s + body.timeout_s,
             ranks=ranks,
@@ -287,20 +289,21 @@ class Leader:
         )
         return record.round, version
 
-    # Who waits.
+    # Waiting calls.
 
-    def _answered(self, now_s: float) -> list[Action]:
+    def _answer_waiting(self, now_s: float) -> list[Action]:
         record = self._record
         actions: list[Action] = []
         for known in (record.round, *record.ended.values()):
             if known is not None:
-                actions += [SendReply(w.peer, w.call, known.progress()) for w in known.heard(now_s)]
+                actions += [SendReply(w.peer, w.call, known.progress()) for w in known.take_answerable(now_s)]
                 readers = tuple(sorted(known.readers))
                 actions += [
-                    SendReply(w.peer, w.call, m.Aborted(readers=readers)) for w in known.released(now_s)
+                    SendReply(w.peer, w.call, m.Aborted(readers=readers))
+                    for w in known.take_answerable_aborts(now_s)
                 ]
-        actions += record.audits.go_on(now_s)
-        waiting, self._inquirers = self._inquirers, []
+        actions += record.audits.advance(now_s)
+        waiting, self._state_calls = self._state_calls, []
         for waiter in waiting:
             if self.membership.digest_sums is not None:
                 actions.append(
@@ -312,5 +315,5 @@ class Leader:
                 fault = fault_of(self.membership.incomplete(), step="inquire")
                 actions.append(SendReply(waiter.peer, waiter.call, m.Refusal(fault=fault)))
             else:
-                self._inquirers.append(waiter)
+                self._state_calls.append(waiter)
         return actions

@@ -1,6 +1,6 @@
-"""Who belongs to a replica, and what they own together; what was described and published to it.
+"""The ranks of a replica and the tensors that they own together; the manifests and versions that the replica was given.
 
-Pure records of the scheduler's: they check, they do not decide.
+Pure records of the leader: they check, they do not decide.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ from liveweight.spec.layout import Layout
 from liveweight.spec.manifest import Manifest, OptionalGroup, Version, compare, left_out
 from liveweight.wire.messages import Join, Open
 
-MET = 16
-"""How many of those who met the engine are remembered: more than can have done so between one's call and its question."""
+HANDSHAKES = 16
+"""How many handshake tokens are remembered: more than controllers can send between one controller's token and its check."""
 STRUCTURES = 16
 LABELS = 4096
 
 
 @dataclass(frozen=True, slots=True)
 class JoinedRank:
-    """A rank that has joined: the peer that it speaks as, and the seat that it was given. A predecessor had others."""
+    """A rank that has joined: the peer that it sends as, and the seat that it was given. A predecessor of the rank had others."""
 
     peer: bytes
     seat: int
@@ -45,15 +45,15 @@ class Membership:
         self.world = world
         self._seats = 0
         self.members: dict[int, JoinedRank] = {}
-        self.met: deque[str] = deque(maxlen=MET)
-        """What those who control the engine have told it, the newest last. Written by other threads, too."""
+        self.handshakes: deque[str] = deque(maxlen=HANDSHAKES)
+        """The handshake tokens that controllers have sent to the engine, the newest last. Written by other threads, too."""
         self.digest_sums: DigestSums | None = None
 
     def candidate(self, peer: bytes, body: Join) -> tuple[dict[int, JoinedRank], DigestSums | None]:
-        """The replica with this rank in it; refused if its ranks' regions then overlap in part or leave elements to nobody, and if it is
-        another engine's."""
-        if body.met and body.met not in self.met:
-            raise WrongState("not met by those who met this rank", "join")
+        """The replica with this rank in it. Refused if the regions of its ranks then overlap in part or do not cover every element, or if
+        the rank belongs to another engine."""
+        if body.met and body.met not in self.handshakes:
+            raise WrongState("not the leader of this rank's engine", "join")
         if not 0 <= body.rank < self.world:
             raise LayoutInvalid(f"rank {body.rank} joins a replica of {self.world}")
         member = JoinedRank(
@@ -74,12 +74,12 @@ class Membership:
 
     @property
     def optional(self) -> tuple[OptionalGroup, ...]:
-        """The groups of tensors that an offer may leave out: what every rank of the complete replica said."""
+        """The groups of tensors that an offer may leave out; all ranks of a complete replica agree about them."""
         return next((member.optional for member in self.members.values()), ())
 
     @property
     def in_place(self) -> bool:
-        """Whether a commit overwrites what the ranks hold: what every rank of the complete replica said."""
+        """Whether a commit overwrites live weights; all ranks of a complete replica agree about it."""
         return any(member.in_place for member in self.members.values())
 
     def adopt(self, candidate: tuple[dict[int, JoinedRank], DigestSums | None]) -> None:
@@ -110,13 +110,13 @@ class Membership:
         return ReplicaIncomplete(f"a round is not possible while waiting for rank {absent} to join")
 
     def common_version(self) -> Version | None:
-        """What all ranks serve, if it is one version."""
+        """The version that all ranks serve; None if they differ."""
         versions = {member.serving for member in self.members.values()}
         return versions.pop() if len(versions) == 1 else None
 
 
 def _check_optional(members: Mapping[int, JoinedRank], digest_sums: DigestSums) -> None:
-    """Refuse groups about which ranks disagree, or which have tensors that nobody owns."""
+    """Refuse groups about which ranks disagree, or which have tensors that no rank owns."""
     known = {spec.name for spec in digest_sums.expected}
     for rank, member in members.items():
         if member.optional != members[0].optional:
@@ -196,8 +196,8 @@ class Ledger:
         if known is not None and body.version.digest not in (None, known):
             raise VersionConflict(f"{body.version} of this run was published before with other content")
 
-    def keeps(self, version: Version, kept: tuple[str, ...]) -> None:
-        """Note which optional groups the version leaves out, which a round was opened for."""
+    def note_kept(self, version: Version, kept: tuple[str, ...]) -> None:
+        """Note which optional groups the version of a round leaves out."""
         if kept:
             self._kept[version] = kept
         while len(self._kept) > LABELS:
@@ -208,7 +208,7 @@ class Ledger:
         return () if version is None else self._kept.get(version, ())
 
     def published(self, version: Version | None) -> None:
-        """Note what a label stands for, once it serves: here, or, as a rank that joins says, before. What is known already stays."""
+        """Note the content of a label once the version serves, here or, as a joining rank says, before. A known label stays as it is."""
         if version is None or version.digest is None or not version.content_known:
             return
         self._labels.setdefault((version.run, version.label), version.digest)

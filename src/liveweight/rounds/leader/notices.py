@@ -1,6 +1,6 @@
-"""What a replica is told beside its rounds: that it is behind, that it sleeps or is awake, that a round of before was given up.
+"""Messages outside a round: the replica is behind, the engine sleeps or wakes up, an earlier round was given up by its publisher.
 
-Decided on the scheduler's thread, in its record.
+Part of the leader: changes the leader's record, on the leader's thread.
 """
 
 from __future__ import annotations
@@ -16,24 +16,24 @@ from liveweight.wire.messages.values import fault_of
 
 
 class Notices:
-    """One replica's. Used by the scheduler's thread."""
+    """Handles the notices for one replica. Used by the leader's thread."""
 
     def __init__(self, record: ReplicaRecord, round_end: RoundEnd) -> None:
         self._record, self._round_end = record, round_end
 
-    def told(self, peer: bytes, call: int, body: m.Sleep | m.Wake | m.MarkBehind) -> list[Action]:
-        """A message that is no round's."""
+    def on_message(self, peer: bytes, call: int, body: m.Sleep | m.Wake | m.MarkBehind) -> list[Action]:
+        """Handle a message that belongs to no round."""
         match body:
             case m.MarkBehind(version=version, reason=reason):
                 if self._record.serving == version:
-                    return []  # heard late
-                said = events.MarkedBehind(replica=self._record.replica, version=str(version), reason=reason)
-                return [EmitEvent(said)]
+                    return []  # it arrived late
+                event = events.MarkedBehind(replica=self._record.replica, version=str(version), reason=reason)
+                return [EmitEvent(event)]
             case m.Sleep() | m.Wake():
-                return self._rest(peer, call, body)
+                return self._sleep_or_wake(peer, call, body)
 
-    def _rest(self, peer: bytes, call: int, body: m.Sleep | m.Wake) -> list[Action]:
-        """The engine gives memory back, or has it again. Its ranks do so between two steps, after this and before that."""
+    def _sleep_or_wake(self, peer: bytes, call: int, body: m.Sleep | m.Wake) -> list[Action]:
+        """The engine gives memory back, or has restored it. Its ranks release memory after Sleep, and restore it before Wake."""
         record = self._record
         if record.round is not None:
             raise RoundOpen(record.replica, record.round.id.publisher)
@@ -44,14 +44,14 @@ class Notices:
         return [*ended, SendReply(peer, call, m.SleepNoted())]
 
     def check_awake(self, command: str) -> None:
-        """Refuse what needs weights while they are given back."""
+        """Refuse a command that needs weights while they are given back."""
         if isinstance(self._record.state, states.ReleasedState) and self._record.state.weights:
             raise WrongState(states.describe(self._record.state), command)
 
     def give_up(self, now_s: float, body: m.Open) -> list[Action]:
-        """Make room for a round. One that the same publisher opens again it has given up: it runs one at a time, and was not heard."""
+        """End the open round if its publisher opens another: it runs one at a time, so it gave this one up and the abort was lost."""
         current = self._record.round
-        ours = current is not None and current.asked is not None and current.id.publisher == body.publisher
+        ours = current is not None and current.request is not None and current.id.publisher == body.publisher
         if current is None or not ours or current.phase == "committing":
             return []
         error = RoundAborted("its publisher has begun another one")

@@ -1,6 +1,6 @@
-"""The record of a replica: its members, its state, the round that holds it, and rounds that have ended.
+"""The record of a replica: its ranks, its state, its open round, and rounds that have ended.
 
-The scheduler's parts share one: they decide, it remembers and finds.
+The leader and its parts share one record: they decide, the record remembers and finds.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ REMEMBERED = 64
 
 @dataclass(slots=True, kw_only=True)
 class ReplicaRecord:
-    """Of one replica of `world` ranks. Used by the scheduler's thread. `since_s`: when what serves came to."""
+    """The record of one replica of `world` ranks. Used by the leader's thread. `since_s`: since when the present version serves."""
 
     replica: str
     boot: str
@@ -39,12 +39,12 @@ class ReplicaRecord:
 
     @property
     def serving(self) -> Version | None:
-        """What can be generated with now."""
+        """The version that requests are served with now."""
         return states.serving_version(self.state)
 
     @property
     def undo(self) -> Version | None:
-        """What an undo would bring back."""
+        """The version that an undo would bring back."""
         return self.state.undo if isinstance(self.state, states.ServingState) else None
 
     @property
@@ -64,13 +64,13 @@ class ReplicaRecord:
             raise WrongState(f"not in that round ({states.describe(self.state)})", command)
         return self.round
 
-    def named(self, round_id: RoundId) -> LeaderRound:
+    def find(self, round_id: RoundId) -> LeaderRound:
         """The round with that id, open or ended."""
         ended = self.ended.get(round_id)
         return ended if ended is not None else self.current(round_id, "a question about a round")
 
-    def fallen(self) -> dict[RoundId, Fault]:
-        """Rounds that ended because of a rank: their publisher may not have heard of it, and go on."""
+    def failed_by_rank(self) -> dict[RoundId, Fault]:
+        """The faults of rounds that ended because of a rank: their publisher may not know yet, and go on."""
         faults = ((ended.id, ended.fault) for ended in self.ended.values())
         return {round_id: fault for round_id, fault in faults if fault is not None and fault.rank is not None}
 
@@ -80,9 +80,9 @@ class ReplicaRecord:
         self.ended[current.id] = current
         last_kept = next((r.id for r in reversed(self.ended.values()) if r.phase == "done"), None)
         for old in list(self.ended)[:-REMEMBERED]:
-            if old != last_kept:  # a rank in doubt about it may still ask
+            if old != last_kept:  # a rank in doubt about its outcome may still request it
                 del self.ended[old]
 
-    def who(self, current: LeaderRound) -> RoundFacts:
-        """What events say of a round."""
+    def facts(self, current: LeaderRound) -> RoundFacts:
+        """The fields that all events of a round have."""
         return {"replica": self.replica, "round": f"{self.boot}/{current.id.epoch}", "version": current.label}

@@ -1,4 +1,4 @@
-"""How a round ends: every rank keeps the new weights, or every rank has the old ones; in place, torn where neither is so. Pure."""
+"""The end of a round: every rank keeps the new weights, or every rank has the old ones; in place, torn if neither is true. Pure."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from liveweight.wire.messages.values import Fault, fault_of
 
 
 class RoundEnd:
-    """Ends the rounds of one replica, and tells everybody who waits for that."""
+    """Ends the rounds of one replica, and answers the calls that wait for the end."""
 
     def __init__(self, record: ReplicaRecord) -> None:
         self._record = record
 
     def done(self, now_s: float, current: LeaderRound) -> list[Action]:
-        """All ranks keep what they have now."""
+        """All ranks keep the weights that they have now."""
         record = self._record
         record.state = (
             states.overwritten(record.state) if current.in_place else states.settled(record.state, keep=True)
@@ -42,19 +42,19 @@ class RoundEnd:
         if current.committer is not None:
             answer = m.Committed(serving=serving, undo=record.undo, stall_s=stall_s, ranks=current.times())
             actions.append(SendReply(*current.committer, answer))
-        said = (
-            events.RoundCommitted(**record.who(current), stall_s=stall_s)
-            if current.asked is not None
-            else events.RoundUndone(**record.who(current), serving=str(serving), stall_s=stall_s)
+        event = (
+            events.RoundCommitted(**record.facts(current), stall_s=stall_s)
+            if current.request is not None
+            else events.RoundUndone(**record.facts(current), serving=str(serving), stall_s=stall_s)
         )
-        outcome = events.RoundOutcome.COMMITTED if current.asked is not None else events.RoundOutcome.UNDONE
-        return [*actions, EmitEvent(said), self._end(now_s, current, "done", outcome)]
+        outcome = events.RoundOutcome.COMMITTED if current.request is not None else events.RoundOutcome.UNDONE
+        return [*actions, EmitEvent(event), self._end(now_s, current, "done", outcome)]
 
     def fail(self, now_s: float, current: LeaderRound, fault: Fault) -> list[Action]:
-        """End it from any phase, at the old version or torn; ranks that swapped are told to swap back."""
+        """End the round from any phase, at the old version or torn. Ranks that swapped are told to swap back."""
         record = self._record
         committing = current.phase == "committing"
-        fault, torn = self._fallen_to(current, fault)
+        fault, torn = self._state_after(current, fault)
         current.fault = fault
         actions: list[Action] = self._settle(current, keep=False) + torn
         if committing:
@@ -66,7 +66,7 @@ class RoundEnd:
             for rank in sorted(current.ranks & set(record.membership.members))
         ]
         aborted = events.RoundGivenUp(
-            **record.who(current), rank=fault.rank, step=fault.step, code=fault.code, reason=fault.message
+            **record.facts(current), rank=fault.rank, step=fault.step, code=fault.code, reason=fault.message
         )
         outcome = (
             events.RoundOutcome.TORN
@@ -76,7 +76,7 @@ class RoundEnd:
         return [*actions, EmitEvent(aborted), self._end(now_s, current, "failed", outcome)]
 
     def outcome(self, current: LeaderRound, *, keep: bool) -> m.Settled:
-        """What a rank is told that swapped, or overwrote, its weights."""
+        """The answer to a rank that swapped, or overwrote, its weights."""
         torn = self._record.torn if current.in_place else None
         return m.Settled(keep=keep, serving=self._record.serving, torn=None if torn is None else torn.cause)
 
@@ -84,8 +84,8 @@ class RoundEnd:
         outcome = self.outcome(current, keep=keep)
         return [SendReply(ack.peer, ack.call, outcome) for ack in current.acks.values()]
 
-    def _fallen_to(self, current: LeaderRound, fault: Fault) -> tuple[Fault, list[Action]]:
-        """Which state a failure leaves, what it is called then, and who is told of it."""
+    def _state_after(self, current: LeaderRound, fault: Fault) -> tuple[Fault, list[Action]]:
+        """Set the state that a failure leaves. Returns the fault to report, and answers to audits that a torn replica ends."""
         record = self._record
         if current.in_place and current.phase == "committing":
             if not current.touched:
@@ -96,24 +96,24 @@ class RoundEnd:
                 record.state = states.after_failure(record.state, fault.message)
         else:
             record.state = states.after_failure(record.state, fault.message)
-            if fault.code == Torn.code and current.asked is not None:
-                record.state = states.TornState(current.asked.version, fault.message)
+            if fault.code == Torn.code and current.request is not None:
+                record.state = states.TornState(current.request.version, fault.message)
         if isinstance(record.state, states.TornState):
-            return fault, record.audits.torn(fault.to_error())
-        record.audits.stayed()
+            return fault, record.audits.on_torn(fault.to_error())
+        record.audits.on_swap_failed()
         return fault, []
 
     def _note_installed(self, current: LeaderRound, serving: Version | None) -> None:
-        """What the ranks hold from now on, so that it can be verified later."""
+        """Note the content that the ranks hold from now on, so that audits can compare with it."""
         audits, world = self._record.audits, self._record.world
-        if current.asked is None:
-            audits.undone()
+        if current.request is None:
+            audits.on_undone()
             return
         whole = len(current.lanes) == world
         parts = [current.lanes[rank] for rank in range(world)] if whole else []
         base = audits.reference
-        brought = None if current.fit is None else of_round(current.fit, current.asked.digests, parts, base)
-        audits.committed(serving, brought)
+        brought = None if current.fit is None else of_round(current.fit, current.request.digests, parts, base)
+        audits.on_committed(serving, brought)
 
     def _end(
         self, now_s: float, current: LeaderRound, phase: m.Phase, outcome: events.RoundOutcome
@@ -122,10 +122,10 @@ class RoundEnd:
         record.close(current, phase)
         return EmitEvent(
             events.RoundEnded(
-                **record.who(current),
+                **record.facts(current),
                 outcome=outcome,
                 took_s=now_s - current.began_s,
-                verified=current.asked is not None and current.asked.verify,
+                verified=current.request is not None and current.request.verify,
                 serving=None if record.serving is None else str(record.serving),
             )
         )

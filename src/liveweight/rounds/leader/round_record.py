@@ -1,4 +1,4 @@
-"""The record of one round at the scheduler: who has come how far, and who waits to hear of it."""
+"""The leader's record of one round: how far each rank has come, and which calls wait. Also the actions that a leader returns."""
 
 from __future__ import annotations
 
@@ -82,15 +82,15 @@ class SwapAck:
 
 @dataclass(slots=True)
 class LeaderRound:
-    """Mutable, owned by the scheduler. `asked`, and how it fits, is None for an undo.
+    """Mutable, owned by the leader. `request`, and `fit`, are None for an undo.
 
-    In place, `gone` are ranks that were lost during the commit, `written` those that said they had begun to write; `taken`, whether
+    In place, `gone` are ranks that were lost during the commit, `written` those that have begun to write; `taken`, whether
     the boundary may have taken the decision; `late`, whether its time is over.
     """
 
     id: RoundId
     label: str
-    asked: Open | None
+    request: Open | None
     began_s: float
     ends_s: float
     ranks: frozenset[int]
@@ -114,7 +114,7 @@ class LeaderRound:
 
     @property
     def touched(self) -> bool:
-        """In place: whether live weights may have been written to. Of a rank that did not say, nobody knows."""
+        """In place: whether live weights may have been written to. A rank that did not report may have."""
         return self.taken and bool(self.written or self.ranks - set(self.acks))
 
     @property
@@ -123,7 +123,7 @@ class LeaderRound:
         return self.phase in ("done", "failed")
 
     def overwrote(self, rank: int, done: Overwritten | None, layout: Layout) -> None:
-        """In place: note how far a rank came. One that says nothing of it has written."""
+        """In place: note how far a rank came. A rank whose report says nothing about it counts as written."""
         self.readers.discard(rank)
         if done is None or done.begun:
             self.written.add(rank)
@@ -146,7 +146,7 @@ class LeaderRound:
         return tuple(sorted(self.ranks - have))
 
     def progress(self) -> Progress:
-        """How far it has come, as it is told."""
+        """The answer to WaitFor."""
         return Progress(
             phase=self.phase,
             missing=self.missing(),
@@ -158,7 +158,7 @@ class LeaderRound:
         )
 
     def times(self) -> tuple[RankTimes, ...]:
-        """What each rank did so far."""
+        """The times and bytes of each rank so far."""
         found = []
         for rank in sorted(self.ranks):
             size_bytes, stage_s = self.staged.get(rank, (0, 0.0))
@@ -175,8 +175,8 @@ class LeaderRound:
             )
         return tuple(found)
 
-    def heard(self, now_s: float) -> list[WaitingCall]:
-        """Take out the waiters that can be answered now."""
+    def take_answerable(self, now_s: float) -> list[WaitingCall]:
+        """Take out the WaitFor calls that can be answered now."""
         ready = [
             waiter
             for waiter in self.waiters
@@ -185,8 +185,8 @@ class LeaderRound:
         self.waiters = [waiter for waiter in self.waiters if waiter not in ready]
         return ready
 
-    def released(self, now_s: float) -> list[WaitingCall]:
-        """Take out the callers of an abort that can be answered now."""
+    def take_answerable_aborts(self, now_s: float) -> list[WaitingCall]:
+        """Take out the Abort calls that can be answered now."""
         ready = [waiter for waiter in self.aborters if not self.readers or now_s >= waiter.ends_s]
         self.aborters = [waiter for waiter in self.aborters if waiter not in ready]
         return ready

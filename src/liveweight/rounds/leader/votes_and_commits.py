@@ -1,7 +1,7 @@
-"""Deciding: votes, commits, undos and aborts, and what ranks report of a swap. Pure.
+"""Votes, commits, undos and aborts, and the reports of ranks about a swap. Pure.
 
-A commit in place is decided when all ranks were heard or nobody can be any more: whether the old weights are whole is known from all
-of them alone.
+A commit in place is decided when every rank has reported or cannot report any more: only all ranks together know whether the old
+weights are whole.
 """
 
 from __future__ import annotations
@@ -34,17 +34,21 @@ class VotesAndCommits:
     def __init__(self, record: ReplicaRecord, round_end: RoundEnd) -> None:
         self._record, self._round_end = record, round_end
 
-    # What publishers ask for.
+    # Calls of publishers.
 
     def decide(
         self, now_s: float, peer: bytes, call: int, body: m.RequestVote | m.Commit | m.Undo | m.Abort
     ) -> list[Action]:
-        """What a publisher wants to become of a round, or of the version that serves."""
+        """Handle a publisher's call about a round, or about the version that serves."""
         record = self._record
         match body:
-            case m.RequestVote(round=round_id) | m.Commit(round=round_id) if round_id in record.fallen():
+            case m.RequestVote(round=round_id) | m.Commit(round=round_id) if (
+                round_id in record.failed_by_rank()
+            ):
                 return [
-                    SendReply(peer, call, m.Refusal(fault=record.fallen()[round_id], serving=record.serving))
+                    SendReply(
+                        peer, call, m.Refusal(fault=record.failed_by_rank()[round_id], serving=record.serving)
+                    )
                 ]
             case m.RequestVote():
                 return self._vote(now_s, peer, call, body)
@@ -56,7 +60,7 @@ class VotesAndCommits:
             case m.Undo():
                 return self._undo(now_s, peer, call, body)
             case m.Abort(round=round_id, reason=reason, wait_s=wait_s):
-                named = record.named(round_id)
+                named = record.find(round_id)
                 if named.phase in ("committing", "done"):
                     raise WrongState(states.describe(record.state), "abort")
                 named.aborters.append(WaitingCall(peer, call, "failed", now_s + wait_s))
@@ -66,15 +70,15 @@ class VotesAndCommits:
     def _vote(self, now_s: float, peer: bytes, call: int, body: m.RequestVote) -> list[Action]:
         record, lease_s = self._record, body.lease_s
         current = record.current(body.round, "vote")
-        asked = current.asked
-        unknown = asked is not None and asked.verify and asked.digests is None
+        request = current.request
+        unknown = request is not None and request.verify and request.digests is None
         if current.phase != "verified" or unknown:
             raise WrongState(states.describe(record.state), "vote")
         record.state = states.verified(record.state)
         current.phase, current.lease_s, current.ends_s = "ready", lease_s, now_s + lease_s
         return [
             SendReply(peer, call, m.Vote()),
-            EmitEvent(events.VoteCast(**record.who(current), lease_s=lease_s)),
+            EmitEvent(events.VoteCast(**record.facts(current), lease_s=lease_s)),
         ]
 
     def _undo(self, now_s: float, peer: bytes, call: int, body: m.Undo) -> list[Action]:
@@ -88,7 +92,7 @@ class VotesAndCommits:
         record.epoch += 1
         ranks = frozenset(range(record.world))
         record.round = LeaderRound(
-            id=round_id, label=label, asked=None, began_s=now_s, ends_s=now_s, ranks=ranks
+            id=round_id, label=label, request=None, began_s=now_s, ends_s=now_s, ranks=ranks
         )
         return self._swap(now_s, record.round, (peer, call), body.timeout_s)
 
@@ -96,14 +100,14 @@ class VotesAndCommits:
         self, now_s: float, current: LeaderRound, committer: tuple[bytes, int], timeout_s: float
     ) -> list[Action]:
         current.phase, current.committer, current.ends_s = "committing", committer, now_s + timeout_s
-        policy = None if current.asked is None else current.asked.kv_policy
-        self._record.audits.swapping()
-        return [PutDecision(current.id, current.asked is None, timeout_s, policy)]
+        policy = None if current.request is None else current.request.kv_policy
+        self._record.audits.on_swap_decided()
+        return [PutDecision(current.id, current.request is None, timeout_s, policy)]
 
-    # What ranks have done.
+    # Reports of ranks.
 
-    def swapped(self, now_s: float, peer: bytes, call: int, body: m.Swapped) -> list[Action]:
-        """A rank has carried out a decision, or has failed to, and asks for the outcome."""
+    def on_swapped(self, now_s: float, peer: bytes, call: int, body: m.Swapped) -> list[Action]:
+        """A rank has carried out a decision, or has failed to, and requests the outcome."""
         record, current = self._record, self._record.round
         ours = body.boot == record.boot
         if current is None or not ours or current.id.epoch != body.epoch or current.phase != "committing":
@@ -123,19 +127,19 @@ class VotesAndCommits:
             return self._round_end.fail(now_s, current, body.fault)
         return [] if current.missing() else self._round_end.done(now_s, current)
 
-    def lost(self, now_s: float, current: LeaderRound, rank: int, fault: Fault) -> list[Action]:
+    def on_rank_lost(self, now_s: float, current: LeaderRound, rank: int, fault: Fault) -> list[Action]:
         """A rank of the round is gone."""
         current.readers.discard(rank)
         current.gone.add(rank)
         return self._broken(now_s, current, fault)
 
-    def late(self, now_s: float, current: LeaderRound, fault: Fault) -> list[Action]:
+    def on_late(self, now_s: float, current: LeaderRound, fault: Fault) -> list[Action]:
         """The time of the round's phase is over."""
         current.late, current.ends_s = True, NEVER
         return self._broken(now_s, current, fault)
 
-    def replaced(self, now_s: float, current: LeaderRound) -> list[Action]:
-        """A rank joins where one was lost: how far that one came nobody will say any more."""
+    def on_rank_replaced(self, now_s: float, current: LeaderRound) -> list[Action]:
+        """A rank joins in the place of a lost one, whose report will never come."""
         return [] if current.fault is None else self._round_end.fail(now_s, current, current.fault)
 
     def _broken(self, now_s: float, current: LeaderRound, fault: Fault) -> list[Action]:
@@ -146,7 +150,7 @@ class VotesAndCommits:
     # In place.
 
     def _stop_overwriting(self, current: LeaderRound, fault: Fault) -> list[Action]:
-        """It fails: who has not begun must not, who has may stop; how far each came is still to be heard."""
+        """The commit fails: ranks that have not begun must not begin, the others may stop. Their reports are still to come."""
         current.fault = current.fault or fault
         waited_for = set(current.missing()) & set(self._record.membership.members)
         return [
@@ -154,8 +158,8 @@ class VotesAndCommits:
             *(NotifyRank(rank, m.DropShadow(round=current.id)) for rank in sorted(waited_for)),
         ]
 
-    def withdrawn(self, now_s: float, round_id: RoundId, *, waited: bool) -> list[Action]:
-        """A decision was taken back that still waited, or too late: then the ranks have it, or had it."""
+    def on_withdrawn(self, now_s: float, round_id: RoundId, *, waited: bool) -> list[Action]:
+        """The answer to WithdrawDecision. If the decision did not wait any more, the ranks have it, or had it."""
         current = self._record.round
         if current is None or current.id != round_id:
             return []
@@ -163,10 +167,10 @@ class VotesAndCommits:
         return self._overwritten(now_s, current)
 
     def _overwritten(self, now_s: float, current: LeaderRound) -> list[Action]:
-        """End it, once every rank was heard or nobody can be any more."""
+        """End the commit once every rank has reported or cannot report any more."""
         if current.missing() and current.taken and not current.late:
             return []
-        if current.fault is None and current.asked is not None and current.asked.verify:
+        if current.fault is None and current.request is not None and current.request.verify:
             error: LiveWeightError | None = MessageInvalid("a rank did not say what it holds now")
             if len(current.lanes) == self._record.world:
                 error = differing(self._record, current, "overwritten in place")

@@ -1,6 +1,6 @@
-"""Calls: every request to a control route gets an id of its own, which its answer carries, whatever the answer is.
+"""Call ids: every request to a control route gets an id of its own, which every response carries, errors too.
 
-The id is the server's: no two calls of one server share one, and a client cannot choose it. It names the round that a call drives.
+The server chooses the id: no two calls of one server share one. It names the round that the call runs.
 """
 
 from __future__ import annotations
@@ -37,5 +37,5 @@ class CallIds:
 
 
 def call_of(request: Request) -> str:
-    """The id of the call that the request is."""
+    """The call id of a request."""
     return cast(str, request.scope[_KEY])

@@ -1,4 +1,4 @@
-"""What every control route is: how it refuses bodies, how long it may take, and which errors its schema promises."""
+"""The control route: how it refuses bodies, its timeout, and the errors in its schema."""
 
 from __future__ import annotations
 
@@ -19,20 +19,22 @@ from liveweight.spec.manifest import Version
 TIMEOUT_S = 60.0
 MAX_TIMEOUT_S = 3600.0
 Timeout = Annotated[float, Field(gt=0, le=MAX_TIMEOUT_S)]
-Told: TypeAlias = dict[int | str, dict[str, Any]]
-ANY: Told = {"default": {"model": Error, "description": "Any other error."}}
-INVALID: Told = {422: {"model": Error, "description": "The request is wrong; `param` says where."}}
-CONFLICT: Told = {409: {"model": Error, "description": "Not in this state; nothing was changed."}}
-LATE: Told = {504: {"model": Error, "description": "It was not done in time; what was begun goes on."}}
+ErrorResponses: TypeAlias = dict[int | str, dict[str, Any]]
+ANY: ErrorResponses = {"default": {"model": Error, "description": "Any other error."}}
+INVALID: ErrorResponses = {422: {"model": Error, "description": "The request is wrong; `param` says where."}}
+CONFLICT: ErrorResponses = {409: {"model": Error, "description": "Not in this state; nothing was changed."}}
+LATE: ErrorResponses = {
+    504: {"model": Error, "description": "It was not done in time; what was begun goes on."}
+}
 
 
-def told(*kinds: Told) -> Told:
-    """The errors that a route's schema promises."""
+def error_responses(*kinds: ErrorResponses) -> ErrorResponses:
+    """The errors in a route's schema."""
     return {status: row for kind in (*kinds, ANY) for status, row in kind.items()}
 
 
 class ControlRoute(APIRoute):
-    """A route whose refused bodies are told with 422."""
+    """A route that refuses bodies with 422."""
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
         """The handler that FastAPI makes, with that one difference."""

@@ -1,6 +1,6 @@
-"""The control routes: what is served, back to the version before, pause and resume, ending requests. Parse, call, render.
+"""The control routes: served version, undo, pause and resume, abort of requests. Parse, call, render.
 
-Rounds do not pass through here: publishers drive them over the wire, at the address that `GET /v1/weights` tells.
+Rounds do not pass through here: publishers connect to the leader, at the address that `GET /v1/weights` returns.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from liveweight.server.admin.route import (
     TIMEOUT_S,
     ControlRoute,
     Timeout,
-    told,
+    error_responses,
     version_answer,
 )
 from liveweight.server.engine_port import EnginePort
@@ -35,7 +35,7 @@ from liveweight.server.response_types import (
     VersionAnswer,
     WeightsAnswer,
 )
-from liveweight.server.route_context import RouteContext, service_of
+from liveweight.server.route_context import RouteContext, route_context_of
 from liveweight.spec.manifest import Version
 
 MAX_IDS = 10_000
@@ -63,50 +63,52 @@ class AbortRequest(Strict):
 router = APIRouter(tags=["control"], route_class=ControlRoute)
 
 
-@router.get("/v1/weights", response_model=WeightsAnswer, responses=told(LATE))
+@router.get("/v1/weights", response_model=WeightsAnswer, responses=error_responses(LATE))
 async def weights(request: Request) -> WeightsAnswer:
     """What is served, how the last rounds went, and where publishers reach the engine."""
-    return await _weights(service_of(request))
+    return await _weights(route_context_of(request))
 
 
-@router.post("/v1/weights/undo", response_model=WeightsAnswer, responses=told(CONFLICT, INVALID, LATE))
+@router.post(
+    "/v1/weights/undo", response_model=WeightsAnswer, responses=error_responses(CONFLICT, INVALID, LATE)
+)
 async def undo(request: Request, body: UndoRequest | None = None) -> WeightsAnswer:
     """Go back to the version before."""
-    service, timeout_s = service_of(request), _timeout_s(body)
-    await service.elsewhere(lambda: service.engine.undo(timeout_s))
-    return await _weights(service)
+    context, timeout_s = route_context_of(request), _timeout_s(body)
+    await context.run_in_thread(lambda: context.engine.undo(timeout_s))
+    return await _weights(context)
 
 
-@router.post("/v1/pause", response_model=PausedAnswer, responses=told(INVALID, LATE))
+@router.post("/v1/pause", response_model=PausedAnswer, responses=error_responses(INVALID, LATE))
 async def pause(request: Request, body: PauseRequest | None = None) -> PausedAnswer:
-    """Let requests stand still; new ones wait."""
-    service, timeout_s = service_of(request), _timeout_s(body)
+    """Pause requests; new ones wait."""
+    context, timeout_s = route_context_of(request), _timeout_s(body)
     mode: PauseMode = "keep" if body is None or body.mode is None else body.mode
-    await service.elsewhere(lambda: service.engine.pause(mode, timeout_s))
-    return _paused(service.engine)
+    await context.run_in_thread(lambda: context.engine.pause(mode, timeout_s))
+    return _paused(context.engine)
 
 
-@router.post("/v1/resume", response_model=PausedAnswer, responses=told())
+@router.post("/v1/resume", response_model=PausedAnswer, responses=error_responses())
 async def resume(request: Request) -> PausedAnswer:
     """Let requests run again."""
-    service = service_of(request)
-    await service.elsewhere(service.engine.resume)
-    return _paused(service.engine)
+    context = route_context_of(request)
+    await context.run_in_thread(context.engine.resume)
+    return _paused(context.engine)
 
 
-@router.get("/v1/is_paused", response_model=PausedAnswer, responses=told())
+@router.get("/v1/is_paused", response_model=PausedAnswer, responses=error_responses())
 async def is_paused(request: Request) -> PausedAnswer:
-    """Whether requests stand still."""
-    return _paused(service_of(request).engine)
+    """Whether requests are paused."""
+    return _paused(route_context_of(request).engine)
 
 
-@router.post("/v1/abort_requests", response_model=AbortedAnswer, responses=told(INVALID))
+@router.post("/v1/abort_requests", response_model=AbortedAnswer, responses=error_responses(INVALID))
 async def abort_requests(request: Request, body: AbortRequest | None = None) -> AbortedAnswer:
     """End requests with what they have."""
-    service = service_of(request)
+    context = route_context_of(request)
     ids = None if body is None else body.request_ids
-    numbers, unknown = (None, []) if ids is None else service.directory.find(ids)
-    aborted = await service.elsewhere(lambda: service.engine.abort_requests(numbers))
+    numbers, unknown = (None, []) if ids is None else context.open_requests.find(ids)
+    aborted = await context.run_in_thread(lambda: context.engine.abort_requests(numbers))
     return {"aborted": aborted, "unknown": unknown}
 
 
@@ -119,10 +121,10 @@ def _paused(engine: EnginePort) -> PausedAnswer:
     return {"is_paused": state == "paused", "state": state}
 
 
-async def _weights(service: RouteContext) -> WeightsAnswer:
-    engine, updates = service.engine, service.engine.config.updates
+async def _weights(context: RouteContext) -> WeightsAnswer:
+    engine, updates = context.engine, context.engine.config.updates
     update_status = (
-        _started(engine.start) if updates is None else await service.elsewhere(engine.update_status)
+        _started(engine.start) if updates is None else await context.run_in_thread(engine.update_status)
     )
     return {
         "model": engine.name,
@@ -171,7 +173,7 @@ def _recovery(status: RecoveryStatus) -> RecoveryAnswer:
 
 
 def _started(version: Version) -> UpdateStatus:
-    """An engine without live updates: it has no leader to ask, and serves what it was started on."""
+    """The status of an engine without live updates: it has no leader, and serves the version it was started on."""
     return UpdateStatus(state=f"serving {version}", serving=version, undo=None, round=None, rounds=())
 
 

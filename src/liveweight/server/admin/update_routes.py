@@ -1,6 +1,6 @@
 """`POST /v1/update_weights`: an operator asks for a version of the engine's source. Parse, call, render.
 
-The round is the engine's to drive, outside the event loop; other routes answer meanwhile.
+The engine runs the round outside the event loop (engine/updates/requested_update); other routes answer meanwhile.
 """
 
 from __future__ import annotations
@@ -22,21 +22,21 @@ from liveweight.server.admin.route import (
     LATE,
     TIMEOUT_S,
     ControlRoute,
+    ErrorResponses,
     Timeout,
-    Told,
-    told,
+    error_responses,
     version_answer,
 )
 from liveweight.server.field_types import Text, wrong
 from liveweight.server.openai.request_types import Strict
 from liveweight.server.response_types import Error, VersionAnswer
-from liveweight.server.route_context import service_of
+from liveweight.server.route_context import route_context_of
 from liveweight.transports.registry import TRANSPORTS
 from liveweight.wire.messages.values import KvPolicy, RankTimes
 
 MODES = sorted(TRANSPORTS)
 MAX_LABEL = 1000
-_GONE: Told = {
+SOURCE_FAILED: ErrorResponses = {
     502: {"model": Error, "description": "What the source gave is not what it said; nothing was changed."},
     503: {"model": Error, "description": "The source or a rank is gone; nothing was changed."},
 }
@@ -111,16 +111,21 @@ router = APIRouter(tags=["control"], route_class=ControlRoute)
 
 
 @router.post(
-    "/v1/update_weights", response_model=UpdateAnswer, responses=told(CONFLICT, INVALID, _GONE, LATE)
+    "/v1/update_weights",
+    response_model=UpdateAnswer,
+    responses=error_responses(CONFLICT, INVALID, SOURCE_FAILED, LATE),
 )
 async def update_weights(request: Request, body: UpdateRequest | None = None) -> UpdateAnswer:
     """Take the engine to a version that its source offers."""
-    service, wish = service_of(request), _wish(call_of(request), body or UpdateRequest())
-    updated = await service.elsewhere(lambda: service.engine.update_weights(wish))
-    return _answer(wish.call, updated)
+    context, requested = (
+        route_context_of(request),
+        _requested_version(call_of(request), body or UpdateRequest()),
+    )
+    updated = await context.run_in_thread(lambda: context.engine.update_weights(requested))
+    return _answer(requested.call, updated)
 
 
-def _wish(call: str, body: UpdateRequest) -> RequestedVersion:
+def _requested_version(call: str, body: UpdateRequest) -> RequestedVersion:
     return RequestedVersion(
         call=call,
         version=body.version,

@@ -1,6 +1,6 @@
 """`POST /v1/weights/verify`: whether what all ranks hold now is what it should be. Parse, call, render.
 
-The digesting is the ranks', in the background; the comparing is the leader's.
+The ranks digest their weights in the background; the leader compares (engine/updates/verifying).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from liveweight.server.admin.route import (
     TIMEOUT_S,
     ControlRoute,
     Timeout,
-    told,
+    error_responses,
     version_answer,
 )
 from liveweight.server.admin.update_routes import Label
@@ -28,7 +28,7 @@ from liveweight.server.errors import BadControl
 from liveweight.server.field_types import Text, wrong
 from liveweight.server.openai.request_types import Strict
 from liveweight.server.response_types import VersionAnswer
-from liveweight.server.route_context import service_of
+from liveweight.server.route_context import route_context_of
 from liveweight.spec.dtype import DType
 from liveweight.spec.manifest import Manifest, TensorSpec, Version
 
@@ -107,7 +107,7 @@ class TensorAnswer(TypedDict):
 
 
 class VerifyAnswer(TypedDict):
-    """`/v1/weights/verify`. `version` is what is said to be installed, `found` what the content is known to be."""
+    """`/v1/weights/verify`. `version` is the installed version, `found` the version whose content was found."""
 
     match: bool | None
     against: Against
@@ -126,21 +126,23 @@ class VerifyAnswer(TypedDict):
 router = APIRouter(tags=["control"], route_class=ControlRoute)
 
 
-@router.post("/v1/weights/verify", response_model=VerifyAnswer, responses=told(CONFLICT, INVALID, LATE))
+@router.post(
+    "/v1/weights/verify", response_model=VerifyAnswer, responses=error_responses(CONFLICT, INVALID, LATE)
+)
 async def verify(request: Request, body: VerifyRequest | None = None) -> VerifyAnswer:
     """Digest what all ranks hold now, and compare it."""
-    service, question = service_of(request), _question(body or VerifyRequest())
+    context, wanted = route_context_of(request), _verification_request(body or VerifyRequest())
     try:
-        answer = await service.elsewhere(lambda: service.engine.verify(question))
+        result = await context.run_in_thread(lambda: context.engine.verify(wanted))
     except (ManifestMismatch, ManifestInvalid) as error:
-        if question.against == "source" and question.names is None:
+        if wanted.against == "source" and wanted.names is None:
             raise  # the source's fault, not the caller's
-        param = "names" if question.manifest is None else "manifest"
+        param = "names" if wanted.manifest is None else "manifest"
         raise BadControl(str(error), param=param, code=error.code) from error
-    return _answer(question.against, answer)
+    return _answer(wanted.against, result)
 
 
-def _question(body: VerifyRequest) -> VerificationRequest:
+def _verification_request(body: VerifyRequest) -> VerificationRequest:
     return VerificationRequest(
         against=body.wanted,
         names=None if body.names is None else tuple(body.names),
@@ -160,12 +162,12 @@ def _manifest(given: dict[str, TensorField]) -> Manifest:
     )
 
 
-def _answer(against: Against, answer: VerificationResult) -> VerifyAnswer:
-    verdict = answer.verdict
-    told_: VerifyAnswer = {
+def _answer(against: Against, result: VerificationResult) -> VerifyAnswer:
+    verdict = result.verdict
+    answer: VerifyAnswer = {
         "match": verdict.match,
         "against": against,
-        "compared_with": _version(answer.compared_with),
+        "compared_with": _version(result.compared_with),
         "version": _version(verdict.serving),
         "found": _version(verdict.found),
         "digest": verdict.digest,
@@ -176,8 +178,8 @@ def _answer(against: Against, answer: VerificationResult) -> VerifyAnswer:
         "ranks": [{"rank": rank, "seconds": seconds} for rank, seconds in enumerate(verdict.seconds)],
     }
     if verdict.manifest is not None:
-        told_["digests"] = [_tensor(spec) for spec in verdict.manifest]
-    return told_
+        answer["digests"] = [_tensor(spec) for spec in verdict.manifest]
+    return answer
 
 
 def _tensor(spec: TensorSpec) -> TensorAnswer:

@@ -32,8 +32,8 @@ class ChoiceWriter(Protocol):
 class CommonFields:
     """What choices of both routes have."""
 
-    def __init__(self, index: int, ask: EngineRequest, engine: EnginePort, *, token_ids: bool) -> None:
-        self._index, self._ask, self._token_ids = index, ask, token_ids
+    def __init__(self, index: int, request: EngineRequest, engine: EnginePort, *, token_ids: bool) -> None:
+        self._index, self._request, self._token_ids = index, request, token_ids
         self._routing_shape = (engine.spec.sparse_layers, engine.spec.experts_per_token)
         self._attribution = Attribution()
 
@@ -45,7 +45,7 @@ class CommonFields:
             fields["kv"] = "reused"
         if self._token_ids:
             fields["token_ids"] = [token.id for token in delta.tokens]
-        if self._ask.sampling.routing and delta.last:
+        if self._request.sampling.routing and delta.last:
             fields["routed_experts"] = self._experts(delta.routing)
         return fields
 
@@ -61,17 +61,17 @@ class CommonFields:
 class CompletionChoice:
     """A choice of `/v1/completions`. The prompt's ids, if asked for, come with its first piece."""
 
-    def __init__(self, index: int, ask: EngineRequest, engine: EnginePort, *, token_ids: bool) -> None:
-        self._common = CommonFields(index, ask, engine, token_ids=token_ids)
-        self._prompt = list(ask.prompt) if token_ids else None
-        self._logprobs = None if ask.sampling.logprobs is None else CompletionLogprobs(engine.tokenizer)
+    def __init__(self, index: int, request: EngineRequest, engine: EnginePort, *, token_ids: bool) -> None:
+        self._common = CommonFields(index, request, engine, token_ids=token_ids)
+        self._prompt = list(request.prompt) if token_ids else None
+        self._logprobs = None if request.sampling.logprobs is None else CompletionLogprobs(engine.tokenizer)
 
     def opening(self) -> dict[str, Any] | None:
         """Nothing: the first piece has the first token."""
         return None
 
     def piece(self, delta: Delta) -> dict[str, Any]:
-        """A piece: its text, and what is said of its tokens."""
+        """A piece: its text, and the fields of its tokens."""
         logprobs = None if self._logprobs is None else self._logprobs.form(delta.tokens)
         fields = {**self._common.of(delta), "text": delta.text, "logprobs": logprobs}
         if self._prompt is not None:
@@ -86,16 +86,16 @@ class CompletionChoice:
 class ChatChoice:
     """A choice of `/v1/chat/completions`: the same fields below `delta` in a stream and below `message` at once."""
 
-    def __init__(self, index: int, ask: EngineRequest, engine: EnginePort, *, token_ids: bool) -> None:
-        self._common = CommonFields(index, ask, engine, token_ids=token_ids)
-        self._logprobs = None if ask.sampling.logprobs is None else ChatLogprobs(engine.tokenizer)
+    def __init__(self, index: int, request: EngineRequest, engine: EnginePort, *, token_ids: bool) -> None:
+        self._common = CommonFields(index, request, engine, token_ids=token_ids)
+        self._logprobs = None if request.sampling.logprobs is None else ChatLogprobs(engine.tokenizer)
 
     def opening(self) -> dict[str, Any] | None:
-        """Who speaks."""
+        """The role, without text."""
         return self._written(Delta(), {"delta": {"role": "assistant", "content": ""}})
 
     def piece(self, delta: Delta) -> dict[str, Any]:
-        """A piece: its text, and what is said of its tokens."""
+        """A piece: its text, and the fields of its tokens."""
         return self._written(delta, {"delta": {"content": delta.text}})
 
     def whole(self, deltas: Sequence[Delta]) -> dict[str, Any]:
@@ -110,7 +110,7 @@ class ChatChoice:
 
 
 def merged(deltas: Sequence[Delta]) -> Delta:
-    """The one delta that says what all of them say."""
+    """One delta with the content of all of them."""
     last = deltas[-1]
     return Delta(
         tokens=tuple(token for delta in deltas for token in delta.tokens),

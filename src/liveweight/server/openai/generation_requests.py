@@ -1,6 +1,6 @@
-"""From a request's body to what the engine is asked: token ids and sampling, one ask per choice.
+"""Generation requests: from the body of an HTTP request to requests to the engine (token ids, sampling), one per choice.
 
-Owns defaults and the limits that depend on the model. Ranges of single fields are schema.py's.
+Owns defaults and the limits that depend on the model. Ranges of single fields are request_types'.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class EngineRequest:
 
 
 async def completion_requests(body: CompletionRequest, engine: EnginePort) -> list[EngineRequest]:
-    """The asks of `/v1/completions`, those of one prompt together. BadRequest or UnknownModel if it cannot be answered."""
+    """The engine requests of `/v1/completions`, those of one prompt together. BadRequest or UnknownModel if it cannot be answered."""
     _check_model(body, engine)
     prompts = [await _ids(prompt, engine) for prompt in body.prompt]
     if body.max_tokens is None:
@@ -40,13 +40,11 @@ async def completion_requests(body: CompletionRequest, engine: EnginePort) -> li
 
 
 async def chat_requests(body: ChatRequest, engine: EnginePort) -> list[EngineRequest]:
-    """The asks of `/v1/chat/completions`. BadRequest, RequestInvalid or UnknownModel if it cannot be answered."""
+    """The engine requests of `/v1/chat/completions`. BadRequest, RequestInvalid or UnknownModel if it cannot be answered."""
     _check_model(body, engine)
     messages = [message.plain() for message in body.messages]
     size = sum(len(message["content"]) for message in messages)
-    prompt = await _perhaps_elsewhere(
-        size, lambda: engine.tokenizer.encode_chat(messages, body.chat_template_kwargs)
-    )
+    prompt = await _encode(size, lambda: engine.tokenizer.encode_chat(messages, body.chat_template_kwargs))
     given = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
     wanted = max(1, engine.context - len(prompt)) if given is None else given
     logprobs = (body.top_logprobs or 0) if body.logprobs else None
@@ -62,14 +60,14 @@ def _check_model(body: GenerateRequest, engine: EnginePort) -> None:
 
 async def _ids(prompt: str | list[int], engine: EnginePort) -> list[int]:
     if isinstance(prompt, str):
-        return await _perhaps_elsewhere(len(prompt), lambda: engine.tokenizer.encode(prompt))
+        return await _encode(len(prompt), lambda: engine.tokenizer.encode(prompt))
     outside = next((token for token in prompt if token >= engine.vocab), None)
     if outside is not None:
         raise BadRequest(f"token id {outside} is not below the vocabulary's {engine.vocab}", param="prompt")
     return prompt
 
 
-async def _perhaps_elsewhere(size: int, work: Callable[[], list[int]]) -> list[int]:
+async def _encode(size: int, work: Callable[[], list[int]]) -> list[int]:
     return work() if size < _LONG_TEXT else await asyncio.to_thread(work)
 
 

@@ -1,4 +1,4 @@
-"""Fields of OpenAI's and vLLM's requests that this engine does not have: accepted at the value that asks for nothing, refused otherwise.
+"""Ignored fields: fields of OpenAI's and vLLM's requests that this engine does not support. Accepted at their neutral value only.
 
 One table; validation, the OpenAPI schema, the page and the tests derive from it.
 """
@@ -10,9 +10,9 @@ from typing import Any
 
 from pydantic_core import PydanticCustomError
 
-Neutral = Mapping[str, tuple[Any, ...]]
+IgnoredFields = Mapping[str, tuple[Any, ...]]
 
-_SAMPLING: Neutral = {
+_SAMPLING: IgnoredFields = {
     "frequency_penalty": (None, 0),
     "presence_penalty": (None, 0),
     "repetition_penalty": (None, 1),
@@ -24,14 +24,14 @@ _SAMPLING: Neutral = {
     "skip_special_tokens": (None, True),
     "spaces_between_special_tokens": (None, True),
 }
-COMPLETION: Neutral = {
+COMPLETION: IgnoredFields = {
     **_SAMPLING,
     "suffix": (None, ""),
     "best_of": (None, 1),
     "echo": (None, False),
     "add_special_tokens": (None, True),
 }
-CHAT: Neutral = {
+CHAT: IgnoredFields = {
     **_SAMPLING,
     "tools": (None, []),
     "tool_choice": (None, "none", "auto"),
@@ -52,7 +52,7 @@ CHAT: Neutral = {
     "continue_final_message": (None, False),
     "echo": (None, False),
 }
-MESSAGE: Neutral = {
+MESSAGE: IgnoredFields = {
     "annotations": (None, []),
     "audio": (None,),
     "function_call": (None,),
@@ -61,7 +61,7 @@ MESSAGE: Neutral = {
 }
 
 
-def without_neutral(data: Any, table: Neutral) -> Any:
+def without_ignored(data: Any, table: IgnoredFields) -> Any:
     """The body without the table's fields. One that asks for something is an error that names it."""
     if not isinstance(data, dict):
         return data
@@ -73,7 +73,7 @@ def without_neutral(data: Any, table: Neutral) -> Any:
     return {name: value for name, value in data.items() if name not in table}
 
 
-def add_to_schema(schema: dict[str, Any], table: Neutral) -> None:
+def add_to_schema(schema: dict[str, Any], table: IgnoredFields) -> None:
     """Say so in the OpenAPI schema."""
     for name, accepted in table.items():
         schema.setdefault("properties", {})[name] = {

@@ -1,6 +1,6 @@
 """Answers over HTTP: whole, or as a stream of events while they grow.
 
-Owns the envelope, the count of tokens, and what happens when the client leaves or a rank does. A choice's form is choices.py's.
+Owns the envelope, the count of tokens, and what happens when the client leaves or a rank does. The form of a choice is choices'.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from liveweight.engine.serving.requests import Delta
-from liveweight.server.engine_bridge import EngineBridge, Post
+from liveweight.server.engine_bridge import DeltaDispatcher, EngineBridge
 from liveweight.server.engine_port import EnginePort
 from liveweight.server.errors import INTERNAL, error_body, kind_of
 from liveweight.server.open_requests import OpenRequests
@@ -62,7 +62,7 @@ class Order:
     """One HTTP request, ready to be handed to the engine."""
 
     form: Form
-    asks: Sequence[EngineRequest]
+    requests: Sequence[EngineRequest]
     per_prompt: int
     token_ids: bool
     stream: bool
@@ -73,7 +73,7 @@ class Usage:
     """Counts tokens: a prompt once, however many choices it has."""
 
     def __init__(self, order: Order) -> None:
-        self._prompt = sum(len(ask.prompt) for ask in order.asks[:: order.per_prompt])
+        self._prompt = sum(len(request.prompt) for request in order.requests[:: order.per_prompt])
         self._every = order.per_prompt
         self._generated = 0
         self._cached: dict[int, int] = {}
@@ -85,7 +85,7 @@ class Usage:
             self._cached[index] = max(self._cached.get(index, 0), delta.cached_tokens)
 
     def form(self) -> dict[str, Any]:
-        """As answers tell it."""
+        """The `usage` field of an answer."""
         return {
             "prompt_tokens": self._prompt,
             "completion_tokens": self._generated,
@@ -95,14 +95,21 @@ class Usage:
 
 
 class HttpReply(Response):
-    """Answers one order. The engine is asked when the answer is due, so what it refuses has a status of its own."""
+    """Answers one order. Submits to the engine before the response starts, so that a refusal has its own status."""
 
-    def __init__(self, order: Order, engine: EnginePort, post: Post, directory: OpenRequests) -> None:
+    def __init__(
+        self, order: Order, engine: EnginePort, dispatcher: DeltaDispatcher, open_requests: OpenRequests
+    ) -> None:
         super().__init__()
-        self._order, self._engine, self._post, self._directory = order, engine, post, directory
+        self._order, self._engine, self._dispatcher, self._open_requests = (
+            order,
+            engine,
+            dispatcher,
+            open_requests,
+        )
         self._choices = [
-            order.form.choice(index, ask, engine, token_ids=order.token_ids)
-            for index, ask in enumerate(order.asks)
+            order.form.choice(index, request, engine, token_ids=order.token_ids)
+            for index, request in enumerate(order.requests)
         ]
         self._usage = Usage(order)
         self._head: dict[str, Any] = {
@@ -114,29 +121,29 @@ class HttpReply(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         del scope
-        exchange = EngineBridge(self._engine, self._post, self._order.asks)
-        with exchange, self._directory.listed(self._head["id"], exchange):
-            work = self._stream(exchange, send) if self._order.stream else self._whole(exchange, send)
+        bridge = EngineBridge(self._engine, self._dispatcher, self._order.requests)
+        with bridge, self._open_requests.register(self._head["id"], bridge):
+            work = self._stream(bridge, send) if self._order.stream else self._whole(bridge, send)
             await while_connected(receive, work)
 
-    async def _whole(self, exchange: EngineBridge, send: Send) -> None:
+    async def _whole(self, bridge: EngineBridge, send: Send) -> None:
         deltas: list[list[Delta]] = [[] for _ in self._choices]
-        async for came in exchange.deltas():
-            for index, delta in came:
+        async for arrived in bridge.deltas():
+            for index, delta in arrived:
                 deltas[index].append(delta)
                 self._usage.add(index, delta)
-        choices = [choice.whole(said) for choice, said in zip(self._choices, deltas, strict=True)]
+        choices = [choice.whole(pieces) for choice, pieces in zip(self._choices, deltas, strict=True)]
         body = {**self._envelope(choices), **self._prompt_ids(), "usage": self._usage.form()}
         encoded = msgspec.json.encode(body)
         size = str(len(encoded)).encode()
         await send(_start((b"content-type", b"application/json"), (b"content-length", size)))
         await send({"type": "http.response.body", "body": encoded})
 
-    async def _stream(self, exchange: EngineBridge, send: Send) -> None:
+    async def _stream(self, bridge: EngineBridge, send: Send) -> None:
         headers = ((b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache"))
         await send(_start(*headers))
         try:
-            async with aclosing(self._events(exchange)) as events:
+            async with aclosing(self._events(bridge)) as events:
                 async for some in events:
                     await send(_part(some))
                     await asyncio.sleep(
@@ -149,15 +156,15 @@ class HttpReply(Response):
             await send(_part([msgspec.json.encode(error_body(error))]))
         await send({"type": "http.response.body", "body": b""})
 
-    async def _events(self, exchange: EngineBridge) -> AsyncGenerator[list[bytes], None]:
+    async def _events(self, bridge: EngineBridge) -> AsyncGenerator[list[bytes], None]:
         """What is ready to be sent, together."""
         openings = [opening for choice in self._choices if (opening := choice.opening()) is not None]
         first = self._prompt_ids()
         yield [self._chunk([opening], first if at == 0 else None) for at, opening in enumerate(openings)]
-        async for came in exchange.deltas():
-            for index, delta in came:
+        async for arrived in bridge.deltas():
+            for index, delta in arrived:
                 self._usage.add(index, delta)
-            yield [self._chunk([self._choices[index].piece(delta)]) for index, delta in came]
+            yield [self._chunk([self._choices[index].piece(delta)]) for index, delta in arrived]
         if self._order.usage:
             yield [msgspec.json.encode({**self._envelope([]), "usage": self._usage.form()})]
 
@@ -170,7 +177,7 @@ class HttpReply(Response):
 
     def _prompt_ids(self) -> dict[str, Any]:
         wanted = self._order.token_ids and self._order.form.prompt_at_top
-        return {"prompt_token_ids": list(self._order.asks[0].prompt)} if wanted else {}
+        return {"prompt_token_ids": list(self._order.requests[0].prompt)} if wanted else {}
 
 
 def _start(*headers: tuple[bytes, bytes]) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Requests: what the OpenAI routes take. Strict: a wrong type, an unknown field or a value out of range is refused, by name."""
+"""Types of the OpenAI routes' requests. Strict: a wrong type, an unknown field or a value out of range is refused, by name."""
 
 from __future__ import annotations
 
@@ -16,22 +16,22 @@ _STRICT = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False, protected
 
 
 class Strict(BaseModel):
-    """A JSON object of which every field is known. `NEUTRAL` fields may be there, and say nothing."""
+    """A JSON object of which every field is known. Fields in `IGNORED` are accepted at their neutral value, and ignored."""
 
     model_config = _STRICT
-    NEUTRAL: ClassVar[ignored_fields.Neutral] = {}
+    IGNORED: ClassVar[ignored_fields.IgnoredFields] = {}
 
     @model_validator(mode="before")
     @classmethod
-    def _without_neutral(cls, data: Any) -> Any:
-        return ignored_fields.without_neutral(data, cls.NEUTRAL)
+    def _without_ignored(cls, data: Any) -> Any:
+        return ignored_fields.without_ignored(data, cls.IGNORED)
 
     @classmethod
     def __get_pydantic_json_schema__(
         cls, core_schema: CoreSchema, handler: GetJsonSchemaHandler
     ) -> dict[str, Any]:
         schema = handler.resolve_ref_schema(handler(core_schema))
-        ignored_fields.add_to_schema(schema, cls.NEUTRAL)
+        ignored_fields.add_to_schema(schema, cls.IGNORED)
         return schema
 
 
@@ -80,7 +80,7 @@ class GenerateRequest(Strict):
 class CompletionRequest(GenerateRequest):
     """`POST /v1/completions`."""
 
-    NEUTRAL: ClassVar[ignored_fields.Neutral] = ignored_fields.COMPLETION
+    IGNORED: ClassVar[ignored_fields.IgnoredFields] = ignored_fields.COMPLETION
 
     prompt: Prompts
     logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
@@ -89,7 +89,7 @@ class CompletionRequest(GenerateRequest):
 class Message(Strict):
     """One message of a conversation."""
 
-    NEUTRAL: ClassVar[ignored_fields.Neutral] = ignored_fields.MESSAGE
+    IGNORED: ClassVar[ignored_fields.IgnoredFields] = ignored_fields.MESSAGE
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: Content | None = None
@@ -104,7 +104,7 @@ class Message(Strict):
         return self
 
     def plain(self) -> dict[str, Any]:
-        """As templates read it: `developer` is today's word for `system`; what is not there is left out."""
+        """The message for a chat template: `developer` becomes `system`; absent fields are left out."""
         role = "system" if self.role == "developer" else self.role
         rest = self.model_dump(exclude={"role", "content"}, exclude_none=True)
         return {"role": role, "content": self.content or "", **rest}
@@ -113,7 +113,7 @@ class Message(Strict):
 class ChatRequest(GenerateRequest):
     """`POST /v1/chat/completions`."""
 
-    NEUTRAL: ClassVar[ignored_fields.Neutral] = ignored_fields.CHAT
+    IGNORED: ClassVar[ignored_fields.IgnoredFields] = ignored_fields.CHAT
 
     messages: Annotated[list[Message], Field(min_length=1, max_length=10_000)]
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = None

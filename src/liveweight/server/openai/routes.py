@@ -18,7 +18,7 @@ from liveweight.server.response_types import (
     ModelAnswer,
     ModelsAnswer,
 )
-from liveweight.server.route_context import RouteContext, service_of
+from liveweight.server.route_context import RouteContext, route_context_of
 
 TAG = "openai"
 ERRORS: dict[int | str, dict[str, Any]] = {
@@ -45,9 +45,11 @@ router = APIRouter(tags=[TAG])
 )
 async def completions(body: CompletionRequest, request: Request) -> Response:
     """Continue one or several prompts."""
-    service = service_of(request)
-    asks = await completion_requests(body, service.engine)
-    return HttpReply(_order(COMPLETION, asks, body), service.engine, service.post, service.directory)
+    context = route_context_of(request)
+    requests = await completion_requests(body, context.engine)
+    return HttpReply(
+        _order(COMPLETION, requests, body), context.engine, context.dispatcher, context.open_requests
+    )
 
 
 @router.post(
@@ -57,30 +59,30 @@ async def completions(body: CompletionRequest, request: Request) -> Response:
 )
 async def chat_completions(body: ChatRequest, request: Request) -> Response:
     """Answer a conversation."""
-    service = service_of(request)
-    asks = await chat_requests(body, service.engine)
-    return HttpReply(_order(CHAT, asks, body), service.engine, service.post, service.directory)
+    context = route_context_of(request)
+    requests = await chat_requests(body, context.engine)
+    return HttpReply(_order(CHAT, requests, body), context.engine, context.dispatcher, context.open_requests)
 
 
 @router.get("/v1/models", response_model=ModelsAnswer)
 async def models(request: Request) -> ModelsAnswer:
     """The model that is served."""
-    return {"object": "list", "data": [_model(service_of(request))]}
+    return {"object": "list", "data": [_model(route_context_of(request))]}
 
 
 @router.get("/v1/models/{model:path}", response_model=ModelAnswer, responses={404: ERRORS[404]})
 async def model(model: str, request: Request) -> ModelAnswer:
     """One model, by its name."""
-    service = service_of(request)
-    if model != service.engine.name:
-        raise UnknownModel(f"no model {model!r} here, only {service.engine.name!r}", param="model")
-    return _model(service)
+    context = route_context_of(request)
+    if model != context.engine.name:
+        raise UnknownModel(f"no model {model!r} here, only {context.engine.name!r}", param="model")
+    return _model(context)
 
 
-def _order(form: Form, asks: list[EngineRequest], body: GenerateRequest) -> Order:
+def _order(form: Form, requests: list[EngineRequest], body: GenerateRequest) -> Order:
     return Order(
         form=form,
-        asks=asks,
+        requests=requests,
         per_prompt=body.choices,
         token_ids=bool(body.return_token_ids),
         stream=bool(body.stream),
@@ -88,11 +90,11 @@ def _order(form: Form, asks: list[EngineRequest], body: GenerateRequest) -> Orde
     )
 
 
-def _model(service: RouteContext) -> ModelAnswer:
+def _model(context: RouteContext) -> ModelAnswer:
     return {
-        "id": service.engine.name,
+        "id": context.engine.name,
         "object": "model",
-        "created": service.created,
+        "created": context.created,
         "owned_by": "liveweight",
-        "max_model_len": service.engine.context,
+        "max_model_len": context.engine.context,
     }

@@ -1,4 +1,4 @@
-"""Which tokens of a choice came from which weights, as a choice or a chunk says it."""
+"""Token versions: which tokens of a choice came from which weights, as fields of a choice or a chunk."""
 
 from __future__ import annotations
 
@@ -30,6 +30,6 @@ class Attribution:
 
 
 def weights_form(weights: str) -> dict[str, str]:
-    """What a step calls its weights, `label@digest`, in two fields."""
+    """The name of weights in a step, `label@digest`, as two fields."""
     label, _, digest = weights.rpartition("@")
     return {"label": label, "digest": digest}

@@ -1,7 +1,7 @@
 """The freeze: a source's tensors copied into an arena, in the engine's dtypes, digested on the way.
 
-Owns the layout of a frozen arena and the bindings that fill it. When readers are revoked and when the arena may be offered is the
-publisher's matter; a freeze that raises leaves bytes that nobody may offer.
+Owns the layout of a frozen arena and the bindings that fill it. The publisher decides when readers are
+revoked and when the arena may be offered. After a freeze that raises, the arena must not be offered.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ SMALL_BYTES = 256 << 10
 Part: TypeAlias = tuple[TensorSpec, Region]
 """A full tensor, and the part of it that is meant."""
 
-Seat: TypeAlias = "tuple[int, tuple[int, ...], tuple[int, ...], torch.dtype | DType, bool]"
-"""Where a tensor lies, and as what: address, shape, strides, dtype, and whether on the host."""
+TensorLocation: TypeAlias = "tuple[int, tuple[int, ...], tuple[int, ...], torch.dtype | DType, bool]"
+"""Where and how a tensor lies: address, shape, strides, dtype, and whether it is in host memory."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,7 +59,7 @@ class FreezeResult:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Moves:
+class _BoundMoves:
     """Tensors that kernels freeze, bound to where they lie now. Slot i is tensor `numbers[i]`."""
 
     numbers: Table
@@ -76,7 +76,7 @@ class _Moves:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Readings:
+class _BoundDigests:
     """Tensors that are digested in the arena, after they were cast into it."""
 
     numbers: Sequence[int]
@@ -86,12 +86,12 @@ class _Readings:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Standing:
-    """The moves of a held source, valid while every tensor stays in its seat."""
+class _BoundSource:
+    """The bound moves of a held source, valid while no tensor moves."""
 
     arena: Memory
-    seats: Sequence[Seat]
-    moves: _Moves
+    locations: Sequence[TensorLocation]
+    moves: _BoundMoves
     by_cast: Sequence[int]
 
 
@@ -136,8 +136,8 @@ class Freezer:
         self._names = [spec.name for spec in source]
         self._size_bytes = offered.size_bytes
         self._templates = Templates()
-        self._standing: _Standing | None = None
-        self._readings: _Readings | None = None
+        self._bound_source: _BoundSource | None = None
+        self._bound_digests: _BoundDigests | None = None
 
     def freeze(self, source: Source, arena: Memory, *, threads: int, digest: bool) -> FreezeResult:
         """Copy every tensor to its place, by that many threads. Whatever is raised, the arena holds nothing that may be offered."""
@@ -154,19 +154,19 @@ class Freezer:
         return FreezeResult(lanes=lanes, size_bytes=self._size_bytes, took_s=time.monotonic() - began_s)
 
     def forget(self) -> None:
-        """Let go of the arena. Called before it is given back."""
-        self._standing = self._readings = None
+        """Drop the references to the arena. Called before the arena is closed."""
+        self._bound_source = self._bound_digests = None
 
     def _freeze_held(self, source: Source, arena: Memory, threads: int, lanes: Lanes | None) -> None:
         tensors = whole_pass(source, self._names)
-        standing = self._standing
-        if standing is None or standing.arena is not arena or not seated(tensors, standing.seats):
-            self._standing = None
-            self._standing = standing = self._stand(tensors, arena)
-        standing.moves.run(threads, lanes)
-        for number in standing.by_cast:
+        bound = self._bound_source
+        if bound is None or bound.arena is not arena or not unmoved(tensors, bound.locations):
+            self._bound_source = None
+            self._bound_source = bound = self._bind_held(tensors, arena)
+        bound.moves.run(threads, lanes)
+        for number in bound.by_cast:
             self._cast(arena, number, tensors[number])
-        self._digest(standing.by_cast, arena, threads, lanes)
+        self._digest(bound.by_cast, arena, threads, lanes)
 
     def _freeze_streamed(self, source: Source, arena: Memory, threads: int, lanes: Lanes | None) -> None:
         later: list[int] = []
@@ -184,21 +184,23 @@ class Freezer:
             pass  # one more is refused
         self._digest(later, arena, threads, lanes)
 
-    def _stand(self, tensors: Sequence[AnyTensor], arena: Memory) -> _Standing:
+    def _bind_held(self, tensors: Sequence[AnyTensor], arena: Memory) -> _BoundSource:
         by_kernel: list[int] = []
         by_cast: list[int] = []
         for number, (spec, tensor) in enumerate(zip(self._source, tensors, strict=True)):
             check_tensor(spec, tensor)
             (by_kernel if self._has_kernel(number, tensor) else by_cast).append(number)
         moves = self._bind(by_kernel, [tensors[number] for number in by_kernel], arena)
-        return _Standing(arena=arena, seats=[seat_of(t) for t in tensors], moves=moves, by_cast=by_cast)
+        return _BoundSource(
+            arena=arena, locations=[location_of(t) for t in tensors], moves=moves, by_cast=by_cast
+        )
 
     def _has_kernel(self, number: int, tensor: AnyTensor) -> bool:
         """Whether a kernel can read the tensor where it lies and write it in the offered dtype."""
         have, want = self._source.tensors[number].dtype, self._offered.tensors[number].dtype
         return tensor.is_cpu and not tensor.is_neg() and (have is want or (have, want) in CASTS)
 
-    def _bind(self, numbers: Sequence[int], tensors: Sequence[AnyTensor], arena: Memory) -> _Moves:
+    def _bind(self, numbers: Sequence[int], tensors: Sequence[AnyTensor], arena: Memory) -> _BoundMoves:
         """The moves of some tensors. The memories have no owner: a run follows only on tensors that are there."""
         memories = [
             Memory(address=t.data_ptr(), size_bytes=extent_bytes(t), writable=False, owner=None)
@@ -210,7 +212,9 @@ class Freezer:
         ]
         rows = freeze_rows(parts, [self._offsets[number] for number in numbers])
         bound = self._kernels.bind_freeze(rows, memories, [arena], len(numbers))
-        return _Moves(numbers=np.array(numbers, dtype=np.int64), bound=bound, sizes_bytes=row_bytes(rows))
+        return _BoundMoves(
+            numbers=np.array(numbers, dtype=np.int64), bound=bound, sizes_bytes=row_bytes(rows)
+        )
 
     def _cast(self, arena: Memory, number: int, tensor: AnyTensor) -> None:
         """Copy a tensor to its place without a kernel, by torch or NumPy."""
@@ -228,13 +232,13 @@ class Freezer:
         """Digest tensors that are in the arena already."""
         if lanes is None or not numbers:
             return
-        known = self._readings
+        known = self._bound_digests
         if known is None or known.arena is not arena or known.numbers != numbers:
             templates = [self._templates.digest(*self._parts[number]) for number in numbers]
             rows = digest_rows(templates, [self._offsets[number] for number in numbers])
             bound = self._kernels.bind_digest(rows, [arena], len(numbers))
-            known = _Readings(numbers=numbers, arena=arena, bound=bound, sizes_bytes=row_bytes(rows))
-            self._readings = known
+            known = _BoundDigests(numbers=numbers, arena=arena, bound=bound, sizes_bytes=row_bytes(rows))
+            self._bound_digests = known
         shares = ranges(known.sizes_bytes, threads)
         parts = run_shared(known.bound.run, shares, threads)
         lanes[numbers] = summed(parts, len(numbers))
@@ -246,15 +250,15 @@ def _without_gradients() -> AbstractContextManager[object]:
     return nullcontext() if torch is None else torch.no_grad()
 
 
-def seat_of(tensor: AnyTensor) -> Seat:
-    """Where a tensor lies, and as what."""
+def location_of(tensor: AnyTensor) -> TensorLocation:
+    """Where and how a tensor lies now."""
     return tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype, tensor.is_cpu
 
 
-def seated(tensors: Sequence[AnyTensor], seats: Sequence[Seat]) -> bool:
+def unmoved(tensors: Sequence[AnyTensor], locations: Sequence[TensorLocation]) -> bool:
     """Whether every tensor is where and what it was. This is what Python does per tensor in a warm freeze."""
     try:
-        for tensor, (address, shape, strides, dtype, cpu) in zip(tensors, seats, strict=True):
+        for tensor, (address, shape, strides, dtype, cpu) in zip(tensors, locations, strict=True):
             if (
                 tensor.data_ptr() != address
                 or tensor.shape != shape
@@ -264,5 +268,5 @@ def seated(tensors: Sequence[AnyTensor], seats: Sequence[Seat]) -> bool:
             ):
                 return False
     except (AttributeError, RuntimeError):
-        return False  # something without bytes; it is named when it is looked at again
+        return False  # an object without bytes; binding again raises an error that names it
     return True

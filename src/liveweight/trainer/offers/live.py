@@ -1,7 +1,7 @@
 """Live offers: a module whose parameters lie in an arena, so that ranks can read them where they are.
 
-Owns the move into the arena and back, and the answer to "why not live?". When a live offer may be read, and when the optimiser may go
-on, is the publisher's matter.
+Owns the move into the arena and back, and the answer to "why not live?". The publisher decides when a live offer may be read and when the
+optimiser may go on.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 
 class SharedModule:
-    """A module that lies in an arena. It owns the arena: `close` moves the module back to private memory and gives the arena back."""
+    """A module that lies in an arena. It owns the arena: `close` moves the module back to private memory and closes the arena."""
 
     def __init__(
         self, module: torch.nn.Module, arena: Arena, layout: Layout, residents: Sequence[list[torch.Tensor]]
@@ -49,12 +49,12 @@ class SharedModule:
         """Where each tensor of the manifest lies, as long as nobody moves it."""
         self.closed = False
         self._residents = residents
-        self._reading: tuple[Kernels, Layout, BoundDigest, Table] | None = None
+        self._bound_digest: tuple[Kernels, Layout, BoundDigest, Table] | None = None
 
     def holds(self, tensors: Sequence[AnyTensor]) -> bool:
         """Whether these are, one by one, the tensors that lie in the arena, each in one run.
 
-        Many thousand are asked before every offer, and each is far from the caches: once, and no tuple is made, as its shape would be.
+        Runs over many thousand tensors before every offer, so each is touched once, and no tuple (such as its shape) is made.
         """
         return len(tensors) == len(self.addresses) and all(
             [  # noqa: C419 - a list is faster here
@@ -64,19 +64,19 @@ class SharedModule:
         )
 
     def digest(self, kernels: Kernels, threads: int, layout: Layout) -> Lanes:
-        """The digests of what lies in the arena now, by a layout of it: whole tensors, or their parts. The readings are bound once."""
-        known = self._reading
+        """The digests of what lies in the arena now, by a layout of it: whole tensors, or their parts. The digest kernel is bound once."""
+        known = self._bound_digest
         if known is None or known[0] is not kernels or known[1] is not layout:
             rows = cut_columns(split(plan_digests(layout).rows, ROW_BYTES), ROW_BYTES)
             bound = kernels.bind_digest(rows, [self.arena.memory], len(layout.placements))
-            self._reading = known = kernels, layout, bound, row_bytes(rows)
+            self._bound_digest = known = kernels, layout, bound, row_bytes(rows)
         _, _, bound, sizes_bytes = known
         shares = ranges(sizes_bytes, threads)
         parts = run_shared(bound.run, shares, threads)
         return summed(parts, len(layout.placements))
 
     def close(self) -> None:
-        """Copy what still lies in the arena back to private memory, ties kept, and give the arena back. Again: no effect."""
+        """Copy what still lies in the arena back to private memory, keep ties, and close the arena. May be called twice."""
         if self.closed:
             return
         for address, tensors in zip(self.addresses, self._residents, strict=True):
@@ -86,7 +86,7 @@ class SharedModule:
                 for tensor in staying:
                     tensor.data = private
         self.closed = True
-        self._residents, self._reading = [], None
+        self._residents, self._bound_digest = [], None
         self.arena.close()
 
     def __enter__(self) -> Self:
@@ -134,7 +134,7 @@ def why_not_live(source: Source, expected: Manifest, shared: SharedModule | None
 
 
 def moved_since(source: Source, shared: SharedModule) -> str | None:
-    """What may have changed since a live offer was possible, asked before every one: whether all still lies where it was put."""
+    """Why a live offer is no longer possible: a tensor has moved since `share_module`. Checked before every live offer. None: none."""
     if shared.closed:
         return "the module was moved back to private memory"
     try:
@@ -189,7 +189,7 @@ def _check_movable(manifest: Manifest, residents: Sequence[list[torch.Tensor]], 
 
 
 def _move(layout: Layout, arena: Arena, residents: Sequence[list[torch.Tensor]]) -> None:
-    """Copy all values first; then exchange the memory of all objects, or of none."""
+    """Copy all values first; then move all tensors to the new memory, or none."""
     raw = arena.memory.tensor()
     views = [view(raw, p, spec) for p, spec in zip(layout.placements, layout.tensors, strict=True)]
     for place, group in zip(views, residents, strict=True):

@@ -1,4 +1,5 @@
-"""The port between a publisher and what makes its offers: one source (offers.py), or the shards of a trainer's ranks (gathered.py)."""
+"""The port between a publisher and the maker of its offers: single_source.py for one source, sharded.py for the shards of a trainer's
+ranks."""
 
 from __future__ import annotations
 
@@ -16,7 +17,8 @@ if TYPE_CHECKING:
 
 
 class OfferMaker(Protocol):
-    """Makes one offer at a time, for one manifest. Called from the thread that offers; `invalidated` and `poll` from those that drive."""
+    """Makes one offer at a time, for one manifest. Called from the thread that offers; `invalidated` and `poll` from the round's
+    thread."""
 
     manifest: Manifest
     content: ContentDigest
@@ -24,18 +26,18 @@ class OfferMaker(Protocol):
     size_bytes: int
 
     def make(self, label: str, kind: OfferKind, *, verify: bool, release: Callable[[], None]) -> MadeOffer:
-        """Hold the current values ready. `release` waits for readers of the offer before, a while."""
+        """Offer the current values. `release` waits a limited time for readers of the offer before."""
 
     def freeze(
         self, label: str, reason: str, *, release: Callable[[], None], kind: OfferKind = "live"
     ) -> MadeOffer:
-        """Hold them ready frozen, where an offer of that kind was asked for and that is why it cannot be."""
+        """Fall back to a frozen offer; `reason` says why an offer of that kind is not possible."""
 
     def invalidated(self, offer: Offer) -> str | None:
         """Why a live offer must not be committed; None: it stands."""
 
     def poll(self) -> None:
-        """Called now and then while ranks stage: raises where what they read is about to be lost."""
+        """Called repeatedly while ranks stage: raises if the offered memory is about to be lost."""
 
     def staged(self, made: MadeOffer) -> MadeOffer:
         """All ranks have staged: the offer with the digests that are known only now."""
@@ -44,10 +46,10 @@ class OfferMaker(Protocol):
         """The parameters of a live offer may change from now on."""
 
     def failed(self, error: RoundFailed) -> RoundFailed:
-        """A round of the last offer failed so; what to raise of it. In the thread that drives, before the next offer."""
+        """Returns the error to raise for a failed round of the last offer. Runs in the round's thread, before the next offer."""
 
     def manifest_of(self, made: MadeOffer) -> Manifest | None:
-        """The manifest with the digests of what was offered; None where those were not taken."""
+        """The manifest with the digests of the offer; None if no digests were taken."""
 
     def close(self) -> None:
-        """Give back what was held."""
+        """Release the offered memory."""

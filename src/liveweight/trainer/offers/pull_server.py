@@ -1,7 +1,7 @@
-"""The pull server: the version that a source holds ready for engines that ask for it, and who reads it at the moment.
+"""The pull server: offers one version of a source to engines that pull, and grants them read leases.
 
-Owns a listener and its thread. What is offered, and when its memory may change, is the publisher's: it clears the pull server before that,
-waits a while for those who read, and puts the next version there. Who is gone, or whose lease is over, holds nothing.
+Owns a listener and its thread. The publisher decides what is offered and when its memory may change: it first clears the pull server, waits
+a limited time for readers to finish, and then puts the next version there. A read lease ends when it expires or its reader is gone.
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ from liveweight.wire.messages.values import Offer, fault_of
 
 IDLE_S = 3600.0
 PROBE_S = 0.2
-"""How often those who read are told that the memory is wanted, and are found to be gone."""
+"""How often readers get a MemoryWanted, which also shows whether they are gone."""
 
 
 class NothingOffered(enum.Enum):
-    """Nothing is on offer: so far or any more; or for the moment, while the next version is made."""
+    """Why nothing is on offer: EMPTY, no version was put or the last one has ended; CHANGING, the next version is being made."""
 
     EMPTY = "empty"
     CHANGING = "changing"
@@ -50,7 +50,7 @@ class NothingOffered(enum.Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OfferedVersion:
-    """A version that may be asked for."""
+    """A version that engines may pull."""
 
     version: Version
     digests: bytes | None
@@ -61,15 +61,15 @@ State: TypeAlias = OfferedVersion | NothingOffered
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Holder:
+class _Reader:
     peer: bytes
     requester: str
     ends_s: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Asked:
-    """A call that is not answered yet; at the latest then."""
+class _PendingCall:
+    """A call that is not answered yet. It is answered by `ends_s` at the latest."""
 
     peer: bytes
     call: int
@@ -85,68 +85,68 @@ class PullServer:
         self._structure, self._manifest, self._bus = structure, manifest, bus
         self._changed = threading.Condition()
         self._state: State = NothingOffered.EMPTY
-        self._holders: dict[int, _Holder] = {}
+        self._readers: dict[int, _Reader] = {}
         self._wanted: Deadline | None = None
         self._read = False
         self._numbers = itertools.count(1)
-        self._asked: list[_Asked] = []
+        self._pending_calls: list[_PendingCall] = []
         self._closing = False
         self._limits, self._codec = WireLimits(), Codec[Message](Message)
         listener = Listener(address, secret, self._codec, self._limits)
         self.address, self._waker = listener.address, listener.waker()
         self._thread = threading.Thread(  # from here on the listener is the thread's
-            target=self._serve, args=(listener,), name="liveweight-shelf", daemon=True
+            target=self._serve, args=(listener,), name="liveweight-pull-server", daemon=True
         )
         self._thread.start()
 
     @contextmanager
     def changing(self) -> Iterator[None]:
-        """The next version is being made: nobody is let in meanwhile. If it is not put here, the pull server is empty."""
-        self._become(NothingOffered.CHANGING)
+        """Grant no read lease while the next version is being made. If the block does not `put` it, the pull server is empty afterwards."""
+        self._set_state(NothingOffered.CHANGING)
         try:
             yield
         finally:
             with self._changed:
                 failed = self._state is NothingOffered.CHANGING
             if failed:
-                self._become(NothingOffered.EMPTY)
+                self._set_state(NothingOffered.EMPTY)
 
     def wait_for_readers(self, deadline: Deadline) -> None:
-        """Wait until nobody reads any more, a while. Those who still do are forgotten: their offer is about to be revoked."""
+        """Wait for all read leases to end, until the deadline. Leases that are left end here: the caller is about to revoke the offer."""
         with self._changed:
             self._wanted = deadline
             self._waker.wake()
             try:
-                self._changed.wait_for(lambda: not self._holders, deadline.remaining_s())
+                self._changed.wait_for(lambda: not self._readers, deadline.remaining_s())
             finally:  # interrupted, nothing is revoked: the next offer waits again
                 self._wanted = None
-            left = tuple(holder.requester for holder in self._holders.values())
-            self._holders.clear()
-        if left:
-            self._bus.emit(events.ReadersRevoked(readers=left, waited_s=deadline.waited_s()))
+            revoked = tuple(reader.requester for reader in self._readers.values())
+            self._readers.clear()
+        if revoked:
+            self._bus.emit(events.ReadersRevoked(readers=revoked, waited_s=deadline.waited_s()))
 
     def put(self, version: OfferedVersion) -> None:
-        """Hold that version ready. MessageTooLarge if it could not be told to anyone."""
-        self._codec.encode(self._held(0, version), call=1, limits=self._limits)
+        """Offer that version. Raises MessageTooLarge if it does not fit into one message."""
+        self._codec.encode(self._granted(0, version), call=1, limits=self._limits)
         self._read = False
-        self._become(version)
+        self._set_state(version)
 
     def wait_until_read(self, deadline: Deadline) -> None:
-        """Wait until one who held the version has given it back; then it is on offer no more."""
+        """Wait until one reader has released its read lease; then stop offering the version."""
         try:
             with self._changed:
                 if not self._changed.wait_for(lambda: self._read, deadline.remaining_s()):
                     raise deadline.exceeded(f"somebody to read what {self.address} offers")
         finally:
-            self._become(NothingOffered.EMPTY)
+            self._set_state(NothingOffered.EMPTY)
 
     def close(self) -> None:
-        """End the thread and remove the socket; who reads learns that the source is gone. Twice is fine."""
+        """End the thread and remove the socket; readers notice that the source is gone. May be called twice."""
         self._closing = True
         self._waker.wake()
         self._thread.join()
 
-    def _become(self, state: State) -> None:
+    def _set_state(self, state: State) -> None:
         with self._changed:
             self._state = state
         self._waker.wake()
@@ -158,25 +158,27 @@ class PullServer:
             while not self._closing:
                 incoming = self._next(listener)
                 if incoming is not None:
-                    self._take(listener, incoming)
+                    self._handle(listener, incoming)
                 self._answer(listener)
                 self._probe(listener)
 
     def _next(self, listener: Listener[Message]) -> Incoming[Message] | None:
-        ends_s = [asked.ends_s - time.monotonic() for asked in self._asked]
+        ends_s = [pending.ends_s - time.monotonic() for pending in self._pending_calls]
         with self._changed:
-            probing = self._wanted is not None and bool(self._holders)
+            probing = self._wanted is not None and bool(self._readers)
         wait_s = min([*ends_s, PROBE_S if probing else IDLE_S])
         try:
             return listener.receive_or_wake(Deadline.after(max(0.0, wait_s)), "a requester")
         except DeadlineExceeded:
             return None
 
-    def _take(self, listener: Listener[Message], incoming: Incoming[Message]) -> None:
+    def _handle(self, listener: Listener[Message], incoming: Incoming[Message]) -> None:
         match incoming.body:
             case AcquireReadLease(wait_s=wait_s) as body:
                 ends_s = time.monotonic() + wait_s
-                self._asked.append(_Asked(peer=incoming.peer, call=incoming.call, body=body, ends_s=ends_s))
+                self._pending_calls.append(
+                    _PendingCall(peer=incoming.peer, call=incoming.call, body=body, ends_s=ends_s)
+                )
             case ReleaseReadLease(lease=number):
                 _send(listener, incoming.peer, self._released(number, incoming.peer), incoming.call)
             case other:
@@ -185,63 +187,66 @@ class PullServer:
                 _send(listener, incoming.peer, refusal, incoming.call)
 
     def _answer(self, listener: Listener[Message]) -> None:
-        """Answer those who asked; while the offer changes, only those who have waited long enough."""
+        """Answer the pending calls; while the next version is being made, only calls that have waited as long as they wanted."""
         with self._changed:
             state = self._state
-        now_s, waiting, self._asked = time.monotonic(), self._asked, []
-        for asked in waiting:
-            if state is NothingOffered.CHANGING and now_s < asked.ends_s:
-                self._asked.append(asked)
-            elif isinstance(state, OfferedVersion) and asked.body.version in (None, str(state.version.label)):
-                self._let_in(listener, asked, state)
+        now_s, waiting, self._pending_calls = time.monotonic(), self._pending_calls, []
+        for pending in waiting:
+            if state is NothingOffered.CHANGING and now_s < pending.ends_s:
+                self._pending_calls.append(pending)
+            elif isinstance(state, OfferedVersion) and pending.body.version in (
+                None,
+                str(state.version.label),
+            ):
+                self._grant(listener, pending, state)
             else:
                 offered = (state.version,) if isinstance(state, OfferedVersion) else ()
                 answer = ReadLeaseRefused(offered=offered, changing=state is NothingOffered.CHANGING)
-                _send(listener, asked.peer, answer, asked.call)
+                _send(listener, pending.peer, answer, pending.call)
 
-    def _let_in(self, listener: Listener[Message], asked: _Asked, state: OfferedVersion) -> None:
-        """It holds the version from before it hears of it; unless the offer began to change just now."""
-        number, ends_s = next(self._numbers), time.monotonic() + asked.body.lease_s
-        holder = _Holder(peer=asked.peer, requester=asked.body.requester, ends_s=ends_s)
+    def _grant(self, listener: Listener[Message], pending: _PendingCall, state: OfferedVersion) -> None:
+        """Record the read lease before answering; unless the offer began to change just now."""
+        number, ends_s = next(self._numbers), time.monotonic() + pending.body.lease_s
+        reader = _Reader(peer=pending.peer, requester=pending.body.requester, ends_s=ends_s)
         with self._changed:
             if self._state is not state:
-                self._asked.append(asked)  # we were woken for that, and look again
+                self._pending_calls.append(pending)  # the thread was woken for the change, and answers again
                 return
-            self._holders[number] = holder
-        if not _send(listener, asked.peer, self._held(number, state), asked.call):
-            self._let_go(number, asked.peer)
+            self._readers[number] = reader
+        if not _send(listener, pending.peer, self._granted(number, state), pending.call):
+            self._end_lease(number, pending.peer)
 
-    def _let_go(self, number: int, peer: bytes) -> bool:
-        """End a read lease; whether it was there."""
+    def _end_lease(self, number: int, peer: bytes) -> bool:
+        """End a read lease. Returns whether it existed."""
         with self._changed:
-            holder = self._holders.get(number)
-            known = holder is not None and holder.peer == peer
+            reader = self._readers.get(number)
+            known = reader is not None and reader.peer == peer
             if known:
-                del self._holders[number]
+                del self._readers[number]
                 self._changed.notify_all()
             return known
 
     def _released(self, number: int, peer: bytes) -> ReadLeaseReleased:
         with self._changed:
-            known = self._let_go(number, peer)
+            known = self._end_lease(number, peer)
             self._read |= known
         return ReadLeaseReleased(revoked=not known)
 
     def _probe(self, listener: Listener[Message]) -> None:
-        """While somebody waits for the memory: tell those who read. Who cannot be told is gone."""
+        """End expired leases. While the publisher waits for the memory, also tell the readers; a reader that cannot be reached is gone."""
         with self._changed:
-            wanted, holders = self._wanted, dict(self._holders)
-        for number, holder in holders.items():
-            over = time.monotonic() >= holder.ends_s
+            wanted, readers = self._wanted, dict(self._readers)
+        for number, reader in readers.items():
+            over = time.monotonic() >= reader.ends_s
             if over or (
                 wanted is not None
                 and not _send(
-                    listener, holder.peer, MemoryWanted(lease=number, within_s=wanted.remaining_s()), call=0
+                    listener, reader.peer, MemoryWanted(lease=number, within_s=wanted.remaining_s()), call=0
                 )
             ):
-                self._let_go(number, holder.peer)
+                self._end_lease(number, reader.peer)
 
-    def _held(self, number: int, state: OfferedVersion) -> ReadLeaseGranted:
+    def _granted(self, number: int, state: OfferedVersion) -> ReadLeaseGranted:
         return ReadLeaseGranted(
             lease=number,
             version=state.version,
@@ -253,7 +258,7 @@ class PullServer:
 
 
 def _send(listener: Listener[Message], peer: bytes, body: Message, call: int) -> bool:
-    """Whether the peer is there. One that does not read delays nobody: it gets nothing."""
+    """Send without waiting; returns whether the peer is there. A peer that does not read its messages loses this one."""
     try:
         listener.send(peer, body, call, Deadline.after(0.0))
     except ChannelClosed:

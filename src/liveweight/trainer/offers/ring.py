@@ -1,7 +1,7 @@
 """Ring offers: a source's tensors packed where they lie, bucket by bucket, for the ranks that ask; no copy of the whole is made.
 
-Owns the page that revokes an offer, and the packing source: where the tensors lie now. The tensors are held while an offer stands, and
-training waits: they must not change before `end` has returned. Packing and handing over is the transport source's.
+Owns the page that revokes an offer, and the packing source: where the tensors lie now. While an offer stands, training waits: the tensors
+must not change before `end` has returned. The transport source packs them and hands the buckets over.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from liveweight.spec.digest import Lanes
 from liveweight.spec.layout import Layout, Placement
 from liveweight.spec.manifest import Manifest, TensorSpec
 from liveweight.spec.region import Region, counts, whole
-from liveweight.trainer.offers.freeze import Seat, seat_of, seated
+from liveweight.trainer.offers.freeze import TensorLocation, location_of, unmoved
 from liveweight.trainer.sources.host_tensor import HostTensor
 from liveweight.trainer.sources.source import Source, check_tensor, whole_pass
 from liveweight.trainer.sources.tensor_views import bytes_of, extent_bytes, strides_bytes
@@ -30,7 +30,7 @@ from liveweight.wire.messages.values import Offer
 
 
 class PackedRing(Protocol):
-    """What a transport source's ring tells of the offers that are packed into it."""
+    """The ring of a transport source, as offers use it."""
 
     def end(self, layout: str) -> None:
         """Pack no more; when it returns, nothing of the packing source is read."""
@@ -38,7 +38,7 @@ class PackedRing(Protocol):
     def digests(self, layout: str) -> Lanes:
         """The digests of the offered tensors."""
 
-    def digest_sums(self, layout: str) -> RingCounts:
+    def counts(self, layout: str) -> RingCounts:
         """What was packed for whom."""
 
 
@@ -64,9 +64,9 @@ class RingOffers:
         self._kernels, self._settings = kernels, settings
         self._names = [spec.name for spec in own]
         self._arena: Arena | None = None
-        self._standing: tuple[RingTransportSource, PackingSource] | None = None
+        self._current: tuple[RingTransportSource, PackingSource] | None = None
         self._digest = False
-        self._seats: Sequence[Seat] = []
+        self._locations: Sequence[TensorLocation] = []
 
     def why_not(self) -> str | None:
         """Why this source cannot be packed into a ring, in words; None if it can."""
@@ -75,48 +75,48 @@ class RingOffers:
         return "the source makes its tensors one by one, and a ring is packed in the order of each rank"
 
     def make(self, transport_source: RingTransportSource, *, digest: bool) -> Offer:
-        """Hold the source's current values ready."""
+        """Offer the source's current values."""
         tensors = whole_pass(self._source, self._names)
         packing_source, self._digest = self._packing_source(tensors), digest
         if self._arena is None:
             self._arena = transport_source.allocate(0, "ring")
-        self._standing = transport_source, packing_source
+        self._current = transport_source, packing_source
         return transport_source.offer_packing_source(packing_source, [self._arena], self._settings)
 
     def digests(self) -> Lanes | None:
         """The digests of what was packed, if they were asked for. Once ranks have staged, before `end`."""
-        if self._standing is None or not self._digest:
+        if self._current is None or not self._digest:
             return None
-        transport_source, _ = self._standing
+        transport_source, _ = self._current
         return transport_source.ring(self._settings).digests(self._offered.fingerprint)
 
     def end(self) -> RingCounts | None:
         """The parameters may change from now on: whoever still reads is revoked. What the ring did, if there was an offer."""
-        if self._standing is None or self._arena is None:
+        if self._current is None or self._arena is None:
             return None
-        transport_source, _ = self._standing
+        transport_source, _ = self._current
         ring = transport_source.ring(self._settings)
         self._arena.raise_generation()
         ring.end(self._offered.fingerprint)
-        return ring.digest_sums(self._offered.fingerprint)
+        return ring.counts(self._offered.fingerprint)
 
     def close(self) -> None:
-        """Let go of the offer and of the tensors."""
-        if self._standing is not None:
-            self._standing[0].withdraw(self._offered)
-            self._standing = None
+        """Withdraw the offer and release the tensors."""
+        if self._current is not None:
+            self._current[0].withdraw(self._offered)
+            self._current = None
         if self._arena is not None:
             self._arena.close()
             self._arena = None
 
     def _packing_source(self, tensors: Sequence[AnyTensor]) -> PackingSource:
-        """The one of before, if every tensor is where it was: what ranks had bound to it stays."""
-        before = None if self._standing is None else self._standing[1]
-        if before is not None and seated(tensors, self._seats):
+        """The packing source of the offer before, if no tensor has moved: what ranks bound to it stays valid."""
+        before = None if self._current is None else self._current[1]
+        if before is not None and unmoved(tensors, self._locations):
             return before
         for spec, tensor in zip(self._own, tensors, strict=True):
             check_tensor(spec, tensor)
-        self._seats = [seat_of(tensor) for tensor in tensors]
+        self._locations = [location_of(tensor) for tensor in tensors]
         own = [n for n, tensor in enumerate(tensors) if self._has_kernel(n, tensor)]
         others = set(range(len(tensors))) - set(own)
         return PackingSource(
@@ -151,30 +151,30 @@ def _where(specs: Sequence[TensorSpec], tensors: Sequence[AnyTensor]) -> Layout:
 def _memory(tensor: AnyTensor) -> Memory:
     """What a tensor covers; it is held as long as the packing source is."""
     return Memory(
-        address=tensor.data_ptr(), size_bytes=extent_bytes(tensor), writable=False, owner=_bare(tensor)
+        address=tensor.data_ptr(), size_bytes=extent_bytes(tensor), writable=False, owner=_detached(tensor)
     )
 
 
-def _bare(tensor: AnyTensor) -> AnyTensor:
+def _detached(tensor: AnyTensor) -> AnyTensor:
     return tensor if isinstance(tensor, HostTensor) else tensor.detach()
 
 
 def _put(spec: TensorSpec, tensor: AnyTensor) -> Put:
     """How a tensor that kernels cannot read, on a device for instance, is packed: by torch, or by NumPy."""
-    bare = _bare(tensor)
+    detached = _detached(tensor)
 
     def put(parcel: Placement, memory: Memory) -> None:
         shape = counts(parcel.region)
         first, size = parcel.offset_bytes, math.prod(shape) * spec.dtype.size_bytes
         try:
-            if isinstance(bare, HostTensor):
-                memory.bytes()[first : first + size] = _region(bare, parcel.region).cast(spec.dtype)
+            if isinstance(detached, HostTensor):
+                memory.bytes()[first : first + size] = _region(detached, parcel.region).cast(spec.dtype)
                 return
             chosen = tuple(slice(span.start, span.last + 1, span.step) for span in parcel.region)
             part = bytes_of(memory)[first : first + size].view(torch_dtypes()[spec.dtype])
-            part.view(shape).copy_(bare[chosen])
+            part.view(shape).copy_(detached[chosen])
         except Exception as error:
-            raise Unavailable(f"{spec.name} could not be packed from {bare.device}: {error}") from error
+            raise Unavailable(f"{spec.name} could not be packed from {detached.device}: {error}") from error
 
     return put
 

@@ -1,6 +1,6 @@
-"""The offer that a trainer's ranks hold together: made of what each of them has frozen, without a byte of it moving.
+"""Sharded offers: one offer of the shards that a trainer's ranks have frozen, each in its own arena. No bytes are gathered.
 
-Owns the sum: layouts are compared once, digests of parts are added up in every round. The arenas are the ranks' own.
+Owns the combination: layouts are compared once, and the digests of parts are added up in every round. The arenas belong to the ranks.
 """
 
 from __future__ import annotations
@@ -23,53 +23,52 @@ from liveweight.wire.messages.values import Offer, Shard
 
 
 class ShardedOffers:
-    """An Offering. `stand` brings what the ranks have frozen, and `make` then is the offer of it. In the thread that drives rounds."""
+    """An OfferMaker. `set_frozen` takes the ranks' reports, and `make` then returns the offer. For the thread that runs rounds."""
 
     def __init__(
-        self, stations: Sequence[AnnounceShards], *, mode: str, poll: Callable[[], None], bus: Bus
+        self, announced: Sequence[AnnounceShards], *, mode: str, poll: Callable[[], None], bus: Bus
     ) -> None:
-        """One station per rank. LayoutInvalid where their parts overlap, or leave something of a tensor to nobody."""
-        self._stations, self._mode, self._look, self._bus = list(stations), mode, poll, bus
-        self._digest_sums = DigestSums([station.layout for station in stations])
+        """One announcement per rank. Raises LayoutInvalid if parts overlap, or if a part of a tensor has no owner."""
+        self._announced, self._mode, self._poll, self._bus = list(announced), mode, poll, bus
+        self._digest_sums = DigestSums([rank.layout for rank in announced])
         self.manifest: Manifest = self._digest_sums.expected
         self.content = ContentDigest(self.manifest)
         self.structure = packed(self.manifest.tensors).fingerprint
         self.size_bytes = self.manifest.size_bytes
-        self._holding = [station for station in stations if station.layout.memories_bytes[0]]
+        self._with_shards = [rank for rank in announced if rank.layout.memories_bytes[0]]
         self._layout = xxhash.xxh3_128_hexdigest(
-            "".join(station.layout.fingerprint for station in self._holding).encode()
+            "".join(rank.layout.fingerprint for rank in self._with_shards).encode()
         )
-        self.survey = ""
-        """Where engine ranks ask who holds what."""
+        self.shard_server_address = ""
+        """Where engine ranks get the shards' layouts (transports/sharded)."""
         self._made: MadeOffer | None = None
 
     @property
     def layouts(self) -> list[Layout]:
-        """What the ranks hold."""
-        return [station.layout for station in self._holding]
+        """The layouts of the ranks that have shards."""
+        return [rank.layout for rank in self._with_shards]
 
-    def stand(self, frozen: Mapping[int, ShardsFrozen]) -> None:
-        """All ranks have frozen their shards. DigestMismatch where ranks hold different copies of the same part."""
+    def set_frozen(self, frozen: Mapping[int, ShardsFrozen]) -> None:
+        """All ranks have frozen their shards. Raises DigestMismatch if ranks hold different copies of the same part."""
         partials = [
-            lanes_from_bytes(frozen[station.rank].lanes, len(station.layout.placements))
-            for station in self._stations
+            lanes_from_bytes(frozen[rank.rank].lanes, len(rank.layout.placements)) for rank in self._announced
         ]
         totals, torn = self._digest_sums.combine(partials)
         if torn:
             raise DigestMismatch(torn, "the trainer's ranks hold different copies of one tensor")
         shards = tuple(
             Shard(
-                rank=station.rank,
-                source=station.source,
-                layout=station.layout.fingerprint,
-                generation=frozen[station.rank].generation,
+                rank=rank.rank,
+                source=rank.source,
+                layout=rank.layout.fingerprint,
+                generation=frozen[rank.rank].generation,
             )
-            for station in self._holding
+            for rank in self._with_shards
         )
         offer = Offer(
             mode=self._mode,
             kind="frozen",
-            source=self.survey,
+            source=self.shard_server_address,
             layout=self._layout,
             generation=sum(shard.generation for shard in shards),
             shards=shards,
@@ -78,8 +77,12 @@ class ShardedOffers:
         self._made = MadeOffer(offer=offer, lanes=totals, freeze_s=slowest_s, digest_s=0.0)
 
     def make(self, label: str, kind: OfferKind, *, verify: bool, release: Callable[[], None]) -> MadeOffer:
-        """See OfferMaker: what was brought last."""
-        del kind, verify, release  # frozen, with its digests; the freeze has revoked who read the one before
+        """See OfferMaker: the offer of the last `set_frozen`."""
+        del (
+            kind,
+            verify,
+            release,
+        )  # always frozen, with digests; the freeze has revoked the readers of the offer before
         if self._made is None:
             raise WrongState("nothing was frozen", "offer")
         made, self._made = self._made, None
@@ -111,7 +114,7 @@ class ShardedOffers:
 
     def poll(self) -> None:
         """See OfferMaker: raises where a rank of the trainer is gone."""
-        self._look()
+        self._poll()
 
     def end(self, offer: Offer) -> None:
         """See OfferMaker."""

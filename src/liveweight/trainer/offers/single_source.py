@@ -1,7 +1,7 @@
-"""Offers: a version held ready to be read: frozen into an arena, live where the parameters lie, or packed from there into a ring.
+"""Offers of one source: a version that ranks can read, frozen into an arena, live where the parameters lie, or packed into a ring.
 
-Owns the frozen arena and the moment at which memory may change: a generation is raised before, never after. How ranks reach the
-memory is the transport source's, what is done with an offer is the drive's.
+Owns the frozen arena and the moment at which memory may change: the generation is raised before, never after. How ranks reach the memory
+is the transport source's. Rounds are the coordinator's (rounds/coordinator).
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ class SingleSourceOffers:
         self.size_bytes = self.manifest.size_bytes
         """Bytes of one version."""
         self._source, self._whole = source, whole
-        self._fallback, self._way = fallback, fallback.now
+        self._fallback, self._open_mode = fallback, fallback.now
         self._live_layout = None if shared is None else split_layout(shared.layout, splits)
         self._kernels, self._shared, self._threads, self._bus = kernels, shared, threads, bus
         self._never_live = why_not_live(whole, expected, shared)
@@ -87,39 +87,39 @@ class SingleSourceOffers:
         """The offer made last."""
 
     def make(self, label: str, kind: OfferKind, *, verify: bool, release: Callable[[], None]) -> MadeOffer:
-        """Hold the source's current values ready. `release` waits for readers of the offer before, a while.
+        """Offer the source's current values. `release` waits a limited time for readers of the offer before.
 
         A frozen offer always knows its digests, which ride on the copy; a live one only where they are to be verified. A live one
-        is of the arena: whether the parameters still lie there, `invalidated` says, and it must be asked before anyone commits.
+        is of the arena: call `invalidated` before anyone commits, to check that the parameters still lie there.
         """
-        self._take(self._fallback.now)
+        self._use(self._fallback.now)
         try:
-            made = self._made(label, kind, verify=verify, release=release)
+            made = self._make(label, kind, verify=verify, release=release)
         except LiveWeightError as error:
             self._fallback.after_offering(error)
             raise
         return dataclasses.replace(made, failed_modes=self._fallback.failed_modes)
 
     def failed(self, error: RoundFailed) -> RoundFailed:
-        """See OfferMaker: where it was the transfer mode that failed, the next offer is made over the next one."""
+        """See OfferMaker: if the transfer mode failed, the next offer uses the next mode."""
         return self._fallback.after(error)
 
-    def _take(self, open_mode: OpenMode) -> None:
-        """Make offers over that way from now on; nothing is left with the one before, and whoever still reads there is revoked."""
-        if open_mode is self._way:
+    def _use(self, open_mode: OpenMode) -> None:
+        """Make offers over that mode from now on. Offers of the mode before are withdrawn, and their readers revoked."""
+        if open_mode is self._open_mode:
             return
-        self._give_back()
+        self._close_arena()
         if self._live_layout is not None:
             self._transport_source.withdraw(self._live_layout)
-        self._way = open_mode
+        self._open_mode = open_mode
 
     @property
     def _transport_source(self) -> TransportSource:
-        return self._way.transport_source
+        return self._open_mode.transport_source
 
-    def _made(self, label: str, kind: OfferKind, *, verify: bool, release: Callable[[], None]) -> MadeOffer:
-        if kind not in self._way.mode.offers:
-            return self.freeze(label, f"{self._way.mode.name} has none", release=release, kind=kind)
+    def _make(self, label: str, kind: OfferKind, *, verify: bool, release: Callable[[], None]) -> MadeOffer:
+        if kind not in self._open_mode.mode.offers:
+            return self.freeze(label, f"{self._open_mode.mode.name} has none", release=release, kind=kind)
         if kind == "live":
             reason = self._why_not_live()
             if reason is None and self._shared is not None:
@@ -135,7 +135,7 @@ class SingleSourceOffers:
         return self._frozen(label, release=release)
 
     def _why_not_live(self) -> str | None:
-        """What is known without looking at every tensor. They are looked at here only if they had invalidated the last time."""
+        """Why a live offer is not possible. Checks every tensor only if a tensor had moved the last time."""
         if self._never_live is not None or self._shared is None:
             return self._never_live
         if self._invalidated or self._shared.closed:
@@ -143,8 +143,8 @@ class SingleSourceOffers:
         return None
 
     def invalidated(self, offer: Offer) -> str | None:
-        """Why a live offer must not be committed: parameters that lie elsewhere by now. Asked while ranks read it, which many
-        thousand tensors are worth; the parameters must not be moved meanwhile. None: it stands."""
+        """Why a live offer must not be committed: a parameter that has moved. None: none has. Checked while ranks read, because it takes
+        time with many thousand tensors; nobody may move parameters meanwhile."""
         if offer.kind != "live" or self._shared is None:
             return None
         reason = moved_since(self._whole, self._shared)
@@ -152,20 +152,20 @@ class SingleSourceOffers:
         return reason
 
     def poll(self) -> None:
-        """Nothing: what is read here is lost with this process alone."""
+        """See OfferMaker: never raises, because the offered memory is lost only with this process."""
 
     def freeze(
         self, label: str, reason: str, *, release: Callable[[], None], kind: OfferKind = "live"
     ) -> MadeOffer:
-        """Hold the current values ready frozen, where a live or a ring offer was asked for and that is why it cannot be."""
+        """Fall back to a frozen offer; `reason` says why a live or ring offer is not possible."""
         self._bus.emit(events.LiveOfferImpossible(version=label, reason=reason, kind=kind))
         return self._frozen(label, release=release)
 
     def end(self, offer: Offer) -> None:
-        """The parameters of a live or a ring offer may change from now on: whoever still reads is revoked."""
+        """The parameters of a live or a ring offer may change from now on: its readers are revoked."""
         if offer.kind == "ring":
-            digest_sums = self._ring.end()
-            for damaged in () if digest_sums is None else digest_sums.damaged:
+            counts = self._ring.end()
+            for damaged in () if counts is None else counts.damaged:
                 self._bus.emit(events.BucketDamaged(bucket=damaged.bucket, tensor=damaged.tensor))
         if offer.kind == "live" and self._shared is not None and not self._shared.closed:
             self._shared.arena.raise_generation()
@@ -179,17 +179,17 @@ class SingleSourceOffers:
         return dataclasses.replace(made, lanes=lanes, digest_s=time.monotonic() - began_s)
 
     def manifest_of(self, made: MadeOffer) -> Manifest | None:
-        """The manifest with the digests of what was offered; None where those were not taken."""
+        """See OfferMaker."""
         return (
             None if made.lanes is None else self.manifest.with_digests([to_hex(lane) for lane in made.lanes])
         )
 
     def close(self) -> None:
-        """Give the frozen arena back, and let go of what a ring was packed from. A shared module stays its owner's."""
+        """Close the frozen arena and release the tensors of a ring offer. A shared module belongs to its owner."""
         self._ring.close()
-        self._give_back()
+        self._close_arena()
 
-    def _give_back(self) -> None:
+    def _close_arena(self) -> None:
         self._freezer.forget()
         if self._arena is not None:
             self._transport_source.withdraw(self._freezer.layout)
@@ -201,7 +201,7 @@ class SingleSourceOffers:
         offer = self._transport_source.offer(layout, [shared.arena], "live")
         began_s = time.monotonic()
         lanes = live_digest(shared, self._kernels, self._threads, layout) if digest else None
-        self._said(label, "live", layout)
+        self._emit_offer_made(label, "live", layout)
         return MadeOffer(offer=offer, lanes=lanes, freeze_s=0.0, digest_s=time.monotonic() - began_s)
 
     def _packed(self, label: str, *, digest: bool) -> MadeOffer:
@@ -209,7 +209,7 @@ class SingleSourceOffers:
             "RingTransportSource", self._transport_source
         )  # the registry says which modes have rings
         self.current = offer = self._ring.make(transport_source, digest=digest)
-        self._said(label, "ring", self._freezer.layout)
+        self._emit_offer_made(label, "ring", self._freezer.layout)
         return MadeOffer(offer=offer, lanes=None, freeze_s=0.0, digest_s=0.0)
 
     def _frozen(self, label: str, *, release: Callable[[], None]) -> MadeOffer:
@@ -224,10 +224,10 @@ class SingleSourceOffers:
         took_s = time.monotonic() - began_s
         self._bus.emit(events.SourceFrozen(version=label, rank=0, size_bytes=self.size_bytes, took_s=took_s))
         self.current = offer = self._transport_source.offer(layout, [self._arena], "frozen")
-        self._said(label, "frozen", layout)
+        self._emit_offer_made(label, "frozen", layout)
         return MadeOffer(offer=offer, lanes=frozen.lanes, freeze_s=took_s, digest_s=0.0)
 
-    def _said(self, label: str, kind: OfferKind, layout: Layout) -> None:
+    def _emit_offer_made(self, label: str, kind: OfferKind, layout: Layout) -> None:
         made = events.OfferMade(
             version=label, kind=kind, tensors=len(layout.tensors), size_bytes=layout.memories_bytes[0]
         )

@@ -1,7 +1,7 @@
-"""The ways of a publisher: its transfer modes in the order in which they are tried, and which of them is in use.
+"""Transfer fallback: a publisher's transfer modes in the order in which they are tried, and the mode that is in use.
 
-Owns the transport sources, and the rule by which one gives way to the next: a mode that failed is left at the next attempt, after the
-last comes the first again, and one that works is kept. What is offered over a way is offers'.
+Owns the transport sources and the rule for changing modes: after a failure the next attempt uses the next mode, after the last mode comes
+the first again, and a mode that works is kept. Offers are SingleSourceOffers' (single_source.py).
 """
 
 from __future__ import annotations
@@ -32,14 +32,15 @@ from liveweight.transports.port import TransportSource
 from liveweight.transports.registry import Mode, check_offer, mode
 from liveweight.wire.credentials import Secret
 
-_NOT_THE_WAYS = (OfferChanged, OutOfMemory, RoundAborted)
-"""What may fail while ranks stage, whichever way the bytes come."""
+_NOT_THE_MODES = (OfferChanged, OutOfMemory, RoundAborted)
+"""Errors while ranks stage that no transfer mode causes."""
 _AT_THE_SOURCE = (Unavailable, WireError, DeadlineExceeded)
+"""Errors of making an offer that the transfer mode causes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OpenMode:
-    """A transfer mode, and its half in this process."""
+    """A transfer mode, and its transport source in this process."""
 
     mode: Mode
     transport_source: TransportSource
@@ -58,16 +59,16 @@ def in_order(transfer_mode: str | None, modes: Sequence[str], offer: OfferKind) 
 
 
 class TransferFallback:
-    """Offers are made over `now`, by the thread that offers; failures are noted by the one that drives rounds, between two offers."""
+    """The thread that offers uses `now`; the thread that runs rounds records failures, between two offers."""
 
-    def __init__(self, fallback: Sequence[OpenMode], bus: Bus) -> None:
-        self._fallback, self._bus = tuple(fallback), bus
+    def __init__(self, modes: Sequence[OpenMode], bus: Bus) -> None:
+        self._modes, self._bus = tuple(modes), bus
         self._lock = threading.Lock()
-        self._place = 0
+        self._position = 0
         self._failed: dict[str, FailedMode] = {}
 
     @classmethod
-    def opened(
+    def open(
         cls,
         chosen: Sequence[Mode],
         hosts: Sequence[str | None],
@@ -76,60 +77,60 @@ class TransferFallback:
         device: Device,
         bus: Bus,
     ) -> TransferFallback:
-        """All of them, so that one that cannot be had is told before the first round; then none is left open. `hosts`: this one's
-        address that ranks of each are told."""
+        """Open every mode now, so that a missing dependency fails here and not in the first round. If one fails, close the others.
+        `hosts`: for each mode, this host's address for ranks to connect to."""
         with ExitStack() as stack:
-            fallback = []
+            modes = []
             for each, host in zip(chosen, hosts, strict=True):
-                fallback.append(
+                modes.append(
                     OpenMode(
                         mode=each, transport_source=each.transport_source(directory, secret, device, host)
                     )
                 )
-                stack.callback(fallback[-1].transport_source.close)
+                stack.callback(modes[-1].transport_source.close)
             stack.pop_all()
-        return cls(fallback, bus)
+        return cls(modes, bus)
 
     @property
     def now(self) -> OpenMode:
-        """The one in use; for an attempt that began, the next one after a failure."""
+        """The mode in use; after a failure, the next one."""
         with self._lock:
-            return self._fallback[self._place]
+            return self._modes[self._position]
 
     @property
     def failed_modes(self) -> tuple[FailedMode, ...]:
-        """Those that have failed and were not tried since, in the publisher's order."""
+        """The modes that have failed and were not tried since, in the publisher's order."""
         with self._lock:
-            return tuple(self._failed[w.mode.name] for w in self._fallback if w.mode.name in self._failed)
+            return tuple(self._failed[m.mode.name] for m in self._modes if m.mode.name in self._failed)
 
     def after(self, error: RoundFailed) -> RoundFailed:
-        """What to raise where a round failed so: where it was the way's failure, that says which mode comes next."""
+        """Returns the error to raise for a failed round. If the transfer mode failed, the error names the next mode."""
         at_fault = (
             isinstance(error.cause, DigestMismatch)
             if error.step == "verify"
-            else error.step == "stage" and not isinstance(error.cause, _NOT_THE_WAYS)
+            else error.step == "stage" and not isinstance(error.cause, _NOT_THE_MODES)
         )
-        following = self._leave(error.cause) if at_fault else None
+        following = self._next_mode(error.cause) if at_fault else None
         return error if following is None else error.with_next_mode(following)
 
     def after_offering(self, error: LiveWeightError) -> None:
-        """An offer could not be made: note it, if that was the way's failure."""
+        """An offer could not be made: go to the next mode, if the transfer mode failed."""
         if isinstance(error, _AT_THE_SOURCE):
-            self._leave(error)
+            self._next_mode(error)
 
     def close(self) -> None:
         """Close every transport source."""
-        for open_mode in self._fallback:
+        for open_mode in self._modes:
             open_mode.transport_source.close()
 
-    def _leave(self, cause: LiveWeightError) -> str | None:
-        """The next mode is in use from now on; its name, if there is another."""
-        if len(self._fallback) == 1:
+    def _next_mode(self, cause: LiveWeightError) -> str | None:
+        """Use the next mode from now on. Returns its name; None if there is only one mode."""
+        if len(self._modes) == 1:
             return None
         with self._lock:
-            left = self._fallback[self._place].mode.name
-            self._place = (self._place + 1) % len(self._fallback)
-            following = self._fallback[self._place].mode.name
+            left = self._modes[self._position].mode.name
+            self._position = (self._position + 1) % len(self._modes)
+            following = self._modes[self._position].mode.name
             self._failed[left] = FailedMode(mode=left, code=cause.code, reason=str(cause))
             self._failed.pop(following, None)
         self._bus.emit(ModeFailed(mode=left, code=cause.code, reason=str(cause), following=following))

@@ -1,7 +1,7 @@
 """What one rank of a trainer holds of a model: parts of full tensors, as its DTensors say, frozen where it is.
 
 Owns the bookkeeping from names and placements to parts; no tensor is gathered, and none is kept. Plain tensors are copies that every rank
-has. Who holds the other parts is rank server's.
+has. ShardedOffers (offers/sharded) puts the parts of all ranks together.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ import msgspec
 
 from liveweight.errors import ManifestInvalid
 from liveweight.spec.manifest import Manifest, TensorSpec
-from liveweight.spec.region import Region, Span, canonical, counts, meet, show, whole
+from liveweight.spec.region import Region, Span, canonical, counts, intersection, show, whole
 from liveweight.spec.tensor_names import clean_all
 from liveweight.trainer.offers.freeze import Part, offered_manifest
 from liveweight.trainer.sources.dtensor_placements import Index, cuts_of, held, local_of
 from liveweight.trainer.sources.module_walker import ModuleWalker
 from liveweight.trainer.sources.source import Source
 from liveweight.trainer.sources.stacked_experts import Splits, SplitSource, split_manifest, splits_for
-from liveweight.trainer.sources.tensors import Seat, is_distributed, seat, spec_of
+from liveweight.trainer.sources.tensors import StorageKey, is_distributed, spec_of, storage_key
 
 if TYPE_CHECKING:
     import torch
@@ -113,7 +113,9 @@ class Shards:
                 raise ManifestInvalid(f"{name} is placed otherwise than when its manifest was made")
         local = [local_of(tensor) for tensor in tensors]
         for alias, owner in self._ties:
-            if tensors[alias] is not tensors[owner] and seat(local[alias]) != seat(local[owner]):
+            if tensors[alias] is not tensors[owner] and storage_key(local[alias]) != storage_key(
+                local[owner]
+            ):
                 raise ManifestInvalid(
                     f"{self._names[alias]} was tied to {self._names[owner]}, and is a tensor of its own now"
                 )
@@ -200,7 +202,7 @@ def _placing(tensor: Any) -> tuple[object, ...]:
 def _identities(tensor: torch.Tensor) -> list[object]:
     """By what a tensor is known again: itself, and, if a part of it lies here, where that is."""
     local = local_of(tensor)
-    place: Seat = seat(local)
+    place: StorageKey = storage_key(local)
     return (
         [("object", id(tensor)), (*place, tuple(tensor.shape))] if local.numel() else [("object", id(tensor))]
     )
@@ -245,7 +247,7 @@ def _split(piece: _Piece, splits: Splits) -> list[_Piece]:
     for number, part in enumerate(parts):
         expert, first = number // kinds, number % kinds * rows
         box = (Span(expert, 1), Span(first, rows), Span(0, part.shape[1]))
-        shared = meet(piece.region, box)
+        shared = intersection(piece.region, box)
         if shared is None:
             continue
         inside = tuple(_within(own, span) for own, span in zip(piece.region, shared, strict=True))

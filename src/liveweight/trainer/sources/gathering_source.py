@@ -39,8 +39,8 @@ class GatheringSource(IteratorSource):
 
     @contextmanager
     def owed(self) -> Iterator[None]:
-        """One pass is owed to the other ranks: if it was not begun here, or not ended, that is done at the end, also on the way out with
-        an error."""
+        """Make sure that one whole pass is made for the other ranks: on leaving, also with an error, begin or end the pass if the block did
+        not."""
         before = self._passes
         try:
             yield
@@ -50,8 +50,8 @@ class GatheringSource(IteratorSource):
                 _drain(self._current if self._passes > before else self.tensors())
 
 
-def owed(source: object) -> AbstractContextManager[None]:
-    """One pass of a gathering source is owed; of any other, nothing is."""
+def ensure_pass(source: object) -> AbstractContextManager[None]:
+    """`GatheringSource.owed`; for any other source, nothing."""
     return source.owed() if isinstance(source, GatheringSource) else nullcontext()
 
 

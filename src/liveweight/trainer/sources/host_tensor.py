@@ -1,7 +1,7 @@
 """Tensors in the host's memory that are not torch's: where they lie, their dtype, shape and strides.
 
-What sources of other frameworks give out. Speaks the few words of torch's tensors that offers need, so that a trainer without torch
-can publish. Nothing is copied but by `cast`, for dtypes that no kernel casts between.
+Sources of other frameworks give them out. Has the few methods of torch's tensors that offers need, so that a trainer without torch can
+publish. Nothing is copied but by `cast`, for dtypes that no kernel casts between.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ class HostTensor:
 
 
 class _Interface:
-    """A tensor in the words of NumPy's array interface, as bits; the array keeps this object, and this object the owner."""
+    """A tensor with NumPy's array interface, as bits; the array keeps this object, and this object the owner."""
 
     def __init__(self, tensor: HostTensor) -> None:
         self.owner = tensor.owner

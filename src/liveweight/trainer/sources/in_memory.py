@@ -1,6 +1,6 @@
 """Sources that live in this process: a module, a state dict, an iterator with metadata. And `as_source`, which picks.
 
-They give out references to what the trainer has; nothing is copied or kept here. Files are checkpoint.py's.
+They give out references to the trainer's tensors; nothing is copied or kept here. Files are CheckpointSource's (checkpoint.py).
 """
 
 from __future__ import annotations
@@ -36,21 +36,21 @@ class ModuleSource:
 
     def __init__(self, module: torch.nn.Module) -> None:
         self.module = module
-        self._taken: tuple[ModuleWalker, UniqueTensors] | None = None
+        self._walked: tuple[ModuleWalker, UniqueTensors] | None = None
 
     def manifest(self) -> Manifest:
         """Walks the module anew: later passes follow, and are compared with, this manifest."""
-        return self._take()[1].manifest
+        return self._walk()[1].manifest
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         """The parameters as they are now; a module that was rebuilt since its manifest is refused."""
-        module_walker, unique_tensors = self._taken or self._take()
+        module_walker, unique_tensors = self._walked or self._walk()
         return unique_tensors.walk(module_walker.tensors())
 
-    def _take(self) -> tuple[ModuleWalker, UniqueTensors]:
+    def _walk(self) -> tuple[ModuleWalker, UniqueTensors]:
         module_walker = ModuleWalker.of(self.module)
-        self._taken = module_walker, find_unique_tensors(module_walker.names, module_walker.tensors())
-        return self._taken
+        self._walked = module_walker, find_unique_tensors(module_walker.names, module_walker.tensors())
+        return self._walked
 
 
 class StateDictSource:
@@ -60,24 +60,24 @@ class StateDictSource:
 
     def __init__(self, tensors: Mapping[str, AnyTensor]) -> None:
         self._tensors = tensors
-        self._taken: tuple[list[str], UniqueTensors] | None = None
+        self._walked: tuple[list[str], UniqueTensors] | None = None
 
     def manifest(self) -> Manifest:
         """Later passes follow, and are compared with, this manifest."""
-        return self._take()[1].manifest
+        return self._walk()[1].manifest
 
     def tensors(self) -> Iterator[tuple[str, AnyTensor]]:
         """The tensors that the mapping holds now, under the names that its manifest listed."""
-        names, unique_tensors = self._taken or self._take()
+        names, unique_tensors = self._walked or self._walk()
         differing = sorted(set(names) ^ set(self._tensors))
         if differing:
             raise ManifestInvalid(f"the mapping's names changed after its manifest was made: {differing[0]}")
         return unique_tensors.walk([self._tensors[name] for name in names])
 
-    def _take(self) -> tuple[list[str], UniqueTensors]:
+    def _walk(self) -> tuple[list[str], UniqueTensors]:
         names = list(self._tensors)
-        self._taken = names, find_unique_tensors(names, list(self._tensors.values()))
-        return self._taken
+        self._walked = names, find_unique_tensors(names, list(self._tensors.values()))
+        return self._walked
 
 
 class IteratorSource:

@@ -1,6 +1,6 @@
-"""A module's registry: where its parameters and persistent buffers are found, so that a pass need not walk the tree by name.
+"""The module walker: finds a module's parameters and persistent buffers once, so that later passes need not walk the tree by name.
 
-Owns the walk and the proof that the tree is still the one that was walked. It holds the module's own dictionaries, never a tensor.
+Owns the walk and the check that the tree has not changed since. It keeps the module's own dictionaries, never a tensor.
 """
 
 from __future__ import annotations

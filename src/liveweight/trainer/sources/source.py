@@ -1,7 +1,7 @@
 """The port of a source: where a version's tensors come from.
 
-Two channels, metadata and iteration, that must agree; the one place that compares them is here. What is made of the tensors is an
-offer's matter (freeze.py, live.py).
+Two channels, metadata and iteration, that must agree; this file compares them. Offers are made of the
+tensors in trainer/offers.
 """
 
 from __future__ import annotations

@@ -1,12 +1,11 @@
-"""Inventories: what a source's tensors are, by their digests, taken here and one tensor at a time. Nothing is offered to anybody.
+"""Digests of a source's tensors, taken in this process, one tensor at a time. Nothing is offered.
 
-For comparing a checkpoint with what engines say that they hold: in the engine's dtypes, as a publisher would offer it.
+For comparing a checkpoint with the digests that engines report: in the engine's dtypes, as a publisher would offer it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection
-from typing import TYPE_CHECKING
 
 import msgspec
 
@@ -20,9 +19,6 @@ from liveweight.trainer.offers.freeze import offered_manifest
 from liveweight.trainer.sources.host_tensor import HostTensor
 from liveweight.trainer.sources.source import Source, check_tensor, one_pass
 from liveweight.trainer.sources.tensors import AnyTensor, torch_dtypes
-
-if TYPE_CHECKING:
-    pass
 
 
 def digest_source(

@@ -37,7 +37,7 @@ def splits_for(have: Manifest, expected: Manifest) -> Splits:
 
 
 def checkpoint_manifest(manifest: Manifest) -> Manifest:
-    """The same tensors as a checkpoint has them: every stack of experts in its parts. For a source that no engine told what it expects."""
+    """The same tensors as a checkpoint has them: every stack of experts in its parts. For a source without engines."""
     return split_manifest(
         manifest, {spec.name: parts for spec in manifest if not spec.aliases and (parts := _parts(spec))}
     )

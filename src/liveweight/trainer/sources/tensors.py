@@ -1,4 +1,4 @@
-"""What liveweight asks of a tensor, torch's or the host's: dtype and shape in our words, where it lies, whether its bytes can be read.
+"""Tensors of torch or of the host: their dtype and shape as our types, where they lie, and whether their bytes can be read.
 
 The only table between torch's dtypes and ours. torch is imported by those who call, never by importing this.
 """
@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 
 AnyTensor: TypeAlias = "torch.Tensor | HostTensor"
 
-Seat: TypeAlias = tuple[object, ...]
-"""Where a tensor lies and how: equal for two tensors that are one."""
+StorageKey: TypeAlias = tuple[object, ...]
+"""Where and how a tensor lies: equal for two tensors that share one storage in the same way."""
 
 
 @functools.cache
@@ -78,8 +78,8 @@ def is_distributed(tensor: torch.Tensor) -> bool:
     return distributed is not None and isinstance(tensor, getattr(distributed, "DTensor", ()))
 
 
-def seat(tensor: AnyTensor) -> Seat:
-    """Where a tensor lies. Empty tensors lie nowhere: each is its own."""
+def storage_key(tensor: AnyTensor) -> StorageKey:
+    """Where and how a tensor lies. Every empty tensor has a key of its own."""
     if tensor.numel() == 0:
         return ("empty", id(tensor))
     return tensor.device, tensor.data_ptr(), tensor.dtype, tuple(tensor.shape), tensor.stride()

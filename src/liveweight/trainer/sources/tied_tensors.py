@@ -1,6 +1,6 @@
-"""A list of unique tensors: the tensors of one process under clean names, with tied ones once.
+"""Unique tensors: the tensors of one process under clean names, with tied tensors once.
 
-What modules and state dicts have in common. Pure bookkeeping: it looks at names and places, never at bytes.
+Used for modules and for state dicts. Compares names and storage, never bytes.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import msgspec
 from liveweight.errors import ManifestInvalid
 from liveweight.spec.manifest import Manifest, TensorSpec
 from liveweight.spec.tensor_names import clean_all
-from liveweight.trainer.sources.tensors import AnyTensor, Seat, seat, spec_of
+from liveweight.trainer.sources.tensors import AnyTensor, StorageKey, spec_of, storage_key
 
 T = TypeVar("T", bound=AnyTensor)
 
@@ -42,7 +42,7 @@ class UniqueTensors:
         """One pass over a new list of the same entries; ManifestInvalid where tied tensors have come apart."""
         for tie in self.ties:
             alias, owner = tensors[tie.alias], tensors[tie.owner]
-            if alias is not owner and seat(alias) != seat(owner):
+            if alias is not owner and storage_key(alias) != storage_key(owner):
                 raise ManifestInvalid(
                     f"{tie.name} was tied to {tie.owner_name}, and is a tensor of its own now"
                 )
@@ -56,10 +56,10 @@ def find_unique_tensors(names: Sequence[str], tensors: Sequence[AnyTensor]) -> U
     owners: list[int] = []
     aliases: list[list[str]] = []
     ties: list[Tie] = []
-    first: dict[Seat, int] = {}
+    first: dict[StorageKey, int] = {}
     for number, (name, tensor) in enumerate(zip(clean_all(names), tensors, strict=True)):
         spec = spec_of(name, tensor)
-        known = first.setdefault(seat(tensor), len(specs))
+        known = first.setdefault(storage_key(tensor), len(specs))
         if known == len(specs):
             specs.append(spec)
             owners.append(number)

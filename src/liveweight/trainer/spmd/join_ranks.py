@@ -1,7 +1,7 @@
-"""How the ranks of a trainer become one publisher: they meet over their process group once, and over our wire from then on.
+"""How the ranks of a trainer become one publisher: they use their process group once, and our own channels from then on.
 
-Rank 0 leads: it meets the engines, hears from every rank what it holds, and compares. Whatever goes wrong at any rank, all of them hear of
-it, and none is left waiting beyond the deadline.
+Rank 0 shakes hands with the engines, collects the shards that every rank announces, and compares both. Whatever fails at any rank, all
+ranks get the error, and none waits beyond the deadline.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ Made = TypeVar("Made")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SpmdSettings:
-    """What every rank of a trainer is given alike. `connect` reaches the engines, and is called by rank 0 alone."""
+    """The settings that every rank of a trainer is given alike. Only rank 0 calls `connect`, which reaches the engines."""
 
     secret: Secret
     directory: Path
@@ -76,7 +76,7 @@ class SpmdSettings:
 
 
 def join_ranks(model: object, group: ProcessGroup, settings: SpmdSettings) -> RankZero | OtherRank:
-    """This rank's part of a publisher. Called by every rank of the group, which is used here and never again."""
+    """Make this rank's publisher. Every rank of the group calls it; the group is not used again afterwards."""
     if not settings.mode.sharded or settings.settings.offer != "frozen":
         raise Refused(
             f"a trainer of several ranks has frozen offers over modes that read memory, "
@@ -94,7 +94,7 @@ def join_ranks(model: object, group: ProcessGroup, settings: SpmdSettings) -> Ra
         )
     if ranks.rank == 0:
         return _join_as_rank_zero(model, ranks, settings, deadline)
-    address = ranks.told("")
+    address = ranks.broadcast_address("")
     if not address:
         raise Unavailable("trainer rank 0 could not listen for the others; its own error says why")
     return _join_as_other_rank(model, ranks.rank, ranks.world, address, settings, deadline)
@@ -105,13 +105,13 @@ def _join_as_rank_zero(
 ) -> RankZero:
     rank_server: RankServer | None = None
     try:
-        rank_server = RankServer(_address(ranks, settings), settings.secret, world=ranks.world)
+        rank_server = RankServer(_rank_server_address(ranks, settings), settings.secret, world=ranks.world)
     finally:
-        ranks.told("" if rank_server is None else rank_server.address)
+        ranks.broadcast_address("" if rank_server is None else rank_server.address)
     with ExitStack() as stack:
         stack.callback(rank_server.close)
         try:
-            lead = _collect_ranks(model, rank_server, settings, deadline, stack)
+            rank_zero = _collect_ranks(model, rank_server, settings, deadline, stack)
         except RankRefused as refused:
             rank_server.dismiss(Refusal(fault=refused.fault))
             raise refused.fault.to_error() from None
@@ -119,47 +119,47 @@ def _join_as_rank_zero(
             rank_server.dismiss(Refusal(fault=_fault(error, 0)))
             raise
         stack.pop_all()
-    return lead
+    return rank_zero
 
 
 def _collect_ranks(
     model: object, rank_server: RankServer, settings: SpmdSettings, deadline: Deadline, stack: ExitStack
 ) -> RankZero:
-    """Meet the engines and the other ranks, and compare what they expect with what these hold."""
-    holding = _Holding.of(model, 0)
-    rank_server.enlisted(deadline)
+    """Shake hands with the engines, wait for the other ranks, and compare what the engines expect with what the ranks hold."""
+    weights = _RankWeights.of(model, 0)
+    rank_server.wait_for_registrations(deadline)
     replicas = settings.connect(deadline)
     for replica in replicas:
         stack.callback(replica.close)
-    met = handshake(replicas, deadline, settings.settings.quorum)
+    agreed = handshake(replicas, deadline, settings.settings.quorum)
     towards = far_address(replicas) or ""
-    rank_server.answer(RankRegistered(expected=met.expected, run=settings.run, towards=towards))
-    arena = _arena(holding, met.expected, 0, _host(settings, towards), settings)
+    rank_server.answer(RankRegistered(expected=agreed.expected, run=settings.run, towards=towards))
+    arena = _shard_arena(weights, agreed.expected, 0, _own_host(settings, towards), settings)
     stack.callback(arena.close)
     own = AnnounceShards(rank=0, source=arena.source, layout=arena.layout)
-    stations = [own, *rank_server.stationed(deadline)]
-    offers = ShardedOffers(stations, mode=settings.mode.name, poll=rank_server.poll, bus=settings.bus)
-    describe_to(replicas, offers, met, deadline)
-    surveyor = ShardServer(_beside(arena.source, settings), settings.secret, offers.layouts)
-    stack.callback(surveyor.close)
-    offers.survey = surveyor.address
+    announced = [own, *rank_server.wait_for_shards(deadline)]
+    offers = ShardedOffers(announced, mode=settings.mode.name, poll=rank_server.poll, bus=settings.bus)
+    describe_to(replicas, offers, agreed, deadline)
+    shard_server = ShardServer(_shard_server_address(arena.source, settings), settings.secret, offers.layouts)
+    stack.callback(shard_server.close)
+    offers.shard_server_address = shard_server.address
     publisher = FleetPublisher(
         name=settings.name,
         run=settings.run,
         replicas=replicas,
         offers=offers,
         settings=settings.settings,
-        boots=met.boots,
+        boots=agreed.boots,
     )
     rank_server.answer(ShardsAccepted(size_bytes=offers.size_bytes))
     return RankZero(
-        holding.model,
+        weights.model,
         arena=arena,
         rank_server=rank_server,
-        surveyor=surveyor,
+        shard_server=shard_server,
         offers=offers,
         publisher=publisher,
-        serving=None if met.serving is None else str(met.serving),
+        serving=None if agreed.serving is None else str(agreed.serving),
     )
 
 
@@ -169,44 +169,44 @@ def _join_as_other_rank(
     with ExitStack() as stack:
         channel = Channel(address, settings.secret, Codec[Message](Message), deadline=deadline)
         stack.callback(channel.close)
-        holding, fault = _tried(lambda: _Holding.of(model, rank), rank)
+        weights, fault = _try(lambda: _RankWeights.of(model, rank), rank)
         body = RegisterRank(rank=rank, world=world, fault=fault)
-        enlisted = channel.request(body, deadline, "trainer rank 0 to meet the engines and all ranks")
-        if holding is None or not isinstance(enlisted, RankRegistered):
-            raise _refusal(enlisted)
-        host = _host(settings, enlisted.towards or address)
-        arena, fault = _tried(lambda: _arena(holding, enlisted.expected, rank, host, settings), rank)
+        registered = channel.request(body, deadline, "trainer rank 0 to reach the engines and all ranks")
+        if weights is None or not isinstance(registered, RankRegistered):
+            raise _refusal(registered)
+        host = _own_host(settings, registered.towards or address)
+        arena, fault = _try(lambda: _shard_arena(weights, registered.expected, rank, host, settings), rank)
         if arena is None:
-            station = AnnounceShards(rank=rank, source="", layout=NOTHING, fault=fault)
+            announcement = AnnounceShards(rank=rank, source="", layout=NOTHING, fault=fault)
         else:
             stack.callback(arena.close)
-            station = AnnounceShards(rank=rank, source=arena.source, layout=arena.layout)
-        stationed = channel.request(station, deadline, "trainer rank 0 to compare what all ranks hold")
-        if arena is None or not isinstance(stationed, ShardsAccepted):
-            raise _refusal(stationed)
+            announcement = AnnounceShards(rank=rank, source=arena.source, layout=arena.layout)
+        accepted = channel.request(announcement, deadline, "trainer rank 0 to compare what all ranks hold")
+        if arena is None or not isinstance(accepted, ShardsAccepted):
+            raise _refusal(accepted)
         stack.pop_all()
     return OtherRank(
-        holding.model,
+        weights.model,
         rank=rank,
         arena=arena,
         channel=channel,
         name=settings.name,
-        run=enlisted.run,
+        run=registered.run,
         engines=settings.engines,
         settings=settings.settings,
     )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Holding:
-    """What a rank gives: shards of a model; or a source of whole tensors, which rank 0 offers alone (`shards` None)."""
+class _RankWeights:
+    """The weights of one rank: shards of a model; or a source of whole tensors, which rank 0 alone offers (`shards` None)."""
 
     model: object
     shards: Shards | None
     source: Source | None
 
     @classmethod
-    def of(cls, model: object, rank: int) -> _Holding:
+    def of(cls, model: object, rank: int) -> _RankWeights:
         source = as_source(model)
         if isinstance(source, ModuleSource):
             return cls(model=model, shards=Shards(source.module), source=None)
@@ -221,10 +221,10 @@ class _Holding:
         return None if self.source is None else cut_whole(self.source, expected)
 
 
-def _arena(
-    holding: _Holding, expected: Manifest, rank: int, host: str | None, settings: SpmdSettings
+def _shard_arena(
+    weights: _RankWeights, expected: Manifest, rank: int, host: str | None, settings: SpmdSettings
 ) -> ShardArena:
-    cut = holding.cut(expected)
+    cut = weights.cut(expected)
     transport_source = (
         None
         if cut is None
@@ -235,8 +235,8 @@ def _arena(
     )
 
 
-def _tried(make: Callable[[], Made], rank: int) -> tuple[Made | None, Fault | None]:
-    """What was made; or why it could not be, for all ranks to hear."""
+def _try(make: Callable[[], Made], rank: int) -> tuple[Made | None, Fault | None]:
+    """Returns what `make` made, or the fault to send to all ranks."""
     try:
         return make(), None
     except LiveWeightError as error:
@@ -254,8 +254,8 @@ def _refusal(reply: Message) -> LiveWeightError:
     return MessageInvalid(f"trainer rank 0 answered with {type(reply).__name__}")
 
 
-def _address(ranks: TrainerGroup, settings: SpmdSettings) -> str:
-    """Where rank 0 listens for the others: on this host, or for those of others."""
+def _rank_server_address(ranks: TrainerGroup, settings: SpmdSettings) -> str:
+    """Where the rank server listens: a socket of this host, or TCP if ranks are on other hosts."""
     if len(set(ranks.hosts())) == 1:
         return f"ipc://{settings.directory / secrets.token_hex(8)}"
     try:
@@ -264,15 +264,15 @@ def _address(ranks: TrainerGroup, settings: SpmdSettings) -> str:
         raise Unavailable(f"this host has no address of its own name ({error}): give `host`") from error
 
 
-def _host(settings: SpmdSettings, towards: str) -> str | None:
-    """The address of this host that engine ranks are told: the one on the way to them."""
+def _own_host(settings: SpmdSettings, towards: str) -> str | None:
+    """The address of this host for engine ranks to connect to: that of the interface towards them."""
     if settings.host is not None or settings.mode.reach != "any host" or not towards:
         return settings.host
     return host_towards(towards)
 
 
-def _beside(source: str, settings: SpmdSettings) -> str:
-    """Where engine ranks ask who holds what: reachable as the arena is."""
+def _shard_server_address(source: str, settings: SpmdSettings) -> str:
+    """Where the shard server listens: on the same network as the arena's transport source."""
     if source.startswith("tcp://"):
         return f"{source.rpartition(':')[0]}:0"
     return f"ipc://{settings.directory / secrets.token_hex(8)}"

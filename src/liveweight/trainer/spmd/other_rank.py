@@ -1,7 +1,7 @@
-"""Any other rank of a trainer of several: freezes its shards, reports that to rank 0, and learns from it how the round ended.
+"""Any rank but rank 0 of a trainer of several ranks: freezes its shards, reports to rank 0, and gets the round's outcome from rank 0.
 
-Owns the channel to rank 0, used by the training loop's thread alone; engine ranks are served by the transport source's. It speaks to
-no engine.
+Owns the channel to rank 0, which only the training loop's thread uses. The transport source's thread serves engine ranks. An other rank
+sends nothing to engines itself.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from liveweight.rounds.undo_and_verify import Verification
 from liveweight.spec.deadline import Deadline
 from liveweight.spec.manifest import Version
 from liveweight.trainer.settings import PublisherSettings, last_steps_s
-from liveweight.trainer.sources.gathering_source import owed
+from liveweight.trainer.sources.gathering_source import ensure_pass
 from liveweight.trainer.spmd.outcomes import decode_outcome
 from liveweight.trainer.spmd.rank_zero import TRAINER
 from liveweight.trainer.spmd.shard_arena import FrozenShard, ShardArena
@@ -33,9 +33,9 @@ from liveweight.wire.messages import GetOutcome, Message, Outcome, OutcomePendin
 from liveweight.wire.messages.values import Fault, fault_of
 
 GRACE_S = 5.0
-"""How much longer than the round this rank waits for rank 0 to say how it ended."""
-ASK_S = 1.0
-"""How long one question waits for its answer at rank 0."""
+"""How much longer than the round this rank waits for rank 0 to send the outcome."""
+POLL_S = 1.0
+"""How long rank 0 may hold back the answer to one GetOutcome."""
 SEND_S = 5.0
 
 
@@ -47,7 +47,7 @@ class _Round:
 
 
 class OtherRank:
-    """A publisher's part at a rank other than 0. Every method is for the training loop's thread."""
+    """The publisher at a rank other than 0. Every method is for the training loop's thread."""
 
     def __init__(
         self,
@@ -70,8 +70,8 @@ class OtherRank:
         self._closed = False
 
     def offer(self, label: str | int) -> Version:
-        """Freeze the shards that are here, and say so; they may change now. All ranks call it, in the same order."""
-        with owed(self._source):
+        """Freeze this rank's shards and report to rank 0; the parameters may change afterwards. All ranks call it, in the same order."""
+        with ensure_pass(self._source):
             if self._closed:
                 raise WrongState("closed", "offer")
             if self._round is not None:
@@ -99,33 +99,33 @@ class OtherRank:
     def wait(self) -> Report:
         """The outcome of the round that `offer` began, as rank 0 decided it.
 
-        OutcomeUnknown where rank 0 is gone, or does not say it by the round's deadline and a grace.
+        Raises OutcomeUnknown if rank 0 is gone, or does not send the outcome by the round's deadline and a grace period.
         """
         current, self._round = self._round, None
         if current is None:
             raise WrongState("without a round", "wait")
-        outcome = self._learn(current)
+        outcome = self._get_outcome(current)
         self._serving = outcome.serving if outcome.report is None else str(outcome.version)
         return decode_outcome(outcome)
 
     def undo(self) -> tuple[Version | None, ...]:
-        """Rank 0's alone."""
+        """Raises WrongState: only rank 0 may call it."""
         raise WrongState(f"rank {self.rank} of a trainer, whose rank 0 speaks to the engines", "undo")
 
     def verify(self) -> Verification:
-        """Rank 0's alone."""
+        """Raises WrongState: only rank 0 may call it."""
         raise WrongState(f"rank {self.rank} of a trainer, whose rank 0 speaks to the engines", "verify")
 
     def fleet(self) -> Fleet:
-        """Rank 0's alone."""
+        """Raises WrongState: only rank 0 may call it."""
         raise WrongState(f"rank {self.rank} of a trainer, whose rank 0 speaks to the engines", "fleet")
 
     def catch_up(self) -> Report | None:
-        """Rank 0's alone."""
+        """Raises WrongState: only rank 0 may call it."""
         raise WrongState(f"rank {self.rank} of a trainer, whose rank 0 speaks to the engines", "catch_up")
 
     def close(self) -> None:
-        """Let go of everything: a round that is not staged yet fails, and names this rank. Twice is fine."""
+        """Release everything. A round that is not staged yet fails, and its error names this rank. May be called twice."""
         self._closed = True
         self._channel.close()
         self._arena.close()
@@ -141,28 +141,28 @@ class OtherRank:
             fault=fault,
         )
         try:
-            self._pass_over_probes()
+            self._discard_probes()
             self._channel.send(body, Deadline.after(SEND_S))
         except ChannelClosed as error:
             raise ChannelClosed(
                 f"trainer rank 0 is gone, and with it the round of {label}: {error}"
             ) from error
 
-    def _pass_over_probes(self) -> None:
-        """Rank 0 looked after us while this thread trained; a channel keeps only so much that nobody reads."""
+    def _discard_probes(self) -> None:
+        """Discard the probes that rank 0 sent while this thread trained: a channel keeps only a limited number of unread messages."""
         while self._channel.receive_now() is not None:
             continue
 
-    def _learn(self, current: _Round) -> Outcome:
+    def _get_outcome(self, current: _Round) -> Outcome:
         hard_s = current.deadline.ends_s + last_steps_s(self.settings, self._engines) + GRACE_S
-        heard_s, begun = current.deadline.began_s, False
+        answered_s, begun = current.deadline.began_s, False
         while True:
             try:
-                self._pass_over_probes()
+                self._discard_probes()
                 reply = self._channel.request(
-                    GetOutcome(rank=self.rank, number=current.number, wait_s=ASK_S),
-                    Deadline.after(ASK_S + GRACE_S),
-                    f"trainer rank 0 to say how {current.version} ended",
+                    GetOutcome(rank=self.rank, number=current.number, wait_s=POLL_S),
+                    Deadline.after(POLL_S + GRACE_S),
+                    f"trainer rank 0 to report how {current.version} ended",
                 )
             except DeadlineExceeded:
                 reply = None
@@ -172,7 +172,7 @@ class OtherRank:
                 case Outcome():
                     return reply
                 case OutcomePending():
-                    heard_s, begun = time.monotonic(), reply.begun
+                    answered_s, begun = time.monotonic(), reply.begun
                 case Refusal(fault=fault):
                     raise fault.to_error()
                 case None:
@@ -180,9 +180,9 @@ class OtherRank:
                 case _:
                     raise MessageInvalid(f"trainer rank 0 answered with {type(reply).__name__}")
             now_s = time.monotonic()
-            waits_on = begun and now_s - heard_s < GRACE_S and now_s < hard_s
-            if now_s >= current.deadline.ends_s + GRACE_S and not waits_on:
-                what = "say how the round ended" if begun else "begin the round"
+            keep_waiting = begun and now_s - answered_s < GRACE_S and now_s < hard_s
+            if now_s >= current.deadline.ends_s + GRACE_S and not keep_waiting:
+                what = "report how the round ended" if begun else "begin the round"
                 raise OutcomeUnknown(
                     f"{current.version}: {current.deadline.exceeded(f'trainer rank 0 to {what}')}"
                 )

@@ -1,4 +1,4 @@
-"""How the end of a round travels from a trainer's rank 0 to its other ranks: a report, or an error with all its facts."""
+"""The outcome of a round as a message from a trainer's rank 0 to its other ranks: a report, or an error with all its facts."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from liveweight.wire.messages.values import fault_of
 
 
 def encode_outcome(number: int, version: Version, end: Report | BaseException) -> Outcome:
-    """An end as it travels."""
+    """The message for a report, or for the error that ended the round."""
     match end:
         case Report():
             return Outcome(number=number, version=end.version, report=msgspec.msgpack.encode(end))
@@ -24,13 +24,13 @@ def encode_outcome(number: int, version: Version, end: Report | BaseException) -
             )
         case LiveWeightError():
             return Outcome(number=number, version=version, fault=fault_of(end, step="round"))
-        case _:  # not ours; the other ranks must hear that it is over all the same
+        case _:  # not a LiveWeightError; the other ranks must still learn that the round is over
             error = Unavailable(f"trainer rank 0 failed: {type(end).__name__}: {end}")
             return Outcome(number=number, version=version, fault=fault_of(error, step="round"))
 
 
 def decode_outcome(outcome: Outcome) -> Report:
-    """The report that was told; or what was told failed is raised."""
+    """Return the report in the message, or raise the error in it."""
     fault = outcome.fault
     if fault is None:
         try:

@@ -1,6 +1,6 @@
-"""A trainer's process group, as far as it is used: twice, when its ranks meet. A host's name from everyone, an address from rank 0.
+"""A trainer's process group. It is used for two collectives when the ranks join: the host of every rank, and the address of rank 0.
 
-Plain tensors, no pickle; on the device that the group's backend takes. A collective that fails, or is not over in time, ends the meeting.
+Plain tensors, no pickle, on the device that the group's backend takes. A collective that fails or exceeds the deadline fails the join.
 """
 
 from __future__ import annotations
@@ -40,16 +40,16 @@ class TrainerGroup:
         if self._hosts is None:
             mine = self._packed(hashlib.sha256(this_host().encode()).digest(), _HOST_BYTES)
             theirs = [mine.new_empty(mine.shape) for _ in range(self.world)]
-            self._done(self._dist.all_gather(theirs, mine, group=self._group, async_op=True))
+            self._wait(self._dist.all_gather(theirs, mine, group=self._group, async_op=True))
             self._hosts = tuple(bytes(one.tolist()) for one in theirs)
         return self._hosts
 
-    def told(self, address: str) -> str:
+    def broadcast_address(self, address: str) -> str:
         """Rank 0's address, on every rank."""
-        word = self._packed(address.encode(), _ADDRESS_BYTES)
+        packed = self._packed(address.encode(), _ADDRESS_BYTES)
         source = self._dist.get_global_rank(self._group, 0)
-        self._done(self._dist.broadcast(word, src=source, group=self._group, async_op=True))
-        return bytes(word.tolist()).rstrip(b"\0").decode()
+        self._wait(self._dist.broadcast(packed, src=source, group=self._group, async_op=True))
+        return bytes(packed.tolist()).rstrip(b"\0").decode()
 
     def _packed(self, data: bytes, size: int) -> torch.Tensor:
         import torch
@@ -59,8 +59,10 @@ class TrainerGroup:
         )
         return torch.tensor(list(data.ljust(size, b"\0")), dtype=torch.uint8, device=home)
 
-    def _done(self, work: Any) -> None:
+    def _wait(self, work: Any) -> None:
         try:
             work.wait(timedelta(seconds=max(0.001, self._deadline.remaining_s())))
         except RuntimeError as error:
-            raise ChannelClosed(f"the trainer's ranks did not meet over their group: {error}") from error
+            raise ChannelClosed(
+                f"the trainer's ranks did not reach each other over their process group: {error}"
+            ) from error

@@ -1,7 +1,7 @@
-"""The rank server: rank 0's record of the other ranks of its trainer, and the one place where they report and learn how a round ended.
+"""The rank server: rank 0's record of the other ranks of its trainer. The ranks report to it and get the outcomes of rounds from it.
 
-Owns a listener and its thread. Who has not reported by the deadline is named; who is gone is noticed at once, by a message that cannot be
-delivered any more. No collective: ranks come when they come.
+Owns a listener and its thread. Errors name the ranks that have not reported by the deadline. A rank that is gone is noticed at once,
+because a probe to it cannot be delivered. It uses no collective: ranks may report in any order.
 """
 
 from __future__ import annotations
@@ -40,12 +40,12 @@ from liveweight.wire.messages.values import Fault, fault_of
 
 IDLE_S = 3600.0
 PROBE_S = 0.2
-"""How often ranks are looked after while somebody waits for them."""
+"""How often ranks are probed while a caller waits for them."""
 SILENT_S = 3.0  # a rank that waits for the end of a round asks for it every second
 OUTCOMES_KEPT = 16
 DISMISS_S = 5.0
-FAREWELL_S = 0.1
-"""How long closing lets the last answers leave."""
+LAST_ANSWERS_S = 0.1
+"""How long closing waits for the last answers to be sent."""
 
 Body = TypeVar("Body", RegisterRank, AnnounceShards, ShardsFrozen)
 
@@ -59,8 +59,8 @@ class RankRefused(Exception):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Asked:
-    """A call of a rank that is not answered yet; of a question how a round ended, at the latest then."""
+class _PendingCall:
+    """A call of a rank that is not answered yet. A GetOutcome is answered by `ends_s` at the latest."""
 
     peer: bytes
     call: int
@@ -77,50 +77,50 @@ class RankServer:
         self._changed = threading.Condition()
         self._peers: dict[int, bytes] = {}
         self._lost: set[int] = set()
-        self._calls: dict[type[Message], dict[int, _Asked]] = {RegisterRank: {}, AnnounceShards: {}}
+        self._calls: dict[type[Message], dict[int, _PendingCall]] = {RegisterRank: {}, AnnounceShards: {}}
         self._frozen: dict[int, ShardsFrozen] = {}
         self._number = 0
         self._outcomes: dict[int, Outcome] = {}
-        self._begun_s, self._heard_s = 0.0, dict[int, float]()
-        self._asked: list[_Asked] = []
+        self._begun_s, self._last_asked_s = 0.0, dict[int, float]()
+        self._pending_calls: list[_PendingCall] = []
         self._outbox: list[tuple[bytes, Message, int]] = []
         self._watchers, self._probed_s = 0, 0.0
         self._interrupted = self._closing = False
         listener = Listener(address, secret, Codec[Message](Message))
         self.address, self._waker = listener.address, listener.waker()
         self._thread = threading.Thread(  # from here on the listener is the thread's
-            target=self._serve, args=(listener,), name="liveweight-roster", daemon=True
+            target=self._serve, args=(listener,), name="liveweight-rank-server", daemon=True
         )
         self._thread.start()
 
-    def enlisted(self, deadline: Deadline) -> list[RegisterRank]:
-        """The other ranks' reports for service, in their order, once all have come."""
-        self._wait(deadline, "enlist", "enlist", lambda: self._bodies(RegisterRank))
+    def wait_for_registrations(self, deadline: Deadline) -> list[RegisterRank]:
+        """The other ranks' registrations, in rank order, once all have come."""
+        self._wait(deadline, "enlist", "register", lambda: self._bodies(RegisterRank))
         return [
-            asked.body
-            for _, asked in sorted(self._calls[RegisterRank].items())
-            if isinstance(asked.body, RegisterRank)
+            pending.body
+            for _, pending in sorted(self._calls[RegisterRank].items())
+            if isinstance(pending.body, RegisterRank)
         ]
 
-    def stationed(self, deadline: Deadline) -> list[AnnounceShards]:
-        """What the other ranks will freeze, and where, in their order, once all have said it."""
-        self._wait(deadline, "station", "say what it holds", lambda: self._bodies(AnnounceShards))
+    def wait_for_shards(self, deadline: Deadline) -> list[AnnounceShards]:
+        """The shards that the other ranks announced, in rank order, once all have come."""
+        self._wait(deadline, "station", "announce its shards", lambda: self._bodies(AnnounceShards))
         return [
-            asked.body
-            for _, asked in sorted(self._calls[AnnounceShards].items())
-            if isinstance(asked.body, AnnounceShards)
+            pending.body
+            for _, pending in sorted(self._calls[AnnounceShards].items())
+            if isinstance(pending.body, AnnounceShards)
         ]
 
     def answer(self, body: Message) -> None:
-        """Answer all that wait for one answer."""
+        """Answer every pending registration or announcement with this message."""
         with self._changed:
             for calls in self._calls.values():
-                self._outbox += [(asked.peer, body, asked.call) for asked in calls.values()]
+                self._outbox += [(pending.peer, body, pending.call) for pending in calls.values()]
                 calls.clear()
         self._waker.wake()
 
     def dismiss(self, body: Message) -> None:
-        """Answer every rank with that, now and for a while: they are to hear why it ends here, also those that come a little late."""
+        """Answer every rank with this message, now and for DISMISS_S: ranks that call a little late must get the reason, too."""
         deadline = Deadline.after(DISMISS_S)
         with self.watching(), self._changed:
             while self._others - self._lost and not deadline.over:
@@ -131,10 +131,10 @@ class RankServer:
         """That round has begun here."""
         with self._changed:
             self._number, self._begun_s = number, time.monotonic()
-            self._heard_s.clear()
+            self._last_asked_s.clear()
             self._frozen = {rank: body for rank, body in self._frozen.items() if body.number >= number}
 
-    def frozen(self, label: str | int, deadline: Deadline) -> Mapping[int, ShardsFrozen]:
+    def wait_for_frozen(self, label: str | int, deadline: Deadline) -> Mapping[int, ShardsFrozen]:
         """The other ranks' reports of the round that was begun last, once all have come."""
         self._wait(deadline, "freeze", f"freeze its shards of {label}", self._reports)
         with self._changed:
@@ -147,7 +147,7 @@ class RankServer:
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """Look after the ranks meanwhile, for `poll` to tell."""
+        """Probe the ranks meanwhile, so that `poll` notices a lost one."""
         with self._changed:
             self._watchers += 1
         self._waker.wake()
@@ -165,17 +165,17 @@ class RankServer:
             raise ChannelClosed(f"trainer rank {', '.join(map(str, lost))} is gone")
 
     def silent(self) -> dict[int, float]:
-        """Ranks that do not ask how this round ends, where others do, and since how many seconds: they stand still."""
+        """Ranks that do not ask for this round's outcome although others do, with the seconds since they last asked."""
         now_s = time.monotonic()
         with self._changed:
-            heard_s = self._heard_s or dict.fromkeys(
+            last_asked_s = self._last_asked_s or dict.fromkeys(
                 self._others, now_s
-            )  # nobody asks: all may be training meanwhile
-            since = {rank: now_s - heard_s.get(rank, self._begun_s) for rank in sorted(self._others)}
+            )  # no rank asks: all may be training meanwhile
+            since = {rank: now_s - last_asked_s.get(rank, self._begun_s) for rank in sorted(self._others)}
         return {rank: silent_s for rank, silent_s in since.items() if silent_s > SILENT_S}
 
     def conclude(self, outcome: Outcome) -> None:
-        """A round has ended: whoever asks learns how."""
+        """Record the outcome of a round, and send it to the ranks that ask for it."""
         with self._changed:
             self._outcomes[outcome.number] = outcome
             self._outcomes.pop(outcome.number - OUTCOMES_KEPT, None)
@@ -188,7 +188,7 @@ class RankServer:
             self._changed.notify_all()
 
     def close(self) -> None:
-        """End the thread and remove the socket; the ranks learn that this one is gone. Twice is fine."""
+        """End the thread and remove the socket; the ranks notice that rank 0 is gone. May be called twice."""
         self.interrupt()
         self._closing = True
         self._waker.wake()
@@ -197,7 +197,7 @@ class RankServer:
     def _wait(
         self, deadline: Deadline, step: str, what: str, found: Callable[[], Mapping[int, object]]
     ) -> None:
-        """Until every other rank is among what is found. RankRefused for the first that says no, is gone, or is late."""
+        """Wait until `found` has every other rank. Raises RankRefused for the first rank that reports a fault, is gone, or is late."""
         with self.watching(), self._changed:
             while True:
                 there = found()
@@ -220,7 +220,7 @@ class RankServer:
                 self._changed.wait(deadline.remaining_s())
 
     def _bodies(self, kind: type[Message]) -> Mapping[int, object]:
-        return {rank: asked.body for rank, asked in self._calls[kind].items()}
+        return {rank: pending.body for rank, pending in self._calls[kind].items()}
 
     def _reports(self) -> dict[int, ShardsFrozen]:
         return {rank: body for rank, body in self._frozen.items() if body.number == self._number}
@@ -232,15 +232,15 @@ class RankServer:
             while not self._closing:
                 incoming = self._next(listener)
                 if incoming is not None:
-                    self._take(listener, incoming)
-                self._tell(listener)
+                    self._handle(listener, incoming)
+                self._answer_pending(listener)
                 self._probe(listener)
-            if self._tell(listener):
+            if self._answer_pending(listener):
                 with suppress(DeadlineExceeded):
-                    listener.receive(Deadline.after(FAREWELL_S), "the last answers to leave")
+                    listener.receive(Deadline.after(LAST_ANSWERS_S), "the last answers to leave")
 
     def _next(self, listener: Listener[Message]) -> Incoming[Message] | None:
-        ends_s = [asked.ends_s - time.monotonic() for asked in self._asked]
+        ends_s = [pending.ends_s - time.monotonic() for pending in self._pending_calls]
         with self._changed:
             wait_s = min([*ends_s, PROBE_S if self._watchers else IDLE_S])
         try:
@@ -248,43 +248,44 @@ class RankServer:
         except DeadlineExceeded:
             return None
 
-    def _take(self, listener: Listener[Message], incoming: Incoming[Message]) -> None:
+    def _handle(self, listener: Listener[Message], incoming: Incoming[Message]) -> None:
         peer, call, body = incoming.peer, incoming.call, incoming.body
         with self._changed:
             match body:
                 case RegisterRank(rank=rank) if (
                     body.world == self._world and self._peers.setdefault(rank, peer) == peer
                 ):
-                    self._calls[RegisterRank][rank] = _Asked(peer=peer, call=call, body=body)
+                    self._calls[RegisterRank][rank] = _PendingCall(peer=peer, call=call, body=body)
                 case AnnounceShards(rank=rank) if self._peers.get(rank) == peer:
-                    self._calls[AnnounceShards][rank] = _Asked(peer=peer, call=call, body=body)
+                    self._calls[AnnounceShards][rank] = _PendingCall(peer=peer, call=call, body=body)
                 case ShardsFrozen(rank=rank, number=number) if self._peers.get(rank) == peer:
                     if number >= self._number:
                         self._frozen[rank] = body
                 case GetOutcome(rank=rank, wait_s=wait_s) if self._peers.get(rank) == peer:
-                    self._heard_s[rank] = time.monotonic()
-                    self._asked.append(
-                        _Asked(peer=peer, call=call, body=body, ends_s=time.monotonic() + wait_s)
+                    self._last_asked_s[rank] = time.monotonic()
+                    self._pending_calls.append(
+                        _PendingCall(peer=peer, call=call, body=body, ends_s=time.monotonic() + wait_s)
                     )
                 case other:
-                    error = MessageInvalid(f"no rank of this trainer may say {type(other).__name__} now")
+                    error = MessageInvalid(f"no rank of this trainer may send {type(other).__name__} now")
                     _send(listener, peer, Refusal(fault=fault_of(error, step="enlist")), call)
             self._changed.notify_all()
 
-    def _tell(self, listener: Listener[Message]) -> bool:
-        """Answer what can be answered; whether there was anything."""
+    def _answer_pending(self, listener: Listener[Message]) -> bool:
+        """Answer the pending calls that can be answered now. Returns whether there were any."""
         now_s = time.monotonic()
         with self._changed:
-            sending, self._outbox, waiting, self._asked = self._outbox, [], self._asked, []
-            for asked in waiting:
-                number = asked.body.number if isinstance(asked.body, GetOutcome) else 0
+            sending, self._outbox = self._outbox, []
+            waiting, self._pending_calls = self._pending_calls, []
+            for pending in waiting:
+                number = pending.body.number if isinstance(pending.body, GetOutcome) else 0
                 outcome = self._outcomes.get(number)
                 if outcome is not None:
-                    sending.append((asked.peer, outcome, asked.call))
-                elif now_s >= asked.ends_s:
-                    sending.append((asked.peer, OutcomePending(begun=number <= self._number), asked.call))
+                    sending.append((pending.peer, outcome, pending.call))
+                elif now_s >= pending.ends_s:
+                    sending.append((pending.peer, OutcomePending(begun=number <= self._number), pending.call))
                 else:
-                    self._asked.append(asked)
+                    self._pending_calls.append(pending)
         for peer, body, call in sending:
             _send(listener, peer, body, call)
         return bool(sending)
@@ -304,7 +305,7 @@ class RankServer:
 
 
 def _send(listener: Listener[Message], peer: bytes, body: Message, call: int) -> bool:
-    """Whether the peer is there. One that does not read delays nobody: it gets nothing."""
+    """Send without waiting; returns whether the peer is there. A peer that does not read its messages loses this one."""
     try:
         listener.send(peer, body, call, Deadline.after(0.0))
     except ChannelClosed:

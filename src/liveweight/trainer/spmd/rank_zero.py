@@ -1,7 +1,7 @@
 """Rank 0 of a trainer of several ranks: freezes its own shards like every other, and drives the rounds for all.
 
-Owns a background thread, in which a round waits for the other ranks' reports and is then driven as any other. Its decision is the outcome,
-and the rank server tells it. What the others do is member's.
+Owns a background thread, in which a round waits for the other ranks' reports and then runs as with a trainer of one process. The outcome
+of that round is the outcome for all ranks; the rank server (rank_server.py) sends it to them. The other ranks are in other_rank.py.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from liveweight.spec.manifest import Version
 from liveweight.trainer.fleet_publisher import FleetPublisher
 from liveweight.trainer.offers.sharded import ShardedOffers
 from liveweight.trainer.settings import PublisherSettings, last_steps_s
-from liveweight.trainer.sources.gathering_source import owed
+from liveweight.trainer.sources.gathering_source import ensure_pass
 from liveweight.trainer.spmd.outcomes import encode_outcome
 from liveweight.trainer.spmd.rank_server import RankRefused, RankServer
 from liveweight.trainer.spmd.shard_arena import ShardArena
@@ -31,7 +31,7 @@ from liveweight.wire.messages import ShardsFrozen
 from liveweight.wire.messages.values import Fault, fault_of
 
 TRAINER = "the trainer"
-"""Where a round failed that has reached no engine yet."""
+"""The replica that a RoundFailed names when the round failed before it reached an engine."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,7 +44,7 @@ class _Round:
 
 
 class RankZero:
-    """A publisher's part at rank 0. Every method is for the training loop's thread."""
+    """The publisher at rank 0. Every method is for the training loop's thread."""
 
     def __init__(
         self,
@@ -52,24 +52,27 @@ class RankZero:
         *,
         arena: ShardArena,
         rank_server: RankServer,
-        surveyor: ShardServer,
+        shard_server: ShardServer,
         offers: ShardedOffers,
         publisher: FleetPublisher,
         serving: str | None,
     ) -> None:
-        """`publisher` drives the engines, in the background; all of this is ours to close. `serving`: what the engines serve now."""
-        self._source, self._arena, self._rank_server, self._surveyor = source, arena, rank_server, surveyor
+        """`publisher` runs the rounds, in the background thread. RankZero closes its arguments. `serving`: what the engines serve."""
+        self._source = source
+        self._arena = arena
+        self._rank_server = rank_server
+        self._shard_server = shard_server
         self._offers, self._publisher, self._serving = offers, publisher, serving
         self.settings: PublisherSettings = publisher.settings
         self.name, self.run, self.rank = publisher.name, publisher.run, 0
         self._number = 0
         self._round: tuple[_Round, Future[Report]] | None = None
         self._closing = threading.Event()
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="liveweight-lead")
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="liveweight-rank-0")
 
     def offer(self, label: str | int) -> Version:
         """Begin a round; returns once the shards that are here are frozen: they may change now. All ranks call it, in the same order."""
-        with owed(self._source):
+        with ensure_pass(self._source):
             if self._closing.is_set():
                 raise WrongState("closed", "offer")
             if self._round is not None:
@@ -91,35 +94,35 @@ class RankZero:
         current, self._round = self._round, None
         if current is None:
             raise WrongState("without a round", "wait")
-        asked, outcome = current
-        limit_s = asked.deadline.remaining_s() + last_steps_s(self.settings, self._publisher.engines)
+        begun, outcome = current
+        limit_s = begun.deadline.remaining_s() + last_steps_s(self.settings, self._publisher.engines)
         try:
             return outcome.result(limit_s)
         except FutureTimeout:
-            raise OutcomeUnknown(f"{asked.version}: the round did not end in time") from None
+            raise OutcomeUnknown(f"{begun.version}: the round did not end in time") from None
 
     def undo(self) -> tuple[Version | None, ...]:
-        """See Publisher."""
-        self._settle()
+        """See FleetPublisher."""
+        self._wait_for_round()
         return self._publisher.undo()
 
     def verify(self) -> Verification:
-        """See Publisher."""
-        self._settle()
+        """See FleetPublisher."""
+        self._wait_for_round()
         return self._publisher.verify()
 
     def fleet(self) -> Fleet:
         """See FleetPublisher."""
-        self._settle()
+        self._wait_for_round()
         return self._publisher.fleet()
 
     def catch_up(self) -> Report | None:
         """See FleetPublisher."""
-        self._settle()
+        self._wait_for_round()
         return self._publisher.catch_up()
 
     def close(self) -> None:
-        """Abort a round that is not committed yet, tell the other ranks, and let go of everything. Twice is fine."""
+        """Abort a round that is not committed yet, tell the other ranks, and release everything. May be called twice."""
         if self._closing.is_set():
             return
         self._closing.set()
@@ -127,15 +130,15 @@ class RankZero:
         self._publisher.close()
         self._thread.shutdown(wait=True)
         self._rank_server.close()
-        self._surveyor.close()
+        self._shard_server.close()
         self._arena.close()
 
-    def _settle(self) -> None:
+    def _wait_for_round(self) -> None:
         if self._round is not None:
             self.wait()
 
     def _freeze(self, version: Version, deadline: Deadline) -> ShardsFrozen:
-        """This rank's report. What it raises is the round's outcome, for all ranks."""
+        """Freeze this rank's shards and return its report. An error is the round's outcome for all ranks."""
         try:
             done = self._arena.freeze(str(version.label))
         except BaseException as error:
@@ -153,7 +156,7 @@ class RankZero:
         )
 
     def _run(self, current: _Round) -> Report:
-        """The background thread's: the whole round, whose end is told to all ranks before it is known here."""
+        """Run the whole round, in the background thread. The other ranks get its outcome before the training loop does."""
         end: Report | BaseException
         try:
             end = self._drive(current)
@@ -173,20 +176,20 @@ class RankZero:
     def _drive(self, current: _Round) -> Report:
         label, deadline = current.version.label, current.deadline
         with self._rank_server.watching():
-            reports = self._rank_server.frozen(label, deadline)
-            self._offers.stand({0: current.frozen, **reports})
+            reports = self._rank_server.wait_for_frozen(label, deadline)
+            self._offers.set_frozen({0: current.frozen, **reports})
             self._publisher.settings = dataclasses.replace(self.settings, timeout_s=deadline.remaining_s())
             try:
                 report = self._publisher.publish(label)
             except RoundFailed as failed:
-                explained = self._explained(failed)
-                if explained is failed:
+                named = self._naming_silent_ranks(failed)
+                if named is failed:
                     raise
-                raise explained from failed
+                raise named from failed
         return dataclasses.replace(report, total_s=time.monotonic() - current.began_s)
 
-    def _explained(self, failed: RoundFailed) -> RoundFailed:
-        """Engine ranks that did not stage in time may have waited for ranks of this trainer that stand still: then these are named."""
+    def _naming_silent_ranks(self, failed: RoundFailed) -> RoundFailed:
+        """Name the silent ranks of this trainer, if engine ranks did not stage in time: they may have waited for those ranks."""
         silent = self._rank_server.silent()
         if not (silent and failed.step == "stage" and isinstance(failed.cause, DeadlineExceeded)):
             return failed

@@ -1,6 +1,6 @@
 """Where one rank of a trainer freezes its shards: an arena of its own, which engine ranks read.
 
-Owns the arena, and raises its generation before its memory changes. When that may be is the round's matter.
+Owns the arena, and raises its generation before its memory changes. RankZero and OtherRank decide when to freeze.
 """
 
 from __future__ import annotations
@@ -41,13 +41,11 @@ class ShardArena:
         threads: int,
         bus: Bus,
     ) -> None:
-        self._cut, self._transport_source, self._rank, self._threads, self._bus = (
-            cut,
-            transport_source,
-            rank,
-            threads,
-            bus,
-        )
+        self._cut = cut
+        self._transport_source = transport_source
+        self._rank = rank
+        self._threads = threads
+        self._bus = bus
         self._freezer = None if cut is None else Freezer(cut.own, cut.offered, kernels, cut.parts)
         self._arena: Arena | None = None
 
@@ -80,7 +78,7 @@ class ShardArena:
         return FrozenShard(generation=offer.generation, lanes=lanes, seconds=frozen.took_s)
 
     def close(self) -> None:
-        """Give the arena back, and end the transport source. Twice is fine."""
+        """Close the arena and the transport source. May be called twice."""
         if self._freezer is not None:
             self._freezer.forget()
         if self._arena is not None and self._transport_source is not None:

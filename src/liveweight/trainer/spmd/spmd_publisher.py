@@ -1,6 +1,6 @@
-"""One interface for a trainer of one process and for a rank of many: the same calls, by the same names.
+"""One interface for a trainer of one process and for one rank of several: the same calls, by the same names.
 
-Owns the choice between them, made when it is built. Alone it is the publisher; as a rank, what it does is lead's or member's.
+Chooses between them when it is built. With one process it is the publisher itself; with several ranks it forwards to RankZero or OtherRank.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from liveweight.rounds.undo_and_verify import Verification
 from liveweight.spec.manifest import Version
 from liveweight.trainer.fleet_publisher import FleetPublisher
 from liveweight.trainer.offers.transfer_fallback import TransferFallback
-from liveweight.trainer.sources.gathering_source import owed
+from liveweight.trainer.sources.gathering_source import ensure_pass
 from liveweight.trainer.spmd.other_rank import OtherRank
 from liveweight.trainer.spmd.rank_zero import RankZero
 
@@ -37,12 +37,12 @@ class SpmdPublisher(FleetPublisher):
     def offer(self, label: str | int) -> Version:
         """Begin a round; returns as soon as the parameters of this process may change: after the freeze, or, live, when all have staged.
 
-        With a source's address, engines may ask for the version from now on, until the next offer or the end. With a group, the version's
+        With a source's address, engines may pull the version from now on, until the next offer or `close`. With a group, the version's
         digest is known when all ranks have frozen their shards: the report has it.
         """
         if self._ranked is not None:
             return self._ranked.offer(label)
-        with owed(self._source):
+        with ensure_pass(self._source):
             return super().offer(label)
 
     def wait(self) -> Report:
@@ -67,7 +67,7 @@ class SpmdPublisher(FleetPublisher):
         return super().catch_up() if self._ranked is None else self._ranked.catch_up()
 
     def close(self) -> None:
-        """Abort a round that is not committed yet, and let go of everything."""
+        """Abort a round that is not committed yet, and release everything."""
         if self._ranked is not None:
             self._ranked.close()
             return

@@ -1,7 +1,7 @@
 """Arenas: shared memory that one process writes and others can only ever read.
 
-Owns the memfd: its header page, its seals, the mapping at the source and the mappings at the ranks. Who may have the descriptor is
-source.py's; what lies in the memory is the trainer's.
+Owns the memfd: its header page, its seals, the mapping at the source and the mappings at the ranks. source.py hands out the
+descriptor; the trainer decides what lies in the memory.
 
     page 0      magic, format, size of the data, generation
     page 1...   data
@@ -40,7 +40,7 @@ _GENERATION = 3
 """Its place in the header, in words of 8 bytes: aligned, so that one store writes it and one load reads it."""
 _GENERATION_BITS = 48
 CLOSED = 0
-"""The generation of an arena whose source has let go of it: nobody raises it any more, so nothing read from it holds."""
+"""The generation of an arena that its source has closed: whatever is read from it is invalid."""
 _FUTURE_WRITE = 0x10  # F_SEAL_FUTURE_WRITE, Linux 5.1; Python 3.11 has no name for it
 SEALS = _FUTURE_WRITE | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_SEAL
 _NO_MEMORY = {errno.ENOMEM, errno.ENOSPC, errno.EFBIG, errno.EAGAIN, errno.EFAULT}
@@ -96,11 +96,11 @@ class SharedArena:
             return raised
 
     def handle(self) -> bytes:
-        """None: the descriptor says it all."""
+        """Empty: ranks need only the descriptor."""
         return b""
 
     def close(self) -> None:
-        """Let go: of the descriptor now, of the mapping with its last view. Readers are revoked, and drop it at their next round."""
+        """Close the descriptor now; the mapping ends with its last view. Readers are revoked, and unmap it in their next round."""
         if self._header is None:
             return
         self._header[_GENERATION] = CLOSED

@@ -1,7 +1,7 @@
 """Arenas in the memory of a device: lent by handle, with their generation in a page of shared host memory.
 
-Owns both ends, and how the two halves of `ipc` speak of devices. The generation is an arena's of no data (arena.py): raised and
-read by processes, never by a device. Making and opening handles is devices/'s.
+Owns both ends, and how the two halves of `ipc` name devices. The generation lies in an arena without data (arena.py): processes raise and
+read it, never a device. devices/ makes and opens the handles.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class DeviceArena:
         return self.device.handles.lend(self.memory)
 
     def close(self) -> None:
-        """Let go. The device has the memory back when the last view and the last reader are gone."""
+        """Release the memory. The device frees it when the last view and the last reader are gone."""
         self._memory = None
         self._page.close()
 
@@ -91,25 +91,25 @@ SourceArena: TypeAlias = SharedArena | DeviceArena
 RankArena: TypeAlias = MappedArena | BorrowedArena
 
 
-def ask_for(layout: str, device: Device) -> str:
+def attach_name(layout: str, device: Device) -> str:
     """How a rank names a layout to a source: with the device that it reads on, unless that is the host."""
     return layout if device.handles is None else f"{layout}{_AT}{device.identity}"
 
 
-def asked_for(name: str) -> tuple[str, str]:
+def parse_attach_name(name: str) -> tuple[str, str]:
     """The layout that a rank named, and the identity of its device."""
     layout, _, identity = name.partition(_AT)
     return layout, identity or CPU.identity
 
 
-def home_of(arenas: tuple[SourceArena, ...], otherwise: Device) -> Device:
+def device_of(arenas: tuple[SourceArena, ...], otherwise: Device) -> Device:
     """The one device that arenas lie on."""
-    homes = {arena.device.identity: arena.device for arena in arenas}
-    if len(homes) > 1:
-        raise LayoutInvalid(f"one layout on several devices: {', '.join(homes)}")
-    return next(iter(homes.values()), otherwise)
+    devices = {arena.device.identity: arena.device for arena in arenas}
+    if len(devices) > 1:
+        raise LayoutInvalid(f"one layout on several devices: {', '.join(devices)}")
+    return next(iter(devices.values()), otherwise)
 
 
 def _lent_bytes(size_bytes: int) -> int:
-    """No device lends nothing."""
+    """At least 1: a device cannot make a handle for 0 bytes."""
     return max(1, size_bytes)

@@ -23,9 +23,9 @@ from liveweight.spec.deadline import Deadline
 from liveweight.spec.layout import Layout
 from liveweight.spec.table import Table
 from liveweight.transports.attach import ask_source
-from liveweight.transports.attachment_cache import shorten
+from liveweight.transports.attachment_cache import evict_oldest
 from liveweight.transports.ipc.arena import CLOSED, MappedArena, combined
-from liveweight.transports.ipc.device_arena import TOKEN_BYTES, BorrowedArena, RankArena, ask_for
+from liveweight.transports.ipc.device_arena import TOKEN_BYTES, BorrowedArena, RankArena, attach_name
 from liveweight.transports.ipc.ring_attachments import RingReader
 from liveweight.transports.port import GoOn, Reading, check_generation, patient
 from liveweight.wire.codec import Codec
@@ -41,7 +41,7 @@ ROW_BYTES = 4 << 20
 _ATTACHMENTS_KEPT = 4
 _BINDINGS_KEPT = 4
 
-_Seats: TypeAlias = tuple[str, tuple[int, ...], tuple[int, ...]]
+_ShadowKey: TypeAlias = tuple[str, tuple[int, ...], tuple[int, ...]]
 """A target's fingerprint, and where and how large the memories of a shadow are."""
 
 
@@ -58,7 +58,7 @@ class _Attachment:
 
     def __init__(self, layout: Layout, arenas: Sequence[RankArena]) -> None:
         self.layout, self.arenas = layout, tuple(arenas)
-        self.bindings: dict[_Seats, _Binding] = {}
+        self.bindings: dict[_ShadowKey, _Binding] = {}
 
     @property
     def generation(self) -> int:
@@ -120,7 +120,7 @@ class IpcReader:
     def bind(self, offer: Offer, target: Layout, shadow: Sequence[Memory], deadline: Deadline) -> Reading:
         """Attach to the offer's source if need be, plan if need be, and bind to this shadow."""
         # Whatever the kind of what is kept: a killed source's ring may be followed by an arena of its successor.
-        self._forget_the_gone(self._sources - {offer.source})
+        self._forget_gone(self._sources - {offer.source})
         if offer.kind == "ring":
             return self._rings.bind(offer, target, shadow, deadline)
         return self.bind_arenas(offer, target, shadow, deadline)
@@ -143,17 +143,17 @@ class IpcReader:
         """Kept for the host's memory, whose addresses are enough. A device's is bound anew: its kernels need the tensors."""
         if self._device.handles is not None:
             return self._bind(attachment, target, shadow)
-        seats = (
+        shadow_key = (
             target.fingerprint,
             tuple([m.address for m in shadow]),
             tuple([m.size_bytes for m in shadow]),
         )
-        binding = attachment.bindings.pop(seats, None)
+        binding = attachment.bindings.pop(shadow_key, None)
         if binding is None:
             unheld = [dataclasses.replace(memory, owner=None) for memory in shadow]
             binding = self._bind(attachment, target, unheld)
-        attachment.bindings[seats] = binding
-        shorten(attachment.bindings, _BINDINGS_KEPT)
+        attachment.bindings[shadow_key] = binding
+        evict_oldest(attachment.bindings, _BINDINGS_KEPT)
         return binding
 
     def forget(self, source: str) -> None:
@@ -163,7 +163,7 @@ class IpcReader:
             del self._attachments[key]
 
     def close(self) -> None:
-        """Let go of all mappings. Twice is fine."""
+        """Release all mappings. May be called twice."""
         self._rings.close()
         self._attachments.clear()
 
@@ -176,24 +176,24 @@ class IpcReader:
         self.close()
 
     def _attachment(self, offer: Offer, deadline: Deadline) -> _Attachment:
-        """The kept one if it still is what the offer speaks of, else a new one.
+        """The kept attachment if it still fits the offer, else a new one.
 
         A source that began again, or took other arenas, shows in the generation: the first one of an arena is random.
         """
-        self._forget_the_closed()
+        self._forget_closed()
         key = (offer.source, offer.layout, offer.kind)
         attachment = self._attachments.pop(key, None)
         if attachment is not None and attachment.generation != offer.generation:
             attachment = None  # unmapped here, before the new memory is mapped
         if attachment is None:
-            self._forget_the_gone(self._sources)
+            self._forget_gone(self._sources)
             attachment = self._attach(offer, deadline)
         self._attachments[key] = attachment
-        shorten(self._attachments, _ATTACHMENTS_KEPT)
+        evict_oldest(self._attachments, _ATTACHMENTS_KEPT)
         return attachment
 
-    def _forget_the_closed(self) -> None:
-        """Let go of memory that its source has let go of."""
+    def _forget_closed(self) -> None:
+        """Unmap arenas that their source has closed."""
         for key in [key for key, kept in self._attachments.items() if kept.generation == CLOSED]:
             del self._attachments[key]
 
@@ -201,15 +201,15 @@ class IpcReader:
     def _sources(self) -> set[str]:
         return {key[0] for key in self._attachments} | self._rings.sources
 
-    def _forget_the_gone(self, sources: Iterable[str]) -> None:
-        """Let go of those that were killed: their memory lives only through us."""
+    def _forget_gone(self, sources: Iterable[str]) -> None:
+        """Unmap the arenas of sources that have exited: only our mapping keeps the memory alive."""
         for source in sources:
             if nobody_listens(source, Deadline.after(0.0)):
                 self.forget(source)
 
     def _attach(self, offer: Offer, deadline: Deadline) -> _Attachment:
         self._requests += 1
-        wanted = ask_for(offer.layout, self._device)
+        wanted = attach_name(offer.layout, self._device)
         attached = ask_source(offer, wanted, self._secret, self._codec, self._limits, deadline)
         sizes = attached.layout.memories_bytes
         if len(attached.memories) != len(sizes):

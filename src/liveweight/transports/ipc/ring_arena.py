@@ -1,6 +1,7 @@
 """What ring offers are made of: a page of shared memory with the generation, beside memory that only the source reads.
 
-The page is an arena's of no data (arena.py), raised before the memory changes. Ranks map it, and the ring; never the memory itself.
+The page is an arena without data (arena.py), whose generation is raised before the memory changes. Ranks map the page and the ring, never
+the memory itself.
 """
 
 from __future__ import annotations
@@ -53,7 +54,7 @@ class RingArena:
         return self._page.raise_generation()
 
     def close(self) -> None:
-        """Let go. Readers are revoked."""
+        """Release the memory. Readers are revoked."""
         if self._allocation is not None:
             self._allocation.close()
             self._allocation = None

@@ -1,6 +1,6 @@
-"""Attaching to rings: what a rank keeps of them across rounds. Links, pages of generations, plans and bound copies.
+"""A rank's attachments to rings, kept across rounds: links, generation pages, plans and bound copies.
 
-Used by the rank's staging thread. What travels over a link is ring_reader's.
+Used by the rank's staging thread. The messages over a link are in ring_reader.py.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from liveweight.plan.unpacking import plan_unpacking
 from liveweight.spec.deadline import Deadline
 from liveweight.spec.layout import Layout
 from liveweight.transports.attach import ask_source
-from liveweight.transports.attachment_cache import shorten
+from liveweight.transports.attachment_cache import evict_oldest
 from liveweight.transports.ipc.arena import CLOSED, MappedArena, combined
 from liveweight.transports.ipc.ring_arena import segments_of
 from liveweight.transports.ipc.ring_reader import BoundUnpacking, RingBinding, RingLink, RingReading
@@ -40,7 +40,7 @@ _KEPT = 4
 _ROW_BYTES = 4 << 20
 """What a thread takes at a time, at the most; it copies the whole bucket that this lies in."""
 
-_Seats: TypeAlias = tuple[str, str, tuple[int, ...], tuple[int, ...]]
+_ShadowKey: TypeAlias = tuple[str, str, tuple[int, ...], tuple[int, ...]]
 """Fingerprints of source and target, and where and how large the memories of a shadow are."""
 
 
@@ -67,7 +67,7 @@ class RingReader:
         self._attachments: dict[tuple[str, str], _Attachment] = {}
         self._links: dict[tuple[str, str], RingLink] = {}
         self._plans: dict[tuple[str, str, int], ParcelPlan] = {}
-        self._bindings: dict[_Seats, tuple[RingLink, RingBinding]] = {}
+        self._bindings: dict[_ShadowKey, tuple[RingLink, RingBinding]] = {}
         self.requests = 0
         """How often a source was asked where its memory lies."""
 
@@ -96,19 +96,19 @@ class RingReader:
             self._close(name)
 
     def close(self) -> None:
-        """Let go of all mappings and channels. Twice is fine."""
+        """Release all mappings and channels. May be called twice."""
         for source, _ in list(self._links):
             self.forget(source)
         self._attachments.clear()
 
     def _close(self, name: tuple[str, str]) -> None:
         link = self._links.pop(name)
-        for seats in [seats for seats, kept in self._bindings.items() if kept[0] is link]:
-            del self._bindings[seats]
+        for shadow_key in [shadow_key for shadow_key, kept in self._bindings.items() if kept[0] is link]:
+            del self._bindings[shadow_key]
         link.close()
 
     def _attachment(self, offer: Offer, deadline: Deadline) -> _Attachment:
-        """The kept one if it still is what the offer speaks of, else a new one. Sources that are gone are let go of first."""
+        """The kept attachment if it still fits the offer, else a new one. Sources that are gone are forgotten first."""
         for key in [key for key, kept in self._attachments.items() if kept.generation == CLOSED]:
             del self._attachments[key]
         name = (offer.source, offer.layout)
@@ -119,7 +119,7 @@ class RingReader:
                     self.forget(source)
             attachment = self._attach(offer, deadline)
         self._attachments[name] = attachment
-        shorten(self._attachments, _KEPT)
+        evict_oldest(self._attachments, _KEPT)
         return attachment
 
     def _attach(self, offer: Offer, deadline: Deadline) -> _Attachment:
@@ -157,17 +157,17 @@ class RingReader:
         self, link: RingLink, attachment: _Attachment, target: Layout, shadow: Sequence[Memory]
     ) -> RingBinding:
         """Kept by the shadow's addresses: it knows them, and does not hold the shadow."""
-        seats = (
+        shadow_key = (
             attachment.layout.fingerprint,
             target.fingerprint,
             tuple([m.address for m in shadow]),
             tuple([m.size_bytes for m in shadow]),
         )
-        kept = self._bindings.pop(seats, None)
+        kept = self._bindings.pop(shadow_key, None)
         if kept is None or kept[0] is not link:
             kept = link, self._bind(link, self._plan(attachment, target), shadow)
-        self._bindings[seats] = kept
-        shorten(self._bindings, _KEPT)
+        self._bindings[shadow_key] = kept
+        evict_oldest(self._bindings, _KEPT)
         return kept[1]
 
     def _plan(self, attachment: _Attachment, target: Layout) -> ParcelPlan:
@@ -175,7 +175,7 @@ class RingReader:
         key = (attachment.layout.fingerprint, target.fingerprint, size)
         plan = self._plans.pop(key, None) or plan_parcels(attachment.layout, target, size)
         self._plans[key] = plan
-        shorten(self._plans, _KEPT)
+        evict_oldest(self._plans, _KEPT)
         return plan
 
     def _bind(self, link: RingLink, plan: ParcelPlan, shadow: Sequence[Memory]) -> RingBinding:

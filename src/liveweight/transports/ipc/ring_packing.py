@@ -1,6 +1,6 @@
-"""Packing: the buckets of one stream out of a source's packing source, digested on the way; a bucket's checksum is that of its digests.
+"""Packing: fills the buckets of one stream from a packing source and digests them on the way; a bucket's checksum is over its digests.
 
-Owns the tables of a stream, bound to the segments of a ring. Which bucket goes where, and when, is the ring's.
+Owns the tables of a stream, bound to the segments of a ring. The ring (ring_source.py) decides which bucket is packed when.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class BucketPacking:
     """One stream of one packing source. Used by one thread at a time; `lanes` are the digests of the parcels that are `packed`."""
 
     def __init__(self, packing_source: PackingSource, stream: Layout, segments: Sequence[Memory]) -> None:
-        """LayoutInvalid for parcels that the packing source does not have."""
+        """Raises LayoutInvalid for parcels that the packing source does not have."""
         self.stream, self._packing_source, self.segments = stream, packing_source, tuple(segments)
         self.lanes: Lanes = np.zeros((len(stream.placements), SEEDS), dtype=np.uint32)
         self.packed: Mask = np.zeros(len(stream.placements), dtype=np.bool_)
@@ -61,7 +61,7 @@ class BucketPacking:
         return self.stream.memories_bytes[bucket], sum_of(self.lanes[start:end])
 
     def first_tensor(self, bucket: int) -> str:
-        """What a damaged bucket is called by."""
+        """The tensor that errors about a damaged bucket name."""
         return self.stream.placements[_range(self._ends, bucket)[0]].name
 
     def _kernel_rows(self) -> InBuckets:
@@ -88,13 +88,13 @@ class BucketPacking:
         return bound
 
     def _put(self, number: int, segment: int) -> None:
-        """A parcel that no kernel can read: its owner writes it, and it is digested where it lies then."""
+        """Pack a parcel that no kernel can read: its owner writes it to the segment, where it is digested."""
         parcel, memory = self.stream.placements[number], self.segments[segment]
         put = self._packing_source.foreign.get(parcel.name)
         if put is None:
             return
         put(parcel, memory)
-        reading = _reading(self._packing_source, self.stream, parcel, memory)
+        reading = _bound_digest(self._packing_source, self.stream, parcel, memory)
         self.lanes[number] = reading.run(0, len(reading.rows))[0]
 
 
@@ -131,7 +131,9 @@ def digests_of(
     return totals
 
 
-def _reading(packing_source: PackingSource, stream: Layout, parcel: Placement, memory: Memory) -> BoundDigest:
+def _bound_digest(
+    packing_source: PackingSource, stream: Layout, parcel: Placement, memory: Memory
+) -> BoundDigest:
     alone = Layout(
         tensors=(stream.specs()[parcel.name],),
         memories_bytes=stream.memories_bytes,

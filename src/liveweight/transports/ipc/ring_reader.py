@@ -1,7 +1,7 @@
 """The rank half of a ring: subscribes to what the rank owns, copies every bucket out, checks it and gives its segment back.
 
-Owns the link to a source's ring: its channel, used under a lock by whichever thread of the copy threads waits, and the ring's mapping. A
-bucket whose checksum differs is asked for again, and named if it differs still.
+Owns the link to a source's ring: its channel, which the copy threads use under a lock, and the ring's mapping. A bucket whose checksum
+differs is requested again; the error names it if it still differs.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ from liveweight.wire.messages.ring import (
 )
 from liveweight.wire.messages.values import Offer
 
-LOOK_S = 0.05
-"""How long a thread waits for a bucket before it looks whether to go on, and whether the offer stands."""
+POLL_S = 0.05
+"""How long a thread waits for a bucket before it checks whether to go on and whether the offer stands."""
 TRIES = 3
 """How often a bucket is read before it is given up."""
 _SEND_S = 5.0
@@ -54,49 +54,49 @@ class RingLink:
         self._lock = threading.Lock()
         self._outbox: deque[Message] = deque()
         self._numbers = itertools.count(1)
-        self._told: set[str] = set()
+        self._known_streams: set[str] = set()
 
     def subscribe(self, offer: Offer, stream: Layout, deadline: Deadline) -> int | None:
         """The number of a new subscription, which ends the one before; None where the offer does not stand any more."""
         number, name = next(self._numbers), stream.fingerprint
-        told = name in self._told
+        known = name in self._known_streams
         while True:
             body = Subscribe(
                 number=number,
                 layout=offer.layout,
                 generation=offer.generation,
                 stream=name,
-                parcels=None if told else stream,
+                parcels=None if known else stream,
             )
             with self._lock:
                 reply = self._channel.request(body, deadline, f"{offer.source} to pack for this rank")
             match reply:
                 case Subscribed(known=True, stands=stands):
-                    self._told.add(name)
+                    self._known_streams.add(name)
                     return number if stands else None
-                case Subscribed() if told:
-                    told = False  # it was forgotten there
+                case Subscribed() if known:
+                    known = False  # the source has dropped it
                 case Refusal(fault=fault):
                     raise fault.to_error()
                 case other:
                     raise MessageInvalid(f"{offer.source} answered with {type(other).__name__}")
 
     def post(self, body: Message) -> None:
-        """Send a word to the source: now, or by the thread that listens at the moment."""
+        """Send a message to the source: now, or by the thread that is listening."""
         self._outbox.append(body)
         self._flush()
         if self._outbox:
             self._waker.wake()
 
-    def listen(self, hear: Callable[[Message], None], within_s: float) -> bool:
-        """Hear what comes, a while; False where another thread listens already."""
+    def listen(self, on_message: Callable[[Message], None], within_s: float) -> bool:
+        """Receive messages for up to `within_s`. Returns False if another thread already listens."""
         if not self._lock.acquire(blocking=False):
             return False
         try:
             with suppress(DeadlineExceeded):
                 body = self._channel.receive_or_wake(Deadline.after(within_s), "a bucket")
                 while body is not None:
-                    hear(body)
+                    on_message(body)
                     body = self._channel.receive_now()
         finally:
             self._lock.release()
@@ -104,7 +104,7 @@ class RingLink:
         return True
 
     def close(self) -> None:
-        """Let go of the connection. Readings that are under way find it closed."""
+        """Close the connection. Readings that are under way fail with ChannelClosed."""
         with self._lock:
             self._channel.close()
 
@@ -194,7 +194,7 @@ class RingReading:
                 self._link.post(Unsubscribe(number=number, staged=all(self._out)))
 
     def _have(self, at: int, go_on: GoOn) -> bool:
-        """See that the bucket is copied out, by this thread or by the one that is at it; False if told to wait no longer."""
+        """Wait until the bucket is copied out, by this thread or by another; False if `go_on` ended the wait."""
         while True:
             with self._changed:
                 state = self._out[at]
@@ -207,7 +207,7 @@ class RingReading:
             if not go_on():
                 return False
             with self._changed:
-                self._changed.wait_for(lambda: self._out[at] is not None, LOOK_S)
+                self._changed.wait_for(lambda: self._out[at] is not None, POLL_S)
 
     def _copy_out(self, at: int, go_on: GoOn) -> bool:
         bucket, done = int(self.rows[self._binding.starts[at], 0]), False
@@ -215,7 +215,7 @@ class RingReading:
             while not done and (filled := self._arrived(bucket, go_on)) is not None:
                 done = self._copied(filled)
                 if not done:
-                    self._again(filled)
+                    self._request_again(filled)
         finally:
             with self._changed:
                 self._out[at] = done
@@ -225,7 +225,7 @@ class RingReading:
         return done
 
     def _arrived(self, bucket: int, go_on: GoOn) -> BucketFilled | None:
-        """The segment that holds the bucket; None if told to wait no longer."""
+        """The segment that holds the bucket; None if `go_on` ended the wait."""
         while True:
             with self._changed:
                 filled = self._filled.pop(bucket, None)
@@ -236,11 +236,11 @@ class RingReading:
             self.check()
             if not go_on():
                 return None
-            if not self._link.listen(self._hear, LOOK_S):
+            if not self._link.listen(self._on_message, POLL_S):
                 with self._changed:
-                    self._changed.wait_for(lambda: bucket in self._filled, LOOK_S)
+                    self._changed.wait_for(lambda: bucket in self._filled, POLL_S)
 
-    def _hear(self, body: Message) -> None:
+    def _on_message(self, body: Message) -> None:
         with self._changed:
             match body:
                 case BucketFilled(number=number) if number == self._number:
@@ -259,11 +259,11 @@ class RingReading:
         size, segment = self._binding.stream.memories_bytes[filled.bucket], filled.segment
         if not 0 <= segment < len(self._link.segments) or filled.size_bytes != size:
             raise MessageInvalid(
-                f"{self._offer.source} speaks of {filled.size_bytes} bytes in segment {segment}"
+                f"{self._offer.source} announced {filled.size_bytes} bytes in segment {segment}"
             )
         return sum_of(self._binding.unpack(segment, filled.bucket)) == filled.sum
 
-    def _again(self, filled: BucketFilled) -> None:
+    def _request_again(self, filled: BucketFilled) -> None:
         """Ask for a bucket again, and give it up by name where it differs still."""
         self.check()  # overwritten because it was revoked, or damaged
         bucket = filled.bucket

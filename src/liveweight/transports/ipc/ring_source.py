@@ -1,7 +1,7 @@
 """The source half of a ring: one memory in segments, packed for one rank after the other, handed over and given back.
 
-Owns the ring's memory, its socket, and the one thread that packs and speaks to ranks. What is packed is the packing source's, which
-its owner must not change before `end` has returned; what the generation says is the arena's, and its owner raises it.
+Owns the ring's memory, its socket, and the one thread that packs buckets and answers ranks. The owner of the packing source must not change
+it before `end` has returned; the owner of the arenas raises their generation.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ _STREAMS_KEPT = 64
 
 
 @dataclass(slots=True, kw_only=True)
-class _Standing:
+class _RingOffer:
     """An offer that stands: what it is packed from, and what was packed of it."""
 
     packing_source: PackingSource
@@ -59,7 +59,7 @@ class _Standing:
 
 
 class Ring:
-    """One publisher's ring. `offer`, `end` and the questions come from its threads; ranks are served on the ring's own."""
+    """One publisher's ring. Its threads call `offer`, `end`, `digests` and `counts`; the ring's own thread serves ranks."""
 
     def __init__(
         self, address: str, secret: Secret, settings: RingSettings, limits: WireLimits | None = None
@@ -69,8 +69,8 @@ class Ring:
         self.arena = SharedArena(settings.segments * size)
         self._segments = segments_of(self.arena.memory, settings.segments, size)
         self._changed = threading.Condition()
-        self._book = RingSegments(settings.segments)
-        self._standing: dict[str, _Standing] = {}
+        self._assignments = RingSegments(settings.segments)
+        self._offers: dict[str, _RingOffer] = {}
         self._streams: dict[str, Layout] = {}
         self._masks: dict[tuple[str, ...], list[Mask]] = {}
         self._packing: str | None = None
@@ -88,15 +88,16 @@ class Ring:
         self._thread.start()
 
     def offer(self, packing_source: PackingSource, generation: int) -> None:
-        """Let ranks subscribe to that packing source, under that generation. Those of an offer of the same layout before it are over."""
+        """Let ranks subscribe to that packing source, under that generation. Subscriptions to an earlier offer of the
+        same layout end."""
         layout = packing_source.offered.fingerprint
         self.end(layout)
         with self._changed:
-            before = self._standing.get(layout)
+            before = self._offers.get(layout)
             kept = before.packings if before is not None and before.packing_source is packing_source else {}
             for packing in kept.values():
                 packing.begin()
-            self._standing[layout] = _Standing(
+            self._offers[layout] = _RingOffer(
                 packing_source=packing_source, generation=generation, packings=kept
             )
 
@@ -107,50 +108,51 @@ class Ring:
         is read.
         """
         with self._changed:
-            self._book.drop(layout)
-            standing = self._standing.get(layout)
-            if standing is not None:
-                standing.generation = 0
+            self._assignments.end_offer(layout)
+            current = self._offers.get(layout)
+            if current is not None:
+                current.generation = 0
             self._changed.wait_for(lambda: self._packing != layout)
 
     def withdraw(self, layout: str) -> None:
-        """Forget that offer, and let go of its packing source."""
+        """Forget that offer, and release its packing source."""
         self.end(layout)
         with self._changed:
-            self._standing.pop(layout, None)
+            self._offers.pop(layout, None)
 
     def digests(self, layout: str) -> Lanes:
         """The digests of what that offer holds, once ranks have staged it. While it stands."""
         with self._changed:
-            standing = self._standing[layout]
-            packings = [standing.packings[stream] for stream in standing.order]
-            masks = self._covers(standing)
-        return digests_of(standing.packing_source, packings, masks, self.settings.segment_bytes)
+            current = self._offers[layout]
+            packings = [current.packings[stream] for stream in current.order]
+            masks = self._covers(current)
+        return digests_of(current.packing_source, packings, masks, self.settings.segment_bytes)
 
-    def digest_sums(self, layout: str) -> RingCounts:
+    def counts(self, layout: str) -> RingCounts:
         """What was done for that offer so far."""
         with self._changed:
-            standing = self._standing[layout]
+            current = self._offers[layout]
             return RingCounts(
-                buckets=standing.buckets,
-                size_bytes=standing.size_bytes,
-                staged=standing.staged,
-                damaged=tuple(standing.damaged),
+                buckets=current.buckets,
+                size_bytes=current.size_bytes,
+                staged=current.staged,
+                damaged=tuple(current.damaged),
             )
 
     def close(self) -> None:
-        """End the thread, remove the socket, give the memory back. Ranks that map it keep it until they let go. Twice is fine."""
+        """End the thread, remove the socket, give the memory back. Ranks that map it keep it until they unmap it. May be called
+        twice."""
         self._closing = True
         self._waker.wake()
         self._thread.join()
-        self._standing.clear()
+        self._offers.clear()
         self.arena.close()
 
-    def _covers(self, standing: _Standing) -> list[Mask]:
-        key = tuple(standing.order)
+    def _covers(self, current: _RingOffer) -> list[Mask]:
+        key = tuple(current.order)
         if key not in self._masks:
             self._masks.clear()
-            self._masks[key] = covers([standing.packings[stream].stream for stream in key])
+            self._masks[key] = covers([current.packings[stream].stream for stream in key])
         return self._masks[key]
 
     # The thread.
@@ -160,7 +162,7 @@ class Ring:
             while not self._closing:
                 incoming = listener.receive_now()
                 if incoming is not None:
-                    self._take(listener, incoming)
+                    self._handle(listener, incoming)
                 elif not self._pack(listener):
                     self._wait(listener)
 
@@ -170,9 +172,9 @@ class Ring:
         except DeadlineExceeded:
             return
         if incoming is not None:
-            self._take(listener, incoming)
+            self._handle(listener, incoming)
 
-    def _take(self, listener: Listener[Message], incoming: Incoming[Message]) -> None:
+    def _handle(self, listener: Listener[Message], incoming: Incoming[Message]) -> None:
         match incoming.body:
             case Subscribe() as body:
                 try:
@@ -182,15 +184,15 @@ class Ring:
                 self._send(listener, incoming.peer, reply, incoming.call)
             case SegmentFree(number=number, bucket=bucket):
                 with self._changed:
-                    found = self._book.find(incoming.peer, number)
+                    found = self._assignments.find(incoming.peer, number)
                     if found is not None:
-                        self._book.freed(found, bucket)
+                        self._assignments.freed(found, bucket)
             case RepackBucket(number=number, bucket=bucket):
-                self._again(incoming.peer, number, bucket)
+                self._repack(incoming.peer, number, bucket)
             case Unsubscribe(number=number, staged=staged):
-                self._leave(incoming.peer, number, staged=staged)
+                self._unsubscribe(incoming.peer, number, staged=staged)
             case other:
-                strange = MessageInvalid(f"a ring is subscribed to, not asked {type(other).__name__}")
+                strange = MessageInvalid(f"a ring expects Subscribe, not {type(other).__name__}")
                 refusal = Refusal(fault=fault_of(strange, step="subscribe"))
                 self._send(listener, incoming.peer, refusal, incoming.call)
 
@@ -199,28 +201,28 @@ class Ring:
             self._keep(body.stream, body.parcels)
         stream = self._streams.get(body.stream)
         with self._changed:
-            self._book.leave(peer)
-            standing = self._standing.get(body.layout)
-            stands = standing is not None and standing.generation == body.generation
-            if standing is None or not stands or stream is None:
+            self._assignments.unsubscribe(peer)
+            current = self._offers.get(body.layout)
+            stands = current is not None and current.generation == body.generation
+            if current is None or not stands or stream is None:
                 return Subscribed(known=stream is not None, stands=stands)
-            packing = standing.packings.get(body.stream)
+            packing = current.packings.get(body.stream)
         if packing is None:
-            packing = BucketPacking(standing.packing_source, stream, self._segments)
+            packing = BucketPacking(current.packing_source, stream, self._segments)
         with self._changed:
-            if standing.generation != body.generation:
+            if current.generation != body.generation:
                 return Subscribed(known=True, stands=False)
-            standing.packings[body.stream] = packing
-            if body.stream not in standing.order:
-                standing.order.append(body.stream)
-            joined = RingSubscription(
+            current.packings[body.stream] = packing
+            if body.stream not in current.order:
+                current.order.append(body.stream)
+            subscription = RingSubscription(
                 peer=peer,
                 number=body.number,
                 layout=body.layout,
                 stream=body.stream,
                 buckets=packing.buckets,
             )
-            self._book.join(joined)
+            self._assignments.subscribe(subscription)
         return Subscribed(known=True, stands=True)
 
     def _keep(self, name: str, parcels: Layout) -> None:
@@ -236,71 +238,73 @@ class Ring:
         while len(self._streams) > _STREAMS_KEPT:
             del self._streams[next(iter(self._streams))]
 
-    def _again(self, peer: bytes, number: int, bucket: int) -> None:
+    def _repack(self, peer: bytes, number: int, bucket: int) -> None:
         with self._changed:
-            found = self._book.find(peer, number)
-            standing = None if found is None else self._standing.get(found.layout)
-            if found is None or standing is None or bucket not in found.held:
+            found = self._assignments.find(peer, number)
+            current = None if found is None else self._offers.get(found.layout)
+            if found is None or current is None or bucket not in found.held:
                 return
-            self._book.again(found, bucket)
-            tensor = standing.packings[found.stream].first_tensor(bucket)
-            standing.damaged.append(DamagedBucket(bucket=bucket, tensor=tensor))
+            self._assignments.repack(found, bucket)
+            tensor = current.packings[found.stream].first_tensor(bucket)
+            current.damaged.append(DamagedBucket(bucket=bucket, tensor=tensor))
 
-    def _leave(self, peer: bytes, number: int, *, staged: bool) -> None:
+    def _unsubscribe(self, peer: bytes, number: int, *, staged: bool) -> None:
         with self._changed:
-            found = self._book.find(peer, number)
+            found = self._assignments.find(peer, number)
             if found is None:
                 return
-            standing = self._standing.get(found.layout)
-            if standing is not None:
-                standing.staged += staged
-            self._book.leave(peer)
+            current = self._offers.get(found.layout)
+            if current is not None:
+                current.staged += staged
+            self._assignments.unsubscribe(peer)
 
     def _pack(self, listener: Listener[Message]) -> bool:
-        """Pack one bucket and hand it over; whether there was one."""
+        """Pack one bucket and hand it over. Returns whether there was one."""
         with self._changed:
-            work = self._book.take()
-            standing = None if work is None else self._standing.get(work.destination.layout)
-            if work is None or standing is None:
+            job = self._assignments.next_job()
+            current = None if job is None else self._offers.get(job.subscription.layout)
+            if job is None or current is None:
                 return False
-            self._packing = work.destination.layout
+            self._packing = job.subscription.layout
         body: Message | None = None
         try:
-            body = self._packed(standing, work)
+            body = self._packed(current, job)
         finally:
             with self._changed:
                 self._packing = None
-                stands = self._book.find(work.destination.peer, work.destination.number) is work.destination
+                stands = (
+                    self._assignments.find(job.subscription.peer, job.subscription.number) is job.subscription
+                )
                 self._changed.notify_all()
         if stands and body is not None:
-            self._send(listener, work.destination.peer, body, call=0)
+            self._send(listener, job.subscription.peer, body, call=0)
             if isinstance(body, Refusal):
-                self._leave(work.destination.peer, work.destination.number, staged=False)
+                self._unsubscribe(job.subscription.peer, job.subscription.number, staged=False)
         return True
 
-    def _packed(self, standing: _Standing, work: PackJob) -> Message:
-        destination = work.destination
+    def _packed(self, current: _RingOffer, job: PackJob) -> Message:
+        subscription = job.subscription
         try:
-            size, checksum = standing.packings[destination.stream].pack(work.bucket, work.segment)
+            size, checksum = current.packings[subscription.stream].pack(job.bucket, job.segment)
         except LiveWeightError as error:
             return Refusal(fault=fault_of(error, step="stage"))
-        except Exception as error:  # foreign: the rank is told, and the ring goes on
+        except Exception as error:  # not a LiveWeightError: the rank gets the reason, and the ring goes on
             cause = Unavailable(f"the source could not pack: {type(error).__name__}: {error}")
             return Refusal(fault=fault_of(cause, step="stage"))
-        standing.buckets += 1
-        standing.size_bytes += size
+        current.buckets += 1
+        current.size_bytes += size
         return BucketFilled(
-            number=destination.number,
-            bucket=work.bucket,
-            segment=work.segment,
+            number=subscription.number,
+            bucket=job.bucket,
+            segment=job.segment,
             size_bytes=size,
             sum=checksum,
         )
 
     def _send(self, listener: Listener[Message], peer: bytes, body: Message, call: int) -> None:
-        """Now or not at all: who is gone, or does not read any more, holds no part of the ring."""
+        """Send without waiting. A rank that is gone or does not read its messages loses its segments."""
         try:
             listener.send(peer, body, call, Deadline.after(0.0))
         except (ChannelClosed, DeadlineExceeded):
             with self._changed:
-                self._book.leave(peer)
+                self._assignments.unsubscribe(peer)

@@ -1,7 +1,7 @@
 """The source half of `ipc`: says where a layout's memory lies, and hands out its descriptors.
 
-Owns two sockets, the thread that answers ranks, and the registrations. The arenas are their allocator's, who also says when their
-bytes may change; this half never touches them.
+Owns two sockets, the thread that answers ranks, and the registrations. Whoever allocates an arena owns it and decides when its bytes may
+change; this half never touches them.
 """
 
 from __future__ import annotations
@@ -27,7 +27,13 @@ from liveweight.observe.events import OfferKind
 from liveweight.spec.layout import Layout
 from liveweight.transports.attach import AttachServer
 from liveweight.transports.ipc.arena import SharedArena, combined
-from liveweight.transports.ipc.device_arena import TOKEN_BYTES, DeviceArena, SourceArena, asked_for, home_of
+from liveweight.transports.ipc.device_arena import (
+    TOKEN_BYTES,
+    DeviceArena,
+    SourceArena,
+    device_of,
+    parse_attach_name,
+)
 from liveweight.transports.ipc.ring_arena import RingArena
 from liveweight.transports.ipc.ring_source import Ring
 from liveweight.transports.packing_source import PackingSource, RingSettings
@@ -45,14 +51,14 @@ MODE = "ipc"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Registration:
-    """What ranks are told about a layout, and whose memory it is."""
+    """The answer to ranks that attach to a layout, and the arenas behind it."""
 
     attached: Attached
     arenas: tuple[SourceArena | RingArena, ...]
     device: Device
 
-    def lent(self) -> Attached:
-        """What one more rank is told: with a handle of its own for each memory that needs one."""
+    def answer_for_rank(self) -> Attached:
+        """The answer for one more rank: with a new handle for each memory that needs one."""
         if self.device.handles is None:
             return self.attached
         entries = zip(self.attached.memories, self.arenas, strict=True)
@@ -90,7 +96,7 @@ class IpcSource:
         address = f"ipc://{directory / name}"
         self._ring_address = f"{address}.ring"
         self._server = AttachServer(
-            address, secret, self._limits, self._reply, name="liveweight-ipc-outlet", asked=Attach
+            address, secret, self._limits, self._reply, name="liveweight-ipc-source", request=Attach
         )
         try:
             self._descriptors = DescriptorServer(directory / f"{name}.fds", secret, self._limits)
@@ -109,7 +115,7 @@ class IpcSource:
         return RingArena(size_bytes) if kind == "ring" else allocate(size_bytes, self._device)
 
     def ring(self, settings: RingSettings | None = None) -> Ring:
-        """The ring that offers are packed into: made at its first use, and anew where other settings are asked for."""
+        """The ring that offers are packed into: made at its first use, and made anew for other settings."""
         if self._device.handles is not None:
             raise Refused(f"ring offers lie in host memory, and this source's are on {self._device.name}")
         if self._ring is not None and settings not in (None, self._ring.settings):
@@ -124,15 +130,15 @@ class IpcSource:
         if kind == "ring":
             return self._offer_arenas(layout, arenas)
         shared = _fitting(layout, arenas)
-        device = home_of(shared, self._device)
+        device = device_of(shared, self._device)
         device.synchronise()
         with self._lock:
             known = self._registrations.get((kind, layout.fingerprint))
         if known is None or known.arenas != shared:
             self._register(layout, shared, kind, device)
-        return self._said(layout, shared, kind)
+        return self._offer_of(layout, shared, kind)
 
-    def _said(self, layout: Layout, arenas: Sequence[Arena], kind: OfferKind) -> Offer:
+    def _offer_of(self, layout: Layout, arenas: Sequence[Arena], kind: OfferKind) -> Offer:
         generation = combined(arena.generation for arena in arenas)
         return Offer(
             mode=MODE, kind=kind, source=self.address, layout=layout.fingerprint, generation=generation
@@ -151,7 +157,7 @@ class IpcSource:
             known = self._registrations.get(("ring", layout.fingerprint))
         if known is None or known.arenas != pages or known.attached.ring != ring.terms:
             self._register(layout, pages, "ring", CPU, ring)
-        offer = self._said(layout, pages, "ring")
+        offer = self._offer_of(layout, pages, "ring")
         ring.offer(packing_source, offer.generation)
         return offer
 
@@ -169,7 +175,7 @@ class IpcSource:
         return self.offer_packing_source(packing_source, arenas)
 
     def withdraw(self, layout: Layout) -> None:
-        """Hand that layout out no more. Until then, this half holds the memory of its arenas, closed or not."""
+        """Stop offering that layout. Until then, this half keeps the memory of its arenas, closed or not."""
         if self._ring is not None:
             self._ring.withdraw(layout.fingerprint)
         with self._lock:
@@ -184,7 +190,7 @@ class IpcSource:
             self._drop(known.attached.memories)
 
     def close(self) -> None:
-        """End the threads and remove the sockets. Arenas are their owner's. Twice is fine."""
+        """End the threads and remove the sockets. The owner of the arenas closes them. May be called twice."""
         self._close_ring()
         self._server.close()
         self._descriptors.close()
@@ -219,7 +225,7 @@ class IpcSource:
         )
         self._codec.encode(
             attached, call=1, limits=self._limits
-        )  # a layout too large to be told is refused here
+        )  # refuses a layout that is too large for one message
         self._withdraw((kind, layout.fingerprint))
         try:
             for token, descriptor in zip(tokens, mapped, strict=True):
@@ -237,7 +243,7 @@ class IpcSource:
             self._descriptors.withdraw(token)
 
     def _reply(self, body: Attach) -> Message:
-        layout, where = asked_for(body.layout)
+        layout, where = parse_attach_name(body.layout)
         with self._lock:
             known = self._registrations.get((body.kind, layout))
             offered = [f"{kind} layout {fingerprint}" for kind, fingerprint in self._registrations]
@@ -250,7 +256,7 @@ class IpcSource:
             )
             return Refusal(fault=fault_of(elsewhere, step="attach"))
         try:
-            return known.lent()
+            return known.answer_for_rank()
         except LiveWeightError as error:  # closed meanwhile, or a device that does not lend
             return Refusal(fault=fault_of(error, step="attach"))
 

@@ -1,4 +1,4 @@
-"""Where an arena lies for readers of other processes: as a source tells it, and as a rank checks it."""
+"""Where an arena lies for readers in other processes: as a source sends it, and as a rank checks it."""
 
 from __future__ import annotations
 
@@ -26,22 +26,22 @@ class ArenaLocation(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         return self.address + DATA_OFFSET_BYTES
 
     def encode(self) -> bytes:
-        """As it travels."""
+        """The location as bytes of a message."""
         return msgspec.msgpack.encode(self)
 
 
-def place_from(entry: bytes, size_bytes: int) -> ArenaLocation:
-    """What a source said of a memory that its layout gives this size; MessageInvalid for what cannot be."""
+def location_from(entry: bytes, size_bytes: int) -> ArenaLocation:
+    """Decode and check the location of a memory of this size. Raises MessageInvalid."""
     try:
-        place = from_msgpack(entry, ArenaLocation)
+        location = from_msgpack(entry, ArenaLocation)
     except msgspec.DecodeError as error:
-        raise MessageInvalid(f"no place of an arena: {error}") from error
-    if place.size_bytes != size_bytes:
+        raise MessageInvalid(f"no location of an arena: {error}") from error
+    if location.size_bytes != size_bytes:
         raise MessageInvalid(
-            f"the source's arena has {place.size_bytes} bytes, its layout needs {size_bytes}"
+            f"the source's arena has {location.size_bytes} bytes, its layout needs {size_bytes}"
         )
-    if not 0 < place.address < _ADDRESSES - DATA_OFFSET_BYTES - size_bytes:
-        raise MessageInvalid(f"the source's arena lies at {place.address}, where no memory is")
-    if not 0 < len(place.description) <= DESCRIPTION_BYTES_MAX:
-        raise MessageInvalid(f"the source describes itself in {len(place.description)} bytes")
-    return place
+    if not 0 < location.address < _ADDRESSES - DATA_OFFSET_BYTES - size_bytes:
+        raise MessageInvalid(f"the source's arena lies at {location.address}, where no memory is")
+    if not 0 < len(location.description) <= DESCRIPTION_BYTES_MAX:
+        raise MessageInvalid(f"the source describes itself in {len(location.description)} bytes")
+    return location

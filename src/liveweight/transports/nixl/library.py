@@ -20,7 +20,7 @@ BACKEND = "UCX"
 PROGRESS_WAKE_US = 100_000
 """How long the progress thread sleeps when nothing arrives; what arrives wakes it."""
 
-Places = npt.NDArray[np.uint64]
+Runs = npt.NDArray[np.uint64]
 """Runs of bytes: one row (address, size, device) each."""
 
 Request = NewType("Request", int)
@@ -64,7 +64,7 @@ class NixlAgent:
         except Exception as error:
             raise Unavailable(f"NIXL cannot start its {BACKEND} backend: {error}") from error
 
-    def register(self, runs: Places) -> Any:
+    def register(self, runs: Runs) -> Any:
         """Let this memory be read, or land reads; what is returned names it. The memory must outlive it."""
         memory = self._bindings.nixlRegDList(self._bindings.DRAM_SEG, runs)
         try:
@@ -84,15 +84,15 @@ class NixlAgent:
         described: bytes = self._agent.getLocalPartialMD(memory, True, [self._backend])
         return described
 
-    def meet(self, description: bytes) -> str:
-        """Take in what a peer said of itself; its name."""
+    def add_peer(self, description: bytes) -> str:
+        """Load a peer's description. Returns the peer's name."""
         try:
             name: bytes = self._agent.loadRemoteMD(description)
         except Exception as error:
             raise ChannelClosed(f"NIXL cannot reach the source from here: {error}") from error
         return name.decode()
 
-    def prepare(self, runs: Places, peer: str | None = None) -> List:
+    def prepare(self, runs: Runs, peer: str | None = None) -> List:
         """A list of runs of registered memory, a peer's or our own, of which requests name the numbers."""
         places = self._bindings.nixlXferDList(self._bindings.DRAM_SEG, runs)
         whose = self._bindings.NIXL_INIT_AGENT if peer is None else peer
@@ -123,7 +123,7 @@ class NixlAgent:
             raise _failed(error) from error
 
     def release(self, requests: Sequence[Request], lists: Sequence[List]) -> None:
-        """Let go of requests that are over, and of lists."""
+        """Release requests that are over, and lists."""
         for request in requests:
             with suppress(Exception):
                 self._agent.releaseXferReq(request)
@@ -142,4 +142,4 @@ class NixlAgent:
 
 
 def _failed(error: Exception) -> LiveWeightError:
-    return ChannelClosed(f"the source is gone, or the way to it: {error}")
+    return ChannelClosed(f"the source, or the network to it, is gone: {error}")

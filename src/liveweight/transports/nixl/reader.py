@@ -19,8 +19,8 @@ from liveweight.plan.reads import ReadPlan, plan_reads
 from liveweight.spec.deadline import Deadline
 from liveweight.spec.layout import Layout
 from liveweight.transports.attach import ask_source
-from liveweight.transports.attachment_cache import shorten
-from liveweight.transports.nixl.arena_location import place_from
+from liveweight.transports.attachment_cache import evict_oldest
+from liveweight.transports.nixl.arena_location import location_from
 from liveweight.transports.nixl.reading import NixlReading
 from liveweight.transports.nixl.session import NixlAttachment, NixlBinding, NixlSession
 from liveweight.wire.codec import Codec
@@ -82,7 +82,7 @@ class NixlReader:
             self._close_session()
 
     def close(self) -> None:
-        """Let go of everything. Twice is fine."""
+        """Release everything. May be called twice."""
         self._close_session()
         for session in self._retired:
             session.close()
@@ -105,7 +105,7 @@ class NixlReader:
             session.close()
 
     def _attachment(self, offer: Offer, deadline: Deadline) -> tuple[NixlSession, NixlAttachment]:
-        """The kept one if it still is what the offer speaks of, else a new one, in a session that works."""
+        """The kept attachment if it still fits the offer, else a new one, in a session that works."""
         key = (offer.source, offer.layout, offer.kind)
         session, attachment = self._session, self._attachments.pop(key, None)
         if session is not None and attachment is not None and not session.closed:
@@ -119,7 +119,7 @@ class NixlReader:
             self._session = NixlSession(self._kernels)
         session, attachment = self._session, self._attach(self._session, offer, deadline)
         self._attachments[key] = attachment
-        for dropped in shorten(self._attachments, _ATTACHMENTS_KEPT):
+        for dropped in evict_oldest(self._attachments, _ATTACHMENTS_KEPT):
             session.detach(dropped)
         return session, attachment
 
@@ -131,7 +131,7 @@ class NixlReader:
             raise MessageInvalid(f"{offer.source} answered with other memories than its layout has")
         entries = zip(attached.memories, sizes, strict=True)
         try:
-            return session.attach(attached.layout, [place_from(entry, size) for entry, size in entries])
+            return session.attach(attached.layout, [location_from(entry, size) for entry, size in entries])
         except LiveWeightError:
             self._close_session()
             raise
@@ -140,18 +140,18 @@ class NixlReader:
         self, session: NixlSession, attachment: NixlAttachment, target: Layout, shadow: Sequence[Memory]
     ) -> NixlBinding:
         """The kept one for this very shadow, else a new one: memory at the same address may be other memory by now."""
-        for seat, binding in list(attachment.bindings.items()):
+        for key, binding in list(attachment.bindings.items()):
             if any(owner() is None for owner in binding.owners):
-                session.unbind(attachment.bindings.pop(seat))
-        seat = (target.fingerprint, tuple([memory.address for memory in shadow]))
-        kept = attachment.bindings.pop(seat, None)
+                session.unbind(attachment.bindings.pop(key))
+        key = (target.fingerprint, tuple([memory.address for memory in shadow]))
+        kept = attachment.bindings.pop(key, None)
         if kept is not None and not kept.fits(shadow):
             session.unbind(kept)
             kept = None
         if kept is None:
             kept = session.bind(attachment, self._plan(attachment.layout, target), shadow)
-        attachment.bindings[seat] = kept
-        for dropped in shorten(attachment.bindings, _BINDINGS_KEPT):
+        attachment.bindings[key] = kept
+        for dropped in evict_oldest(attachment.bindings, _BINDINGS_KEPT):
             session.unbind(dropped)
         return kept
 
@@ -161,5 +161,5 @@ class NixlReader:
         if plan is None:
             plan = plan_reads(self._copies.get(source, target).rows, direct=self._direct)
         self._plans[key] = plan
-        shorten(self._plans, _PLANS_KEPT)
+        evict_oldest(self._plans, _PLANS_KEPT)
         return plan

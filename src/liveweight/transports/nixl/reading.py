@@ -1,6 +1,6 @@
-"""Reading one offer: pieces posted ahead, awaited, and copied out where they landed on the way.
+"""A reading of one offer: posts reads of pieces ahead, waits for them, and copies pieces out of the landing buffer.
 
-Owns what is in flight. Whichever thread waits takes in what has arrived, for all: no thread waits for another one's turn.
+Owns the reads in flight. Any waiting thread handles all pieces that have arrived: no thread waits for another.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from liveweight.transports.port import GoOn, check_generation, patient
 from liveweight.wire.messages.values import Offer
 
 CHECK_S = 10.0
-"""How long a source may take to say its generation."""
+"""How long reading a source's generation may take."""
 END_S = 1.0
 """How long reads that nobody wants any more are given to finish. Then the session is closed, which ends them."""
 
@@ -91,7 +91,7 @@ class NixlReading:
         return True
 
     def _advance(self, begin: int, end: int) -> bool:
-        """Post what may be posted, and take in what has arrived; whether anything did."""
+        """Post reads as far as there are slots, and handle the pieces that have arrived. Returns whether any has."""
         with self._session.lock:
             arrived = self._post(begin, end)
             arrived += [p for p in self._flying if self._session.agent.done(self._binding.requests[p])]

@@ -1,6 +1,6 @@
-"""The publisher's end of the registration process: starts it, has it keep arenas, and starts it again if it was lost.
+"""The publisher's end of the registration process: starts it, has it register arenas, and starts it again if it has exited.
 
-Owns the process: it has ended when `close` returns. What the registration process does is registration process's.
+Owns the process: it has ended when `close` returns. What the process does is in registration_process.py.
 """
 
 from __future__ import annotations
@@ -32,20 +32,20 @@ END_S = 5.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RegisteredArena:
-    """An arena as readers reach it: the address of its header page in the registration process, and NIXL's description. `life` is the
-    registration process's."""
+    """An arena as readers reach it: the address of its header page in the registration process, and NIXL's description. `incarnation`:
+    which start of the registration process it belongs to."""
 
     address: int
     description: bytes
-    life: int
+    incarnation: int
 
 
 class RegistrationClient:
-    """For one thread at a time. Nothing is started before the first arena is kept."""
+    """For one thread at a time. The process starts with the first arena."""
 
     def __init__(self) -> None:
-        self.life = 0
-        """Which process it is: raised by every start. What an earlier one lent is gone."""
+        self.incarnation = 0
+        """Counts the starts of the process. Registrations of an earlier process are gone."""
         self._process: subprocess.Popen[bytes] | None = None
         self._end: socket.socket | None = None
 
@@ -54,26 +54,28 @@ class RegistrationClient:
         """The process; None while there is none."""
         return None if self._process is None else self._process.pid
 
-    def lends(self, lent: RegisteredArena) -> bool:
-        """Whether the process that lent this is still there."""
+    def is_registered(self, registered: RegisteredArena) -> bool:
+        """Whether the process with this registration still runs."""
         process = self._process
-        return lent.life == self.life and process is not None and process.poll() is None
+        return registered.incarnation == self.incarnation and process is not None and process.poll() is None
 
-    def keep(self, arena: SharedArena) -> RegisteredArena:
-        """Let readers reach an arena, header and all. A registration process that was lost is replaced."""
+    def register(self, arena: SharedArena) -> RegisteredArena:
+        """Let readers reach an arena, including its header. Starts a new registration process if the last one has exited."""
         if self._process is None or self._process.poll() is not None:
             self._start()
         size = os.fstat(arena.descriptor).st_size
-        answer = self._ask(RegisterArena(size), [arena.descriptor])
-        return RegisteredArena(address=answer.address, description=answer.description, life=self.life)
+        answer = self._request(RegisterArena(size), [arena.descriptor])
+        return RegisteredArena(
+            address=answer.address, description=answer.description, incarnation=self.incarnation
+        )
 
-    def drop(self, lent: RegisteredArena) -> None:
-        """Let nobody reach it any more."""
-        if self.lends(lent):
-            self._ask(UnregisterArena(lent.address), [])
+    def unregister(self, registered: RegisteredArena) -> None:
+        """End the registration: readers cannot reach the arena any more."""
+        if self.is_registered(registered):
+            self._request(UnregisterArena(registered.address), [])
 
     def close(self) -> None:
-        """End the process, and with it every registration. Twice is fine."""
+        """End the process, and with it every registration. May be called twice."""
         process, end = self._process, self._end
         self._process = self._end = None
         if end is not None:
@@ -95,9 +97,9 @@ class RegistrationClient:
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
             )
-        self._end, self.life = ours, self.life + 1
+        self._end, self.incarnation = ours, self.incarnation + 1
 
-    def _ask(self, order: RegisterArena | UnregisterArena, descriptors: list[int]) -> ArenaRegistered:
+    def _request(self, order: RegisterArena | UnregisterArena, descriptors: list[int]) -> ArenaRegistered:
         if self._end is None:
             raise ChannelClosed("the registration process of this source was closed")
         try:

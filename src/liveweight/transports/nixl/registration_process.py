@@ -1,8 +1,8 @@
 """The registration process: a process of the source's host that lets readers of other processes reach its arenas.
 
 Owns a NIXL agent and read-only mappings of the arenas. It is a process of its own because UCX ends the process that answers a reader over
-TCP when that reader dies at the wrong moment: the trainer goes on then, and a new registration process takes its place. It lives as
-long as the pipe to the publisher's process does.
+TCP when that reader dies at the wrong moment: the trainer goes on then, and a new registration process takes its place. It ends
+when the socket to the publisher's process closes.
 
 What is withdrawn stays reserved in the address space, as a page of zeros over and over: a late reader finds the generation of a closed
 arena there, and no other arena ever comes to lie where a reader still believes the old one to be.
@@ -41,7 +41,7 @@ class RegisterArena(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag
 
 
 class UnregisterArena(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag=True):
-    """Let nobody reach that memory any more. -> ArenaRegistered, with nothing in it."""
+    """End the registration of that memory. -> ArenaRegistered, with nothing in it."""
 
     address: int
 
@@ -67,18 +67,18 @@ _ANSWERS: msgspec.msgpack.Decoder[Answer] = msgpack_decoder(ArenaRegistered | Ar
 
 
 def main(descriptor: int, name: str) -> None:
-    """What the process does: answer one order after the other, until the publisher's process is gone."""
-    # A terminal sends it to every process; the end of the pipe is what ends this one.
+    """The process: answers one order after the other, until the publisher's process is gone."""
+    # A terminal sends SIGINT to every process; this one ends when the socket closes.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     with socket.socket(fileno=descriptor) as end:
-        keeping: _Keeping | None = None
+        registrations: _Registrations | None = None
         while True:
             order, descriptors, _, _ = socket.recv_fds(end, MESSAGE_BYTES, 1)
-            if not order:  # at once: nothing here needs an end, and UCX takes its time for one
+            if not order:  # exit at once: nothing here needs closing, and UCX takes long to close
                 signal.raise_signal(signal.SIGKILL)
             try:
-                keeping = keeping or _Keeping(name)
-                answer: Answer = keeping.obey(_ORDERS.decode(order), descriptors)
+                registrations = registrations or _Registrations(name)
+                answer: Answer = registrations.handle(_ORDERS.decode(order), descriptors)
             except LiveWeightError as error:
                 answer = ArenaNotRegistered(fault_of(error, step="attach"))
             finally:
@@ -87,31 +87,31 @@ def main(descriptor: int, name: str) -> None:
             end.send(msgspec.msgpack.encode(answer))
 
 
-class _Keeping:
-    """What is kept: by address, its size and its registration."""
+class _Registrations:
+    """The registered arenas: by address, the size and NIXL's registration."""
 
     def __init__(self, name: str) -> None:
         self._agent = NixlAgent(name, progress=True)
-        self._kept: dict[int, tuple[int, Any]] = {}
+        self._registered: dict[int, tuple[int, Any]] = {}
 
-    def obey(self, order: RegisterArena | UnregisterArena, descriptors: list[int]) -> ArenaRegistered:
+    def handle(self, order: RegisterArena | UnregisterArena, descriptors: list[int]) -> ArenaRegistered:
         match order:
             case RegisterArena(size_bytes=size):
                 if len(descriptors) != 1 or os.fstat(descriptors[0]).st_size != size:
-                    raise MessageInvalid(f"an order to keep {size} bytes came with other memory")
-                return self._keep(size, descriptors[0])
+                    raise MessageInvalid(f"an order to register {size} bytes came with other memory")
+                return self._register(size, descriptors[0])
             case UnregisterArena(address=address):
-                self._drop(address)
+                self._unregister(address)
                 return ArenaRegistered()
 
-    def _keep(self, size: int, descriptor: int) -> ArenaRegistered:
+    def _register(self, size: int, descriptor: int) -> ArenaRegistered:
         address = _mapped(None, size, mmap.MAP_SHARED, descriptor)
         memory = self._agent.register(np.array([[address, size, 0]], dtype=np.uint64))
-        self._kept[address] = (size, memory)
+        self._registered[address] = (size, memory)
         return ArenaRegistered(address=address, description=self._agent.describe(memory))
 
-    def _drop(self, address: int) -> None:
-        size, memory = self._kept.pop(address, (0, None))
+    def _unregister(self, address: int) -> None:
+        size, memory = self._registered.pop(address, (0, None))
         if memory is not None:
             self._agent.deregister(memory)
             _mapped(address, size, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_FIXED, -1)
@@ -125,7 +125,7 @@ def _mapped(address: int | None, size: int, flags: int, descriptor: int) -> int:
 
 
 def answer_of(frame: bytes) -> Answer:
-    """What the registration process said; ChannelClosed for nothing at all."""
+    """Decode the registration process's answer. Raises ChannelClosed for an empty frame."""
     if not frame:
-        raise ChannelClosed("the process that keeps memory for readers is gone")
+        raise ChannelClosed("the registration process is gone")
     return _ANSWERS.decode(frame)

@@ -25,11 +25,11 @@ from liveweight.spec.deadline import Deadline
 from liveweight.spec.layout import ALIGNMENT_BYTES, Layout
 from liveweight.transports.ipc.arena import CLOSED, HEADER_BYTES, combined, generation_in
 from liveweight.transports.nixl.arena_location import ArenaLocation
-from liveweight.transports.nixl.library import List, NixlAgent, Places, Request
+from liveweight.transports.nixl.library import List, NixlAgent, Request, Runs
 
 SLOTS = 8
 """Pieces that may be in flight at once; each has a landing of its own."""
-_LOOK_S = 0.0005
+_POLL_S = 0.0005
 
 
 @dataclass(slots=True, kw_only=True)
@@ -38,9 +38,9 @@ class NixlAttachment:
 
     layout: Layout
     peers: tuple[str, ...]
-    places: tuple[ArenaLocation, ...]
+    locations: tuple[ArenaLocation, ...]
     header: Memory
-    asking: tuple[Request, ...]
+    header_reads: tuple[Request, ...]
     lists: list[List]
     held: Any
     bindings: dict[object, NixlBinding] = field(default_factory=dict)
@@ -73,28 +73,28 @@ class NixlSession:
         self.lock = threading.Lock()
         self.closed = False
         self.readings = 0
-        """Those that have not ended."""
+        """How many readings have not ended."""
         self._landing: Memory | None = None
         self._attachments: list[NixlAttachment] = []
 
-    def attach(self, layout: Layout, places: Sequence[ArenaLocation]) -> NixlAttachment:
+    def attach(self, layout: Layout, locations: Sequence[ArenaLocation]) -> NixlAttachment:
         """Reach a source's arenas."""
-        peers = tuple(self.agent.meet(place.description) for place in places)
-        header = allocate(max(1, len(places)) * HEADER_BYTES, "headers of arenas").memory
+        peers = tuple(self.agent.add_peer(location.description) for location in locations)
+        header = allocate(max(1, len(locations)) * HEADER_BYTES, "headers of arenas").memory
         held = self.agent.register(_runs([(header.address, header.size_bytes)]))
         lists: list[List] = []
-        asking = []
-        for number, (peer, place) in enumerate(zip(peers, places, strict=True)):
-            there = self.agent.prepare(_runs([(place.address, HEADER_BYTES)]), peer)
+        header_reads = []
+        for number, (peer, location) in enumerate(zip(peers, locations, strict=True)):
+            there = self.agent.prepare(_runs([(location.address, HEADER_BYTES)]), peer)
             here = self.agent.prepare(_runs([(header.address + number * HEADER_BYTES, HEADER_BYTES)]))
             lists += [here, there]
-            asking.append(self.agent.request(here, there, 0, 1))
+            header_reads.append(self.agent.request(here, there, 0, 1))
         attachment = NixlAttachment(
             layout=layout,
             peers=peers,
-            places=tuple(places),
+            locations=tuple(locations),
             header=header,
-            asking=tuple(asking),
+            header_reads=tuple(header_reads),
             lists=lists,
             held=held,
         )
@@ -104,14 +104,14 @@ class NixlSession:
     def generation(self, attachment: NixlAttachment, deadline: Deadline) -> int:
         """What the arenas' headers say now, read from the source. After earlier reads are done: theirs came before."""
         with self.lock:
-            for request in attachment.asking:
+            for request in attachment.header_reads:
                 self._wait(request, deadline)
         raw = attachment.header.bytes().tobytes()
         headers = [raw[at : at + HEADER_BYTES] for at in range(0, len(raw), HEADER_BYTES)]
         # Zeros stand where the registration process had an arena that is withdrawn.
         return combined(
-            generation_in(header, place.size_bytes) if any(header) else CLOSED
-            for header, place in zip(headers, attachment.places, strict=False)
+            generation_in(header, location.size_bytes) if any(header) else CLOSED
+            for header, location in zip(headers, attachment.locations, strict=False)
         )
 
     def _wait(self, request: Request, deadline: Deadline) -> None:
@@ -119,7 +119,7 @@ class NixlSession:
         while not done:
             if deadline.over:
                 self.close()  # it may yet land
-                raise DeadlineExceeded("the source to say its generation", deadline.waited_s())
+                raise DeadlineExceeded("the source to send its generation", deadline.waited_s())
             pause()
             done = self.agent.done(request)
 
@@ -136,7 +136,7 @@ class NixlSession:
         runs = _merged([(shadow[number].address, shadow[number].size_bytes) for number in direct.tolist()])
         held = self.agent.register(runs) if len(runs) else None
         lists, requests = [], []
-        here, there = self._places(attachment, plan, shadow)
+        here, there = self._runs_of(attachment, plan, shadow)
         ends = plan.piece_reads.tolist()
         for first, last in zip([0, *ends[:-1]], ends, strict=bool(ends)):
             # One peer for all memories: a source has one registration process.
@@ -163,13 +163,13 @@ class NixlSession:
         unheld = [dataclasses.replace(memory, owner=None) for memory in shadow]
         return self._kernels.bind_copy(rows, [self.landing()], unheld)
 
-    def _places(
+    def _runs_of(
         self, attachment: NixlAttachment, plan: ReadPlan, shadow: Sequence[Memory]
-    ) -> tuple[Places, Places]:
+    ) -> tuple[Runs, Runs]:
         """The addresses of all reads, here and at the source."""
         reads = plan.reads
         here, there = (np.zeros((len(reads), 3), dtype=np.uint64) for _ in range(2))
-        theirs = np.array([place.data for place in attachment.places], dtype=np.int64)
+        theirs = np.array([location.data for location in attachment.locations], dtype=np.int64)
         there[:, 0], there[:, 1] = theirs[reads[:, 0]] + reads[:, 1], reads[:, 4]
         ours = np.array([memory.address for memory in shadow] + [0], dtype=np.int64)
         if plan.lands:
@@ -180,24 +180,24 @@ class NixlSession:
         return here, there
 
     def unbind(self, binding: NixlBinding) -> None:
-        """Let go of a binding, none of whose reads is in flight."""
+        """Release a binding that has no reads in flight."""
         if not self.closed:
             self.agent.release(binding.requests, binding.lists)
             if binding.held is not None:
                 self.agent.deregister(binding.held)
 
     def detach(self, attachment: NixlAttachment) -> None:
-        """Let go of an attachment and of what was bound to it."""
+        """Release an attachment and its bindings."""
         for binding in attachment.bindings.values():
             self.unbind(binding)
         attachment.bindings.clear()
         if not self.closed:
-            self.agent.release(attachment.asking, attachment.lists)
+            self.agent.release(attachment.header_reads, attachment.lists)
             self.agent.deregister(attachment.held)
             self._attachments.remove(attachment)
 
     def close(self) -> None:
-        """End everything, also what is in flight: nothing lands after this. Twice is fine."""
+        """End everything, also what is in flight: nothing lands after this. May be called twice."""
         if self.closed:
             return
         for attachment in list(self._attachments):
@@ -207,29 +207,29 @@ class NixlSession:
 
 
 def pause() -> None:
-    """Let others work for a moment, between two looks at what is in flight."""
-    threading.Event().wait(_LOOK_S)
+    """Sleep between two polls of the requests in flight."""
+    threading.Event().wait(_POLL_S)
 
 
 def _watched(owner: object) -> Callable[[], object]:
-    """Says whether an owner still lives, without holding it; one that cannot be watched counts as gone."""
+    """A weak reference to an owner; an owner without weak references counts as gone."""
     try:
         return weakref.ref(owner)
     except TypeError:
         return object
 
 
-def _runs(places: Sequence[tuple[int, int]]) -> Places:
-    runs = np.zeros((len(places), 3), dtype=np.uint64)
-    if places:
-        runs[:, :2] = places
+def _runs(locations: Sequence[tuple[int, int]]) -> Runs:
+    runs = np.zeros((len(locations), 3), dtype=np.uint64)
+    if locations:
+        runs[:, :2] = locations
     return runs
 
 
-def _merged(places: list[tuple[int, int]]) -> Places:
+def _merged(locations: list[tuple[int, int]]) -> Runs:
     """Runs that lie side by side as one: the parts of an allocation are registered together."""
     merged: list[tuple[int, int]] = []
-    for address, size in sorted(place for place in places if place[1]):
+    for address, size in sorted(location for location in locations if location[1]):
         last, length = merged[-1] if merged else (0, 0)
         if merged and address <= last + length + ALIGNMENT_BYTES:
             merged[-1] = (last, max(last + length, address + size) - last)

@@ -1,7 +1,7 @@
-"""The source half of `gdr` and `rdma`: has a registration process lend its arenas, and tells ranks where they lie.
+"""The source half of `gdr` and `rdma`: has a registration process register its arenas, and sends ranks their locations.
 
-Owns the socket that ranks ask at, the registration process and the registrations, which last across rounds: only the generation moves.
-The arenas are their allocator's. Both modes read the same memory in the same way; what differs is where a rank lets it land.
+Owns the socket that ranks attach to, the registration process and the registrations, which last across rounds: only the generation changes.
+Whoever allocates an arena owns it. Both modes read the same memory in the same way; what differs is where a rank lets it land.
 """
 
 from __future__ import annotations
@@ -34,17 +34,17 @@ class _Registration:
 
     layout: Layout
     arenas: tuple[SharedArena, ...]
-    lent: tuple[RegisteredArena, ...]
+    registered: tuple[RegisteredArena, ...]
 
     def attached(self) -> Attached:
-        """What a rank is told."""
-        places = [
+        """The answer to a rank that attaches."""
+        locations = [
             ArenaLocation(
-                address=lent.address, size_bytes=arena.size_bytes, description=lent.description
+                address=registered.address, size_bytes=arena.size_bytes, description=registered.description
             ).encode()
-            for lent, arena in zip(self.lent, self.arenas, strict=True)
+            for registered, arena in zip(self.registered, self.arenas, strict=True)
         ]
-        return Attached(layout=self.layout, memories=tuple(places), descriptors="")
+        return Attached(layout=self.layout, memories=tuple(locations), descriptors="")
 
 
 class NixlSource:
@@ -67,10 +67,10 @@ class NixlSource:
         self._mode, self._limits = name, limits or WireLimits()
         self._lock = threading.Lock()
         self._registrations: dict[tuple[OfferKind, str], _Registration] = {}
-        self._registration = RegistrationClient()
+        self._registration_client = RegistrationClient()
         address = f"ipc://{directory / secrets.token_hex(8)}" if host is None else f"tcp://{host}:0"
         self._server = AttachServer(
-            address, secret, self._limits, self._reply, name="liveweight-nixl-outlet", asked=Attach
+            address, secret, self._limits, self._reply, name="liveweight-nixl-source", request=Attach
         )
         self._server.start()
 
@@ -81,8 +81,8 @@ class NixlSource:
 
     @property
     def registration_pid(self) -> int | None:
-        """The process that lends the arenas; None while there is none."""
-        return self._registration.pid
+        """The process id of the registration process; None while there is none."""
+        return self._registration_client.pid
 
     def allocate(self, size_bytes: int, kind: OfferKind = "frozen") -> SharedArena:  # noqa: ARG002 - all alike
         """An arena of that size, the caller's to close; OutOfMemory where it cannot be had."""
@@ -96,7 +96,11 @@ class NixlSource:
         shared = _fitting(self._mode, layout, arenas)
         with self._lock:
             known = self._registrations.get((kind, layout.fingerprint))
-            if known is None or known.arenas != shared or not all(map(self._registration.lends, known.lent)):
+            if (
+                known is None
+                or known.arenas != shared
+                or not all(map(self._registration_client.is_registered, known.registered))
+            ):
                 self._register(layout, shared, kind)
         return Offer(
             mode=self._mode,
@@ -107,28 +111,31 @@ class NixlSource:
         )
 
     def withdraw(self, layout: Layout) -> None:
-        """Hand that layout out no more."""
+        """Stop offering that layout."""
         with self._lock:
             for key in [key for key in self._registrations if key[1] == layout.fingerprint]:
                 self._drop(self._registrations.pop(key))
 
     def close(self) -> None:
-        """End the thread, the socket and the registration process. Arenas are their owner's. Twice is fine."""
+        """End the thread, the socket and the registration process. The owner of the arenas closes them. May be called
+        twice."""
         self._server.close()
         with self._lock:
             self._registrations.clear()
-            self._registration.close()
+            self._registration_client.close()
 
     def _register(self, layout: Layout, arenas: tuple[SharedArena, ...], kind: OfferKind) -> None:
         known = self._registrations.pop((kind, layout.fingerprint), None)
         if known is not None:
             self._drop(known)
-        lent = tuple(self._registration.keep(arena) for arena in arenas)
-        self._registrations[kind, layout.fingerprint] = _Registration(layout=layout, arenas=arenas, lent=lent)
+        registered = tuple(self._registration_client.register(arena) for arena in arenas)
+        self._registrations[kind, layout.fingerprint] = _Registration(
+            layout=layout, arenas=arenas, registered=registered
+        )
 
     def _drop(self, registration: _Registration) -> None:
-        for lent in registration.lent:
-            self._registration.drop(lent)
+        for registered in registration.registered:
+            self._registration_client.unregister(registered)
 
     def _reply(self, body: Attach) -> Message:
         """To a rank that attaches: where the memory lies. A registration process that was lost since the offer is replaced here."""
@@ -139,13 +146,13 @@ class NixlSource:
                 refused = VersionNotOffered(f"{body.kind} layout {body.layout}", offered)
                 return Refusal(fault=fault_of(refused, step="attach"))
             try:
-                if not all(map(self._registration.lends, known.lent)):
+                if not all(map(self._registration_client.is_registered, known.registered)):
                     self._register(known.layout, known.arenas, body.kind)
                 return self._registrations[body.kind, body.layout].attached()
             except (
                 LiveWeightError,
                 OSError,
-            ) as error:  # an arena closed meanwhile, or no registration process to be had
+            ) as error:  # an arena was closed meanwhile, or the registration process cannot start
                 cause = error if isinstance(error, LiveWeightError) else LayoutInvalid(str(error))
                 return Refusal(fault=fault_of(cause, step="attach"))
 

@@ -1,5 +1,6 @@
 """Snapshots: a version's weights in files, from which ranks of any layout come back without their trainer.
 
-`names` and `format` are what lies on disk, `parts` how weights are cut into it; `writer` and `store` write, commit, list and prune;
-`opened`, `foreign` and `reading` read. `transport_source` and `reader` are the two halves of the transfer mode `ipc_snapshot`.
+`disk` is what lies on disk: its names and format, and how it is written, committed, opened, listed and pruned. `save`, `restore`, `verify`
+and `export` are the calls for programs; `block_reads` reads. `source` and `reader` are the two halves of the transfer mode `ipc_snapshot`,
+and `offer_record` is what they agree on.
 """

@@ -1,4 +1,4 @@
-"""Reading: blocks of files into a rank's shadow, each checked as it comes. Implements the port's Reading.
+"""Block reads: blocks of files read into a rank's shadow, each checked as it arrives. Implements the port's Reading.
 
 Owns the open files, and per thread one block of memory. A block that lands in the shadow in one run is read straight into it, any
 other is read beside it and copied. Files that were removed meanwhile stay readable as long as a Reading is held.
@@ -51,7 +51,7 @@ class OpenFiles:
             except OSError as error:
                 raise Unavailable(f"{facts.path} cannot be opened: {error.strerror}") from error
             else:
-                problems += _wrong(facts, self._descriptors[number], contents.snapshot)
+                problems += _problems(facts, self._descriptors[number], contents.snapshot)
         if problems:
             raise SnapshotDamaged(contents.where, problems)
 
@@ -157,8 +157,8 @@ def _close(descriptors: Mapping[int, int]) -> None:
         os.close(descriptor)
 
 
-def _wrong(facts: FileFacts, descriptor: int, snapshot: str | None) -> list[str]:
-    """What is wrong with a file, without looking at its weights: its size, or its header."""
+def _problems(facts: FileFacts, descriptor: int, snapshot: str | None) -> list[str]:
+    """What is wrong with a file's size or header. Does not read its weights."""
     size, name = os.fstat(descriptor).st_size, facts.path.name
     if size != facts.size_bytes:
         kind = "truncated" if size < facts.size_bytes else "corrupted"

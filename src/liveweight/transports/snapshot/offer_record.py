@@ -3,7 +3,7 @@
     {directory}/snapshots-{token}/              the transport source's own, named by offers as file://...
         .lock                                   held while the transport source lives
         arena-{token}                           an arena's generation, 8 bytes, little-endian; gone with the arena
-        offer-{kind}-{layout}.json              which snapshot is offered, with a proof that its writer holds the secret
+        offer-{kind}-{layout}.json              which snapshot is offered, with a proof that its writer has the secret
         {snapshot}/                             a snapshot, committed and not synced
 
 No socket: whoever sees the files reads them, also after the source was killed. An offer may as well name one snapshot of a store.
@@ -42,7 +42,7 @@ class OfferRecord(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     generation: int
 
 
-class _Proved(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class _SignedRecord(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     proof: str
     record: msgspec.Raw
 
@@ -53,33 +53,35 @@ def record_name(kind: OfferKind, layout: str) -> str:
 
 
 def encode_record(record: OfferRecord, secret: Secret) -> bytes:
-    """With the proof."""
+    """The record and its proof, as bytes of its file."""
     body = msgspec.json.encode(record)
-    return msgspec.json.encode(_Proved(proof=secret.derive(_PURPOSE, body).hex(), record=msgspec.Raw(body)))
+    return msgspec.json.encode(
+        _SignedRecord(proof=secret.derive(_PURPOSE, body).hex(), record=msgspec.Raw(body))
+    )
 
 
 def read_record(directory: Path, kind: OfferKind, layout: str, secret: Secret) -> OfferRecord:
-    """What the transport source in that directory offers. VersionNotOffered where it does not; WrongSecret where its writer holds
-    another."""
+    """The record of the transport source in that directory. Raises VersionNotOffered if there is none, WrongSecret if its writer has
+    another secret."""
     path = directory / record_name(kind, layout)
     try:
         data = path.read_bytes()
     except OSError:
-        offered = sorted(_told(found.name) for found in directory.glob("offer-*.json"))
+        offered = sorted(_describe(found.name) for found in directory.glob("offer-*.json"))
         raise VersionNotOffered(f"{kind} layout {layout}", offered) from None
     try:
-        proved = from_json(data, _Proved)
-        record = from_json(proved.record, OfferRecord)
+        signed = from_json(data, _SignedRecord)
+        record = from_json(signed.record, OfferRecord)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise MessageInvalid(f"{path} is no offer of ours: {error}") from error
-    if not hmac.compare_digest(secret.derive(_PURPOSE, bytes(proved.record)).hex(), proved.proof):
-        raise WrongSecret(f"{path} was written by a source that holds another secret")
+    if not hmac.compare_digest(secret.derive(_PURPOSE, bytes(signed.record)).hex(), signed.proof):
+        raise WrongSecret(f"{path} was written by a source that has another secret")
     if (record.kind, record.layout) != (kind, layout):
         raise MessageInvalid(f"{path} is an offer of {record.kind} layout {record.layout}")
     return record
 
 
-def _told(name: str) -> str:
+def _describe(name: str) -> str:
     _, kind, layout = name.removesuffix(".json").split("-", 2)
     return f"{kind} layout {layout}"
 

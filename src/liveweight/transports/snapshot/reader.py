@@ -42,18 +42,18 @@ class SnapshotReader:
         self._plans = CopyPlans()
         self._known: dict[tuple[str, str], None] = {}
         self.requests = 0
-        """How often a source was looked at for the first time."""
+        """How often a source was opened for the first time."""
 
     def bind(
         self, offer: Offer, target: Layout, shadow: Sequence[Memory], deadline: Deadline
     ) -> SnapshotReading:
-        """Open the offer's files, and bind them to this shadow. What was replaced while it was opened is looked up again."""
+        """Open the offer's files, and bind them to this shadow. If a newer offer replaced the files meanwhile, it tries again."""
         directory = directory_of(offer.source)
         while True:
             deadline.check(f"the files of {offer.source}")
             if not directory.is_dir():
                 raise ChannelClosed(f"{offer.source} is gone: there is no such directory")
-            self._know(offer)
+            self._remember(offer)
             if is_snapshot(directory):
                 return self._bind_snapshot(directory, offer, target, shadow)
             record = read_record(directory, offer.kind, offer.layout, self._secret)
@@ -64,12 +64,12 @@ class SnapshotReader:
                     raise
 
     def forget(self, source: str) -> None:
-        """Look at that source anew."""
+        """Drop what is kept about that source."""
         for key in [key for key in self._known if key[0] == source]:
             del self._known[key]
 
     def close(self) -> None:
-        """Let go of what is kept. Twice is fine."""
+        """Drop what is kept about all sources. May be called twice."""
         self._known.clear()
 
     def __enter__(self) -> Self:
@@ -80,7 +80,7 @@ class SnapshotReader:
     ) -> None:
         self.close()
 
-    def _know(self, offer: Offer) -> None:
+    def _remember(self, offer: Offer) -> None:
         key = (offer.source, offer.layout)
         if key not in self._known:
             self.requests += 1

@@ -1,4 +1,4 @@
-"""Restoring: a rank's memory filled from files, whether ours or FastDeploy's, and what was taken.
+"""Restoring: fills a rank's memory from the files of a snapshot, ours or FastDeploy's, and reports which files.
 
 The call for programs without rounds: recovery at start-up, the command line, tests. In a round, ranks read through `reader`.
 """
@@ -27,7 +27,7 @@ from liveweight.transports.snapshot.disk.open_snapshot import Contents, OpenSnap
 from liveweight.transports.snapshot.disk.writer import Progress, Stop, WritingCancelled
 
 _ROWS = 8
-"""So many rows a thread reads before it looks whether to stop."""
+"""How many rows a thread reads before it checks whether to stop."""
 _THREADS = 4
 
 
@@ -64,33 +64,33 @@ def restore(
     """Fill these memories, which the target describes, from a snapshot of any layout, or from FastDeploy's files of this rank.
 
     With a commit file of ours in the directory, everything is compared and every difference refused by name (SnapshotDamaged).
-    Without, FastDeploy's four places are looked at, and the report says `verified=False`. If anything is raised, the memories hold a
+    Without one, FastDeploy's four places are searched, and the result has `verified=False`. If anything is raised, the memories hold a
     mixture: they must be a shadow, or weights that do not serve. `threads`: as many as there are cores, up to four.
     """
     began_s, number = time.monotonic(), rank if device_id is None else device_id
     with ExitStack() as stack:
-        taken = _take(directory, target, rank, number, shared, stack)
+        files = _find_files(directory, target, rank, number, shared, stack)
         chosen = (device.choose() if device is not CPU else choose()).kernels if kernels is None else kernels
         reading = SnapshotReading(
-            taken.contents, target, memories, kernels=chosen, device=device, check=taken.check
+            files.contents, target, memories, kernels=chosen, device=device, check=files.check
         )
         done_bytes = _read_all(reading, threads or min(_THREADS, os.cpu_count() or 1), stop, progress)
         if done_bytes is None:
             return WritingCancelled(written_bytes=0)
         return RestoreResult(
-            level=taken.level,
-            verified=taken.verified,
-            version=taken.version,
-            files=_files(taken.contents, reading),
-            passed_over=taken.passed_over,
+            level=files.level,
+            verified=files.verified,
+            version=files.version,
+            files=_files(files.contents, reading),
+            passed_over=files.passed_over,
             size_bytes=done_bytes,
             took_s=time.monotonic() - began_s,
         )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Taken:
-    """What is to be read, and what is known about it."""
+class _FilesToRead:
+    """The files to read, and what is known about them."""
 
     contents: Contents
     level: Level = "parts"
@@ -100,16 +100,18 @@ class _Taken:
     check: Callable[[], None] = lambda: None
 
 
-def _take(
+def _find_files(
     directory: Path, target: Layout, rank: int, device_id: int, shared: Path | None, stack: ExitStack
-) -> _Taken:
+) -> _FilesToRead:
     """A snapshot of ours, which the stack keeps open, or what is found in FastDeploy's places."""
     if (directory / COMMIT).exists():
         snapshot = stack.enter_context(OpenSnapshot(directory))
         version = snapshot.commit.version
-        return _Taken(contents=snapshot.contents(), verified=True, version=version, check=snapshot.check)
+        return _FilesToRead(
+            contents=snapshot.contents(), verified=True, version=version, check=snapshot.check
+        )
     found = find(directory, rank=rank, device_id=device_id, shared=shared)
-    return _Taken(contents=contents_of(found, target), level=found.level, passed_over=found.passed_over)
+    return _FilesToRead(contents=contents_of(found, target), level=found.level, passed_over=found.passed_over)
 
 
 def _files(contents: Contents, reading: SnapshotReading) -> tuple[Path, ...]:
@@ -118,22 +120,22 @@ def _files(contents: Contents, reading: SnapshotReading) -> tuple[Path, ...]:
 
 def _read_all(reading: SnapshotReading, threads: int, stop: Stop, progress: Progress) -> int | None:
     """Everything, shared out; how many bytes, or None if it was stopped."""
-    sizes, telling = row_bytes(reading.rows), threading.Lock()
+    sizes, progress_lock = row_bytes(reading.rows), threading.Lock()
     starts = range(0, len(sizes), _ROWS)
-    turns = WorkQueue(len(starts))
+    queue = WorkQueue(len(starts))
 
     def read(_: int, number: int) -> None:
         if stop():
-            turns.end()
+            queue.end()
             return
         first = starts[number]
         reading.read(first, min(first + _ROWS, len(sizes)))
-        with telling:
+        with progress_lock:
             progress(int(sizes[first : first + _ROWS].sum()))
 
     reading.check()
-    run_once(threads, lambda lane: turns.work_through(lane, read), name="liveweight-restore")
-    if turns.ended():
+    run_once(threads, lambda lane: queue.work_through(lane, read), name="liveweight-restore")
+    if queue.ended():
         return None
     reading.check()
     return int(sizes.sum())

@@ -1,7 +1,7 @@
 """Saving: weights that this process holds, written as one snapshot; and work on a snapshot in a thread of its own.
 
-A replica of several processes begins a snapshot at its leader, lets every rank write its own image (writer), and commits at the leader.
-Where one process holds everything, `save` does all of it.
+With several processes, the leader of a replica begins a snapshot, every rank writes its own image (disk/writer), and the leader commits.
+With one process, `save` does all of that.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from liveweight.transports.snapshot.disk.writer import (
 
 _Result = TypeVar("_Result")
 Work: TypeAlias = Callable[[Stop, Progress], _Result]
-"""What is done in the background: it asks whether to stop, and tells how many more bytes are done."""
+"""The work of a Background: it calls Stop to learn whether to end, and Progress with the number of bytes that are done."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,14 +49,14 @@ def save(
     stop: Stop = lambda: False,
     progress: Progress = lambda _: None,
 ) -> SavedSnapshot | WritingCancelled:
-    """Write one image per rank, and commit (see Begun.commit)."""
+    """Write one image per rank, and commit (see SnapshotDraft.commit)."""
     settings = settings or WriteSettings()
-    with store.begin(str(version.label)) as begun:
+    with store.begin(str(version.label)) as draft:
         for rank, image in enumerate(images):
             written = RankWriter(
-                begun.path,
+                draft.path,
                 image,
-                snapshot=begun.snapshot,
+                snapshot=draft.snapshot,
                 rank=rank,
                 settings=settings,
                 stop=stop,
@@ -64,8 +64,8 @@ def save(
             ).write()
             if isinstance(written, WritingCancelled):
                 return written
-        commit = begun.commit(version, ranks=len(images), expected=expected, durable=settings.durable)
-        return SavedSnapshot(path=begun.path, commit=commit)
+        commit = draft.commit(version, ranks=len(images), expected=expected, durable=settings.durable)
+        return SavedSnapshot(path=draft.path, commit=commit)
 
 
 class Background(Generic[_Result]):
@@ -87,11 +87,11 @@ class Background(Generic[_Result]):
         return not self._thread.is_alive()
 
     def cancel(self) -> None:
-        """Give it up; `wait` says whether that was in time."""
+        """Cancel the work; the result of `wait` shows whether that was in time."""
         self._stop.set()
 
     def wait(self, deadline: Deadline) -> _Result:
-        """What came of it, or its error; DeadlineExceeded says how far it is, and leaves it running."""
+        """The result, or the error that was raised. DeadlineExceeded says how far the work is, and leaves it running."""
         self._thread.join(deadline.remaining_s())
         if self._thread.is_alive():
             raise deadline.exceeded(f"{self._what}, {self.done_bytes} of {self.total_bytes} bytes done")
@@ -100,7 +100,7 @@ class Background(Generic[_Result]):
         return self._result[0]
 
     def close(self) -> None:
-        """Cancel it, and wait until its thread has ended: at the end of the block that it is in. Twice is fine."""
+        """Cancel it, and wait until its thread has ended: at the end of the current block. May be called twice."""
         self.cancel()
         self._thread.join()
 
@@ -115,7 +115,7 @@ class Background(Generic[_Result]):
     def _run(self, work: Work[_Result]) -> None:
         try:
             self._result.append(work(self._stop.is_set, self._count))
-        except BaseException as error:  # told to whoever waits
+        except BaseException as error:  # `wait` raises it
             self._error = error
 
     def _count(self, size_bytes: int) -> None:

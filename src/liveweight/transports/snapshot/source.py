@@ -1,7 +1,7 @@
-"""The source half of `ipc_snapshot`: writes what an arena holds into files, and says where they are.
+"""The source half of `ipc_snapshot`: writes the contents of arenas into files, and offers the files.
 
-Owns a directory of its own, and in it one snapshot per layout that is offered. Arenas are ordinary memory: nobody else reads them. A
-directory that a killed source left behind is removed by the next transport source beside it.
+Owns a directory of its own, and in it one snapshot per offered layout. Arenas are private memory: no other process reads them. The next
+transport source in the same parent directory removes a directory that a killed source left behind.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class FileArena:
     def __init__(self, size_bytes: int, device: Device, path: Path) -> None:
         """Allocate it. OutOfMemory where it cannot be had; nothing is left behind then."""
         self.size_bytes, self.device, self.path = size_bytes, device, path
-        self._memory: Memory | None = _allocated(size_bytes, device)
+        self._memory: Memory | None = _allocate(size_bytes, device)
         self.generation = 1 + secrets.randbits(_GENERATION_BITS)
         """As in the file; CLOSED after `close`."""
         write_whole(path, self.generation.to_bytes(8, "little"), durable=False)
@@ -71,21 +71,21 @@ class FileArena:
         return self.generation
 
     def close(self) -> None:
-        """Let go of the memory; readers are revoked."""
+        """Release the memory; readers are revoked."""
         self._memory, self.generation = None, CLOSED
         with suppress(OSError):
             self.path.unlink()
 
 
-def _allocated(size_bytes: int, device: Device) -> Memory:
-    """The host's memory is had without torch, which a trainer may not have."""
+def _allocate(size_bytes: int, device: Device) -> Memory:
+    """Allocates host memory without torch, which a trainer may not have."""
     if device is CPU:
         return allocate(size_bytes, "an arena").memory
     return Memory.of_view(device.allocate([size_bytes], "an arena")[0])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Standing:
+class _WrittenOffer:
     """What was written of a layout: from these arenas, at that generation, there."""
 
     arenas: tuple[FileArena, ...]
@@ -106,22 +106,22 @@ class SnapshotSource:
     ) -> None:
         self._secret, self._device = secret, CPU if device is None else device
         self._settings = settings or WriteSettings(digest=False, durable=False)
-        _tidy(directory)
-        self._place = directory.absolute() / f"{_PREFIX}{secrets.token_hex(8)}"
-        self._lock: int | None = _claimed(self._place)
-        self._standing: dict[tuple[OfferKind, str], _Standing] = {}
+        _remove_abandoned(directory)
+        self._directory = directory.absolute() / f"{_PREFIX}{secrets.token_hex(8)}"
+        self._lock: int | None = _create_locked(self._directory)
+        self._written: dict[tuple[OfferKind, str], _WrittenOffer] = {}
 
     @property
     def address(self) -> str:
-        """Where ranks look."""
-        return f"{SCHEME}{self._place}"
+        """The directory of the files, as a URL."""
+        return f"{SCHEME}{self._directory}"
 
     def allocate(self, size_bytes: int, kind: OfferKind = "frozen") -> FileArena:  # noqa: ARG002 - all alike
         """An arena of that size, the caller's to close; OutOfMemory where it cannot be had."""
-        return FileArena(size_bytes, self._device, self._place / f"arena-{secrets.token_hex(8)}")
+        return FileArena(size_bytes, self._device, self._directory / f"arena-{secrets.token_hex(8)}")
 
     def offer(self, layout: Layout, arenas: Sequence[Arena], kind: OfferKind) -> Offer:
-        """Write what these arenas hold, as they are now, and offer it in place of what was written before.
+        """Write what these arenas hold, as they are now, and offer it in directory of what was written before.
 
         OutOfSpace where it cannot be written: then nothing of that layout is offered.
         """
@@ -129,11 +129,11 @@ class SnapshotSource:
         own = _fitting(layout, arenas)
         self._device.synchronise()
         generation, key = combined(arena.generation for arena in own), (kind, layout.fingerprint)
-        known = self._standing.get(key)
+        known = self._written.get(key)
         if known is None or (known.arenas, known.generation) != (own, generation):
             self._withdraw(key)
             path = self._write(layout, own)
-            self._standing[key] = _Standing(arenas=own, generation=generation, snapshot=path)
+            self._written[key] = _WrittenOffer(arenas=own, generation=generation, snapshot=path)
             record = OfferRecord(
                 kind=kind,
                 layout=layout.fingerprint,
@@ -142,20 +142,20 @@ class SnapshotSource:
                 generation=generation,
             )
             data = encode_record(record, self._secret)
-            write_whole(self._place / record_name(kind, layout.fingerprint), data, durable=False)
+            write_whole(self._directory / record_name(kind, layout.fingerprint), data, durable=False)
         return Offer(
             mode=MODE, kind=kind, source=self.address, layout=layout.fingerprint, generation=generation
         )
 
     def withdraw(self, layout: Layout) -> None:
         """Remove that layout's files. Ranks that have them open read on; they find that they are revoked when the arena changes."""
-        for key in [key for key in self._standing if key[1] == layout.fingerprint]:
+        for key in [key for key in self._written if key[1] == layout.fingerprint]:
             self._withdraw(key)
 
     def close(self) -> None:
-        """Remove everything. Arenas are their owner's. Twice is fine."""
-        self._standing.clear()
-        shutil.rmtree(self._place, ignore_errors=True)
+        """Remove all files. The owner of the arenas closes them. May be called twice."""
+        self._written.clear()
+        shutil.rmtree(self._directory, ignore_errors=True)
         if self._lock is not None:
             os.close(self._lock)
             self._lock = None
@@ -170,16 +170,16 @@ class SnapshotSource:
 
     def _write(self, layout: Layout, arenas: tuple[FileArena, ...]) -> Path:
         image = Image(layout=layout, memories=[arena.memory for arena in arenas], device=self._device)
-        with Store(self._place).begin("offer") as begun:
-            RankWriter(begun.path, image, snapshot=begun.snapshot, rank=0, settings=self._settings).write()
-            begun.commit(Version(run=self._place.name, label=layout.fingerprint), ranks=1, durable=False)
-            return begun.path
+        with Store(self._directory).begin("offer") as draft:
+            RankWriter(draft.path, image, snapshot=draft.snapshot, rank=0, settings=self._settings).write()
+            draft.commit(Version(run=self._directory.name, label=layout.fingerprint), ranks=1, durable=False)
+            return draft.path
 
     def _withdraw(self, key: tuple[OfferKind, str]) -> None:
-        known = self._standing.pop(key, None)
+        known = self._written.pop(key, None)
         if known is not None:
             with suppress(OSError):
-                (self._place / record_name(*key)).unlink()
+                (self._directory / record_name(*key)).unlink()
             shutil.rmtree(known.snapshot, ignore_errors=True)
 
 
@@ -200,24 +200,24 @@ def _fitting(layout: Layout, arenas: Sequence[Arena]) -> tuple[FileArena, ...]:
     return own
 
 
-def _claimed(place: Path) -> int:
-    """The lock on a new directory. Locked under another name first: nobody finds it without."""
-    making = place.with_name(f".{place.name}")
+def _create_locked(directory: Path) -> int:
+    """Create a directory and return the lock on it. It is locked under another name first, so that nobody finds it unlocked."""
+    making = directory.with_name(f".{directory.name}")
     try:
         making.mkdir(mode=0o700)
         (making / LOCK).touch()
         lock = open_locked(making / LOCK, exclusive=True)
-        making.rename(place)
+        making.rename(directory)
     except OSError as error:
         shutil.rmtree(making, ignore_errors=True)
-        raise out_of_space(place, error) from error
+        raise out_of_space(directory, error) from error
     if lock is None:
-        raise WrongState("locked by somebody else", f"using {place}")
+        raise WrongState("locked by somebody else", f"using {directory}")
     return lock
 
 
-def _tidy(directory: Path) -> None:
-    """Remove what sources that were killed have left: theirs is no lock that anybody holds."""
+def _remove_abandoned(directory: Path) -> None:
+    """Remove the directories of killed sources: nobody holds their locks."""
     for path in directory.glob(f"{_PREFIX}*"):
         with suppress(OSError):
             lock = open_locked(path / LOCK, exclusive=True)

@@ -1,6 +1,6 @@
-"""Looking at all of a snapshot: every header, every block, and the digest of every region.
+"""Verifying a whole snapshot: every header, every block, and the digest of every region.
 
-Reading a part of it checks that part. This is for those who want to know before they need it.
+Reading a part of a snapshot checks only that part; this checks all of it, before somebody needs it.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def verify(snapshot: OpenSnapshot, progress: Progress = lambda _: None) -> Snaps
         total = np.zeros(SEEDS, dtype=np.uint32)
         for _ in piece.sums:
             block = contents.blocks[number]
-            problem = _wrong(contents, files.descriptor(block.file), block, window)
+            problem = _problem(contents, files.descriptor(block.file), block, window)
             if problem is not None:
                 problems[problem] = None
             elif piece.digest is not None:
@@ -72,7 +72,7 @@ def _pieces(manifests: tuple[RankManifest, ...]) -> Iterator[StoredRegion]:
             yield from part.pieces
 
 
-def _wrong(contents: Contents, descriptor: int, block: FileBlock, window: memoryview) -> str | None:
+def _problem(contents: Contents, descriptor: int, block: FileBlock, window: memoryview) -> str | None:
     into, name = window[: block.size_bytes], contents.files[block.file].path.name
     if read_all(descriptor, into, block.offset_bytes) < block.size_bytes:
         return f"{name} truncated"

@@ -1,4 +1,4 @@
-"""What every message is, and the answer that may stand in for any reply."""
+"""The base of all messages, and the refusal, which may be sent instead of any reply."""
 
 from __future__ import annotations
 

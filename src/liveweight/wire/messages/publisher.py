@@ -28,12 +28,12 @@ class GetReplicaState(Body, frozen=True):
 
 
 class ReplicaState(Body, frozen=True):
-    """A replica's standing: what it expects, what it serves, in which state, and the round that holds it.
+    """A replica's state: the tensors that it expects, the version that it serves, and its open round.
 
-    `serving_s` is for how long it has served that. `optional` are the groups of tensors that an offer may leave out; `kept`, by name,
-    those that the version which serves left out.
-    `torn` says why nothing may serve, if an update in place failed. `met` are the last words that the leader's process was told by those
-    who control its engine: by its own, each knows that the leader which it reaches is that engine's, and not one that outlived it.
+    `serving_s` is for how long it has served that version. `optional` are the groups of tensors that an offer may leave out; `kept`, by
+    name, those that the serving version left out. `torn` says why nothing may serve, if an update in place failed. `met` are the last
+    handshake tokens that controllers sent to the engine of this leader: a controller that finds its own token knows that the leader belongs
+    to the engine, and not to one that outlived its server.
     """
 
     replica: str
@@ -51,7 +51,7 @@ class ReplicaState(Body, frozen=True):
 
 
 class Describe(Body, frozen=True):
-    """The tensors that a publisher will offer, said once; rounds name them by `structure`. -> Described."""
+    """The tensors that a publisher will offer, sent once; rounds name them by `structure`. -> Described."""
 
     structure: str
     manifest: Manifest
@@ -86,7 +86,7 @@ class Opened(Body, frozen=True):
     """The round is open, or, with `round` None, its version is installed already and there is nothing to do.
 
     `kept` names the optional groups that the offer leaves out: their tensors stay as they are. `in_place`: the replica reads the source
-    during its commit, which must stand until then.
+    during its commit, so the offer must hold until then.
     """
 
     round: RoundId | None
@@ -126,11 +126,11 @@ class Compare(Body, frozen=True):
 
 
 class Compared(Body, frozen=True):
-    """The digests are known; how the comparison ends, `WaitFor` tells."""
+    """The digests are known; `WaitFor` says how the comparison ends."""
 
 
 class RequestVote(Body, frozen=True):
-    """Ask for the vote. A yes is held for `lease_s`, from when it is given. -> Vote."""
+    """Request the vote. A yes is valid for `lease_s` (the vote lease), from when it is given. -> Vote."""
 
     round: RoundId
     lease_s: float
@@ -148,7 +148,7 @@ class Commit(Body, frozen=True):
 
 
 class Committed(Body, frozen=True):
-    """All ranks serve this version; how long the slowest stood still for it, and what each of them did."""
+    """All ranks serve this version; how long the slowest was stalled, and the times of each rank."""
 
     serving: Version | None
     undo: Version | None
@@ -157,7 +157,7 @@ class Committed(Body, frozen=True):
 
 
 class Abort(Body, frozen=True):
-    """Give the round up. Answered when no rank reads its source any more, or the wait is over. -> Aborted."""
+    """Abort the round. Answered when no rank reads its source any more, or the wait is over. -> Aborted."""
 
     round: RoundId
     reason: str
@@ -205,7 +205,7 @@ class Undo(Body, frozen=True):
 class Verify(Body, frozen=True):
     """Digest what all ranks hold live now, and compare it with the manifest, or with the version that is installed. -> Verdict.
 
-    Of these tensors, or of all; a manifest may list a part of them. `listed`: tell the digests that were found.
+    Of these tensors, or of all; a manifest may list a part of them. `listed`: return the digests that were found.
     """
 
     names: tuple[str, ...] | None = None

@@ -9,12 +9,12 @@ from liveweight.wire.messages.values import Fault, Offer, Overwritten, RoundId
 
 
 class Join(Body, frozen=True):
-    """A rank reports for service: what it owns, what it serves, which tensors an offer may leave out. -> Joined.
+    """A rank joins its replica: what it owns, what it serves, which tensors an offer may leave out. -> Joined.
 
     The groups of `optional` have the tensors of the whole replica: every rank says the same. Where they are known, `lanes` are the digests
-    of what it holds, 16 bytes per placement, and `manifest` has the tensors of the version with theirs; one rank's word is enough.
-    `host` is where its `pid` means something. `in_place`: it has no shadow, and a commit overwrites what is live. `met`: what those who
-    control its engine told it; a leader that was not told the same is another engine's, and refuses it.
+    of what it holds, 16 bytes per placement, and `manifest` has the tensors of the version with theirs; one rank is enough.
+    `host` is where its `pid` means something. `in_place`: it has no shadow, and a commit overwrites what is live. `met`: the handshake
+    token that a controller sent to its engine; a leader without that token belongs to another engine, and refuses the rank.
     """
 
     rank: int
@@ -38,7 +38,7 @@ class Joined(Body, frozen=True):
 
 
 class Stage(Body, frozen=True):
-    """Notification to a rank: read your regions of this offer into the shadow; verify if asked. In place: find them, and read nothing yet.
+    """Notification to a rank: read your regions of this offer into the shadow; verify if asked. In place: locate them, read nothing yet.
 
     Of the optional groups in `keep` the offer has nothing: the shadow gets what is live.
     """
@@ -94,7 +94,7 @@ class Swapped(Body, frozen=True):
 
     Ranks learn a decision by its epoch alone, so that is how they name the round here. `seat` is the one that Joined gave.
     In place it has read its regions into live memory, or failed to, and `overwritten` says how far it came. `unread` counts the tensors of
-    which only the copy that they were installed from was ever looked at.
+    which only the copy that they were installed from was ever read.
     """
 
     boot: str

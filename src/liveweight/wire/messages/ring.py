@@ -1,4 +1,4 @@
-"""Between a rank and the ring of a source: what the rank wants, buckets that lie ready, segments that it gives back."""
+"""Between a rank and the ring of a source: subscriptions, buckets that are filled, segments that are free again."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ __all__ = [
 class Subscribe(Body, frozen=True):
     """Pack these parcels for me, bucket by bucket. -> Subscribed.
 
-    `layout` and `generation` are the offer's. `stream` is the fingerprint of the parcels; `parcels` are they themselves, told once per
+    `layout` and `generation` are the offer's. `stream` is the fingerprint of the parcels; `parcels` are sent once per
     source. `number` is the rank's own, and everything that follows carries it; what the rank had subscribed to before is over.
     """
 
@@ -32,7 +32,7 @@ class Subscribe(Body, frozen=True):
 
 
 class Subscribed(Body, frozen=True):
-    """Buckets follow as Filled, if the offer still stands. `known`: False where the parcels have to be told."""
+    """Buckets follow as BucketFilled, if the offer still holds. `known` False: the parcels have to be sent."""
 
     known: bool
     stands: bool

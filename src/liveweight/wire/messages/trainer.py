@@ -1,4 +1,4 @@
-"""Among the ranks of one trainer: rank 0 leads, the others report to it. Weights never pass through here."""
+"""Among the ranks of one trainer: the other ranks report to rank 0. Weights never pass through here."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from liveweight.wire.messages.values import Fault
 
 
 class RegisterRank(Body, frozen=True):
-    """A trainer's rank reports to rank 0. -> RankRegistered, once all ranks have.
+    """A trainer's rank registers with rank 0. -> RankRegistered, once all ranks have.
 
     `fault`: the rank cannot take part, for that reason; every rank is told.
     """
@@ -61,7 +61,7 @@ class ShardsFrozen(Body, frozen=True):
 
 
 class GetOutcome(Body, frozen=True):
-    """How did that round end? Answered when it has, or after `wait_s`. -> Outcome or Pending."""
+    """How did that round end? Answered when it has, or after `wait_s`. -> Outcome or OutcomePending."""
 
     rank: int
     number: int
@@ -86,4 +86,4 @@ class Outcome(Body, frozen=True):
 
 
 class Probe(Body, frozen=True):
-    """Notification to a rank: nothing, but that it is still there to be told."""
+    """Notification to a rank, without content: checks that the connection still works."""

@@ -37,7 +37,7 @@ class Shard(_Value, frozen=True):
 class Offer(_Value, frozen=True):
     """Where ranks read a version: the transfer mode, the source's address, its layout, and the generation that must still hold.
 
-    With `shards`, each of them has a part of it, and `source` only says which (Survey); `layout` names all their layouts together.
+    With `shards`, each of them has a part of it, and `source` only says which (GetShardLayout); `layout` names all their layouts together.
     """
 
     mode: str
@@ -49,7 +49,7 @@ class Offer(_Value, frozen=True):
 
 
 class RingTerms(_Value, frozen=True):
-    """A source's ring: where its ranks subscribe, and so many segments of so many bytes each, side by side in one memory."""
+    """A source's ring: the address where ranks subscribe, and the number and size of its segments, side by side in one memory."""
 
     address: str
     segments: int
@@ -57,8 +57,8 @@ class RingTerms(_Value, frozen=True):
 
 
 class RankTimes(_Value, frozen=True):
-    """What one rank did in a round, in seconds that it measured itself: reading, digesting, swapping with the hooks. `unread`: of so many
-    tensors only the copy that they were installed from was looked at."""
+    """What one rank did in a round, in seconds that it measured itself: reading, digesting, swapping with the hooks. `unread`: of this many
+    tensors only the copy that they were installed from was read."""
 
     rank: int
     staged_bytes: int = 0

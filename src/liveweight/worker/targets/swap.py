@@ -1,6 +1,6 @@
-"""Two swaps of live weights and shadow: of what tensors point at, and of contents. Both are all or nothing.
+"""Two swaps of live weights and shadow: of the memory that tensors point at, and of contents. Both are all or nothing.
 
-Owns the way there and the way back. Which memories there are, and when they are swapped, is the target's and the round's.
+Owns the swap and its undo after an error. Which memories there are is the target's; when they are swapped is worker/commit's.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ CHUNK_BYTES = 128 << 10
 """What is swapped at a time. A batch of rows has less than two chunks: with its bounce buffer it stays in a core's cache."""
 
 LINK_CHUNK_BYTES = 2 << 20
-"""The same between a device and the host: each copy has to be asked for, and small ones would wait for that more than for the link."""
+"""The same between a device and the host: each copy has a launch cost, which would dominate small copies."""
 
 
 def point(
@@ -58,7 +58,7 @@ def _point_back(
 
 
 class _Step(enum.Enum):
-    """What a lane does, or has begun to do, with its batch."""
+    """The step that a lane has begun with its batch."""
 
     SAVE = enum.auto()  # live to bounce buffer
     OVERWRITE = enum.auto()  # shadow to live
@@ -116,7 +116,7 @@ class ContentSwap:
                 raise
 
         try:
-            with CopyThreads(self._lanes, name="liveweight-exchange") as copy_threads:
+            with CopyThreads(self._lanes, name="liveweight-swap") as copy_threads:
                 copy_threads.run(work)
         except BaseException as error:
             self._swap_back(error)

@@ -12,7 +12,7 @@ from liveweight.spec.layout import Layout
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReadBack:
-    """What serves, beside the copy of it that a rank keeps: tensors that differ, and those of which it cannot be read."""
+    """The comparison of what serves with the copy that a rank keeps: tensors that differ, and tensors that cannot be read back."""
 
     differing: tuple[str, ...] = ()
     unread: tuple[str, ...] = ()
@@ -23,7 +23,7 @@ class Target(Protocol):
 
     @property
     def layout(self) -> Layout:
-        """What the rank owns, and where: the same for live memory and shadow. Declared once, by the parameters themselves."""
+        """What the rank owns, and where: the same for live memory and shadow. Declared once, by the parameters."""
 
     def live(self) -> Sequence[Memory]:
         """The memory that serves now."""
@@ -32,7 +32,7 @@ class Target(Protocol):
         """The memory that a round stages into: allocated and faulted in at first use, then kept. Called from the staging thread."""
 
     def keep(self, tensors: Collection[str]) -> None:
-        """Let the shadow hold what is live of these tensors, so that a swap changes nothing of them. From the staging thread."""
+        """Copy the live content of these tensors into the shadow, so that a swap does not change them. Called from the staging thread."""
 
     def swap(self) -> None:
         """Swap live and shadow, all or nothing; its own inverse. Called from the rank's main thread, at a boundary."""

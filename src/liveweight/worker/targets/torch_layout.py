@@ -1,7 +1,7 @@
-"""What torch tensors declare about themselves: which of them are one, how their storage lies, which regions they hold.
+"""The layout of a set of torch tensors: which of them are tied, how their storage is ordered, which regions they hold.
 
-Owns the checks that a set of tensors can be a target, and the layout that follows from them. Their memory, and what is swapped,
-is torch_target's. Nothing here touches a byte of a weight.
+Owns the checks that a set of tensors can be a target, and the layout that follows from them. Their memory and the swap are
+torch_target's. Nothing here reads or writes a weight.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from liveweight.errors import LayoutInvalid
 from liveweight.spec.dtype import DType
 from liveweight.spec.layout import Layout, Piece, Placement, contiguous_strides, place
 from liveweight.spec.manifest import TensorSpec
-from liveweight.spec.region import Region, Span, count, meet, show, whole
+from liveweight.spec.region import Region, Span, count, intersection, show, whole
 
 if TYPE_CHECKING:
     import torch
@@ -193,7 +193,7 @@ def _pieces(parameter: Parameter) -> tuple[Piece, ...]:
     return parameter.pieces
 
 
-def _seat(piece: Piece, rank: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+def _position(piece: Piece, rank: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """`at` and `axes` of a piece, spelled out."""
     axes = piece.axes or tuple(range(rank - len(piece.tensor.shape), rank))
     return piece.at or (0,) * rank, axes
@@ -201,7 +201,7 @@ def _seat(piece: Piece, rank: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
 
 def _stored(piece: Piece, order: Sequence[int], rank: int) -> Piece:
     """The piece in the dimensions of the storage, which is row-major where the tensor may not be."""
-    at, axes = _seat(piece, rank)
+    at, axes = _position(piece, rank)
     if len(at) != rank or not set(axes) <= set(order):
         return piece  # does not fit: `place` says so
     return msgspec.structs.replace(
@@ -216,7 +216,7 @@ def _check_disjoint(name: str, pieces: Sequence[Piece], shape: Sequence[int]) ->
         for other_tensor, other in boxes[number + 1 :]:
             if region and other[0].start > region[0].last:
                 break  # sorted by their first dimension: no later one reaches back
-            if meet(region, other) is not None:
+            if intersection(region, other) is not None:
                 raise LayoutInvalid(f"{name}: {tensor} and {other_tensor} both at {show(other)}")
 
 
@@ -224,6 +224,6 @@ def _boxes(pieces: Iterable[Piece], rank: int) -> Iterator[tuple[str, Region]]:
     """Where the pieces lie, in their parameter's coordinates."""
     for piece in pieces:
         if count(piece.region):
-            at, axes = _seat(piece, rank)
+            at, axes = _position(piece, rank)
             extents = {axis: span.count for axis, span in zip(axes, piece.region, strict=True)}
             yield piece.tensor.name, tuple(Span(at[axis], extents.get(axis, 1)) for axis in range(rank))

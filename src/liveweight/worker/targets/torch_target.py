@@ -1,7 +1,7 @@
 """A target of torch tensors on one device: live weights, their shadow, and the swap between them.
 
 Owns the shadow's memory and where the tensors point. What the tensors declare is torch_layout's, how they are swapped is
-swap's, when is the round's.
+swap's, when is worker/commit's.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class _Side:
 
 
 class TensorTarget:
-    """Tensors as a rank's weights; implements worker/targets/target's port. The tensor objects stay the same, also across swaps.
+    """Tensors as a rank's weights; implements the port in worker/targets/target. The tensor objects stay the same, also across swaps.
 
     Tensors may be strided in any order, but have no gaps; tied ones (same memory, shape and strides) are one, and stay tied.
     All lie on one device: theirs, unless it is given, and then they must agree. `threads` and `kernels` are used by `copy` only.
@@ -102,11 +102,11 @@ class TensorTarget:
             raise WrongState("in place, without a shadow", "staging beside the live weights")
         if shadow is None:
             shadow = _side(self._parameters, self._new_views(live.views))
-            self._contents = self._exchange_of(live, shadow) if self._mode == "copy" else None
+            self._contents = self._content_swap(live, shadow) if self._mode == "copy" else None
             self._sides = (live, shadow)
         return shadow.memories
 
-    def _exchange_of(self, live: _Side, shadow: _Side) -> ContentSwap:
+    def _content_swap(self, live: _Side, shadow: _Side) -> ContentSwap:
         linked = self.home is not self.device and self.device is not CPU
         return ContentSwap(
             *(live.memories, shadow.memories),

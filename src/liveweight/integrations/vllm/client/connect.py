@@ -1,4 +1,4 @@
-"""The way to a vLLM that a user has named, whatever it was named by."""
+"""Chooses the controls for a vLLM that a user names by URL, Python object or Ray actor."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from liveweight.integrations.vllm.client.controls import (
 from liveweight.integrations.vllm.client.http_controls import HttpControls
 from liveweight.integrations.vllm.client.ray_controls import RayControls
 
-FOUR = ("init_weight_transfer_engine", "start_weight_update", "update_weights", "finish_weight_update")
+REQUIRED = ("init_weight_transfer_engine", "start_weight_update", "update_weights", "finish_weight_update")
 
 
 def connect(given: Any, *, key: str | None, loop: asyncio.AbstractEventLoop | None) -> VllmControls:
-    """The way to a vLLM that a user has named. Refused for anything that is none."""
+    """Return the controls of the vLLM that a user named. Refused if the object is no vLLM."""
     given = getattr(given, "base_url", given)  # vLLM's own client of a server
     if isinstance(given, str):
         return HttpControls(given, key)
-    missing = [name for name in FOUR if not hasattr(given, name)]
+    missing = [name for name in REQUIRED if not hasattr(given, name)]
     if missing:
         raise Refused(f"{type(given).__name__} is no vLLM: it has no {', '.join(missing)}")
     if type(given).__module__.startswith("ray."):

@@ -1,8 +1,7 @@
-"""What a trainer can tell a vLLM to do, by whatever way it has to it.
+"""The calls that a trainer makes to a vLLM: a port, and its implementations for objects of the trainer's own process.
 
-A port, and its implementations for objects of the trainer's own process; http_controls and ray_controls have the others.
-None of them needs vLLM to be installed where the trainer runs, unless vLLM runs there.
-Every call ends with its deadline; what vLLM says against it is a LiveWeightError.
+http_controls and ray_controls implement the port for servers and for Ray actors. None of them needs vLLM to be installed where the
+trainer runs, unless vLLM runs there. Every call ends by its deadline; an error of vLLM's is raised as a LiveWeightError.
 """
 
 from __future__ import annotations
@@ -17,53 +16,52 @@ from liveweight.errors import LiveWeightError, Unavailable
 from liveweight.spec.deadline import Deadline
 
 PauseMode: TypeAlias = Literal["keep", "abort", "reuse"]
-"""What happens to running requests: they stand still and are computed anew from their tokens; they end; or they go on with the KV that they
-have."""
+"""What happens to running requests: they pause and recompute their KV from their tokens; they end; or they go on with the KV they have."""
 
 
 class VllmControls(Protocol):
-    """One vLLM. Called by one thread at a time. `concurrent`: whether it may be told something while its user uses it in another thread."""
+    """One vLLM. Called by one thread at a time. `concurrent`: whether vLLM may be called while its user uses it in another thread."""
 
     @property
     def concurrent(self) -> bool:
         """See above."""
 
     def init(self, info: dict[str, Any], deadline: Deadline) -> None:
-        """Let every worker meet the trainer."""
+        """Run the handshake on every worker."""
 
     def start(self, deadline: Deadline) -> None:
         """Begin an update."""
 
     def begin(self, deadline: Deadline) -> bool:
-        """Begin an update, and say whether somebody has paused vLLM."""
+        """Begin an update. Returns whether somebody has paused vLLM."""
 
     def start_draft(self, deadline: Deadline) -> bool:
-        """Begin an update of the draft model, for which vLLM hands it to every worker's backend. False where this way has no such call."""
+        """Begin an update of the draft model: vLLM hands the model to every worker's backend. False if these controls have no such call."""
 
     def update(self, info: dict[str, Any], deadline: Deadline) -> None:
-        """Call every worker's `update_weights`; returns when all have."""
+        """Call every worker's `update_weights`; returns once all workers have returned."""
 
     def name_version(self, version: str, deadline: Deadline) -> bool:
-        """Let vLLM say from its next token on that it serves that version. False where only the end of the update can."""
+        """Let vLLM report that version from its next token on. False if vLLM takes the name only at the end of an update."""
 
     def finish(self, version: str | None, deadline: Deadline) -> None:
-        """End the update; vLLM says that it serves that version, unless it is None."""
+        """End the update. vLLM then reports that version, unless it is None."""
 
     def paused(self, deadline: Deadline) -> bool:
         """Whether somebody has paused it."""
 
     def mixes_prefixes(self, deadline: Deadline) -> str | None:
-        """Why a request may find prefixes of an earlier version, if a commit leaves them; None where it can not."""
+        """Why a request may find cached prefixes of an earlier version if a commit keeps them; None if no request can."""
 
     def pause(self, mode: PauseMode, deadline: Deadline) -> None:
-        """Let it take no step, and forget the KV that it has, unless that is to stay."""
+        """Stop stepping, and drop the KV unless the mode keeps it."""
 
     def resume(self, deadline: Deadline) -> None:
-        """Let it go on."""
+        """Step again."""
 
 
 class SequentialControls:
-    """Of vLLMs that are told one thing after the other, and have no middleware."""
+    """Shared by controls that make one call after the other, of a vLLM without our middleware."""
 
     def mixes_prefixes(self, deadline: Deadline) -> str | None:  # noqa: ARG002 - there is nothing to ask
         """See VllmControls."""
@@ -77,7 +75,7 @@ class SequentialControls:
 
 
 class _Calls:
-    """Calls of an object that have no deadline of their own, in a thread beside the one that waits for them."""
+    """Runs calls that have no deadline of their own in a second thread, so that the caller can wait with one."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -98,10 +96,10 @@ class _Calls:
 
 
 class LlmControls(SequentialControls):
-    """An `LLM` of this process. It runs no request between two calls of its `generate`: there is nothing to pause."""
+    """An `LLM` of this process. An `LLM` runs no request between two calls of `generate`, so there is nothing to pause."""
 
     concurrent = False
-    """Its socket is for one thread at a time: the process ends where two use it."""
+    """Its socket is for one thread at a time: the process aborts if two use it."""
 
     def __init__(self, llm: Any) -> None:
         self._llm, self._calls = llm, _Calls("the LLM")
@@ -109,7 +107,9 @@ class LlmControls(SequentialControls):
     def init(self, info: dict[str, Any], deadline: Deadline) -> None:
         """See VllmControls."""
         request = {"init_info": info}
-        self._calls.call("meet us", lambda: self._llm.init_weight_transfer_engine(request), deadline)
+        self._calls.call(
+            "run the handshake", lambda: self._llm.init_weight_transfer_engine(request), deadline
+        )
 
     def start(self, deadline: Deadline) -> None:
         """See VllmControls."""
@@ -138,11 +138,11 @@ class LlmControls(SequentialControls):
         return False
 
     def pause(self, mode: PauseMode, deadline: Deadline) -> None:  # noqa: ARG002 - no request runs
-        """Forget the prefixes that it has."""
+        """Drop the cached prefixes."""
         self._calls.call("forget its prefixes", self._llm.reset_prefix_cache, deadline)
 
     def resume(self, deadline: Deadline) -> None:
-        """It goes on by itself."""
+        """Nothing to do: an `LLM` was never paused."""
 
 
 class AsyncControls(SequentialControls):
@@ -158,7 +158,7 @@ class AsyncControls(SequentialControls):
         from vllm.distributed.weight_transfer.base import WeightTransferInitRequest
 
         request = WeightTransferInitRequest(init_info=info)
-        self._run("meet us", self._llm.init_weight_transfer_engine(request), deadline)
+        self._run("run the handshake", self._llm.init_weight_transfer_engine(request), deadline)
 
     def start(self, deadline: Deadline) -> None:
         """See VllmControls."""
@@ -195,16 +195,16 @@ class AsyncControls(SequentialControls):
 
     def resume(self, deadline: Deadline) -> None:
         """See VllmControls."""
-        self._run("go on", self._llm.resume_generation(), deadline)
+        self._run("resume", self._llm.resume_generation(), deadline)
 
     def _run(self, what: str, work: Coroutine[Any, Any, Any], deadline: Deadline) -> Any:
         return self._calls.result(what, asyncio.run_coroutine_threadsafe(work, self._loop), deadline)
 
 
 class ClientControls(SequentialControls):
-    """Any object with the four methods of vLLM's weight sync clients. Pausing is not among them: whoever has the object pauses vLLM around
-    `publish`, or gives it `pause_generation(mode)`, `resume_generation()` and `update_weight_version(version)`, too. Only one with
-    `start_draft_weight_update()` updates a draft model. It may have an `LLM` behind it, unless it says that it is `concurrent`."""
+    """Any object with the four methods of vLLM's weight sync clients. Pausing is not among them: the user pauses vLLM around `publish`, or
+    adds `pause_generation(mode)`, `resume_generation()` and `update_weight_version(version)` to the object. A draft model is updated only
+    if the object has `start_draft_weight_update()`. Unless the object's `concurrent` is true, an `LLM` may be behind it."""
 
     def __init__(self, client: Any) -> None:
         self._client, self._calls = client, _Calls("the client")
@@ -212,7 +212,9 @@ class ClientControls(SequentialControls):
 
     def init(self, info: dict[str, Any], deadline: Deadline) -> None:
         """See VllmControls."""
-        self._calls.call("meet us", lambda: self._client.init_weight_transfer_engine(info), deadline)
+        self._calls.call(
+            "run the handshake", lambda: self._client.init_weight_transfer_engine(info), deadline
+        )
 
     def start(self, deadline: Deadline) -> None:
         """See VllmControls."""
@@ -240,7 +242,7 @@ class ClientControls(SequentialControls):
         """See VllmControls."""
         self._calls.call("end the update", lambda: self._client.finish_weight_update(version), deadline)
 
-    def paused(self, deadline: Deadline) -> bool:  # noqa: ARG002 - it cannot tell
+    def paused(self, deadline: Deadline) -> bool:  # noqa: ARG002 - the client has no such call
         """See VllmControls."""
         return False
 
@@ -252,4 +254,4 @@ class ClientControls(SequentialControls):
     def resume(self, deadline: Deadline) -> None:
         """See VllmControls."""
         if (resume := getattr(self._client, "resume_generation", None)) is not None:
-            self._calls.call("go on", resume, deadline)
+            self._calls.call("resume", resume, deadline)

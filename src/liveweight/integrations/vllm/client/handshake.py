@@ -1,8 +1,8 @@
-"""How a trainer meets vLLM's workers, and knows that the leader which it reaches is theirs.
+"""The trainer's handshake with vLLM's workers, which proves that the leader on our wire is theirs.
 
-What goes through vLLM's calls and what goes over our wire must be about the same workers. A worker can outlive its server (vLLM's engine
-does where the server is killed), and goes on answering on our wire while another vLLM serves at the server's address. So every meeting
-has a word of its own, which vLLM's calls carry to its workers, and which their leader says.
+vLLM's calls and our wire must reach the same workers. A worker can outlive its server (vLLM's engine does if the server is killed), and
+goes on answering on our wire while another vLLM serves at the server's address. So every handshake has a session id of its own: vLLM's
+calls carry it to the workers, and their leader reports it on our wire.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from liveweight.rounds.replica import WireReplica
 from liveweight.spec.deadline import Deadline
 from liveweight.spec.manifest import OptionalGroup, Version
 
-LOOK_S = 0.2
-"""How often a wait looks whether the publisher is being closed."""
+POLL_S = 0.2
+"""How often a wait checks whether the publisher is being closed."""
 
 
 class VllmHandshake:
-    """Of one vLLM. Called by the replica's thread; `thread` is where vLLM is told, one thing after the other."""
+    """The handshake with one vLLM. Called by the replica's thread; calls to vLLM run in `thread`, one after the other."""
 
     def __init__(
         self,
@@ -36,78 +36,79 @@ class VllmHandshake:
         updates: UpdateCalls,
         thread: ThreadPoolExecutor,
         wire: WireReplica,
-        looker: WireReplica,
+        state_wire: WireReplica,
         terms: dict[str, Any],
     ) -> None:
-        """`terms`: what every worker is told, see terms.Terms; the session is added."""
+        """`terms` are sent to every worker, see HandshakeTerms; the session is added. `wire` carries rounds, `state_wire` reads the state
+        while a call on `wire` waits."""
         self._name, self._controls, self._updates, self._terms = name, controls, updates, terms
-        self._wire, self._looker, self._thread = wire, looker, thread
-        self._asked: Future[bool] | None = None
+        self._wire, self._state_wire, self._thread = wire, state_wire, thread
+        self._checking: Future[bool] | None = None
         self.interrupted = threading.Event()
         """Set when the publisher is being closed, by any thread."""
         self.in_doubt = False
-        """Whether a swap was left without a known end."""
+        """Whether the outcome of a swap is unknown."""
         self.drafts = True
-        """Whether vLLM could be told to hand its draft model to its workers, if it has one."""
+        """False if vLLM has a draft model and no call that hands it to the workers."""
 
     def settle(self, deadline: Deadline) -> None:
-        """Wait until no update of vLLM is active any more; where it was not let end, that is a doubt."""
+        """Wait until no update of vLLM is active. If vLLM did not let the update end, its outcome is in doubt."""
         self.in_doubt = not self._updates.over(deadline) or self.in_doubt
 
-    def make_sure(self, deadline: Deadline) -> None:
-        """The leader on our wire is vLLM's own on return."""
-        if not self.meet(deadline) and not self.own(self.ask(deadline), deadline):
+    def ensure_own_leader(self, deadline: Deadline) -> None:
+        """Make sure that the leader on our wire is vLLM's own."""
+        if not self.join_workers(deadline) and not self.own(self.start_check(deadline), deadline):
             self.in_doubt = True
-            self.meet(deadline)
+            self.join_workers(deadline)
 
-    def meet(self, deadline: Deadline) -> bool:
-        """Let vLLM's workers join, unless they have: at first, after a restart, and where a swap was left in doubt. Whether that was
-        done; else, whether the leader is vLLM's own, `own` says."""
+    def join_workers(self, deadline: Deadline) -> bool:
+        """Let vLLM's workers join if they have not: at first, after a restart, and if a swap is in doubt. Returns whether that was
+        necessary. If not, `own` says whether the leader is vLLM's own."""
         self.settle(deadline)
         if self._wire.connected and not self.in_doubt:
             return False
         self._wire.disconnect()
-        self._looker.disconnect()
-        if not self.own(self.ask(deadline), deadline):
-            raise Unavailable(f"at {self._terms['address']} others listen than the workers of {self._name}")
+        self._state_wire.disconnect()
+        if not self.own(self.start_check(deadline), deadline):
+            raise Unavailable(f"the leader at {self._terms['address']} is not one of {self._name}'s workers")
         replica_state = self._wire.replica_state(deadline)
         if replica_state.round is None:
-            self._end_what_was_left(replica_state.serving, deadline)
+            self._end_abandoned_update(replica_state.serving, deadline)
             self._hand_over_draft(replica_state.optional, deadline)
         self.in_doubt = False
         return True
 
-    def ask(self, deadline: Deadline) -> Future[bool]:
-        """Find out whether the leader is vLLM's own; nobody waits for it here."""
-        self._asked = self._thread.submit(self._ask, deadline)
-        return self._asked
+    def start_check(self, deadline: Deadline) -> Future[bool]:
+        """Begin to check whether the leader is vLLM's own. Does not wait."""
+        self._checking = self._thread.submit(self._check, deadline)
+        return self._checking
 
-    def own(self, asked: Future[bool], deadline: Deadline) -> bool:
-        """What was found out. DeadlineExceeded, or RoundAborted where the publisher is being closed; then it is not asked any more."""
+    def own(self, check: Future[bool], deadline: Deadline) -> bool:
+        """The result of that check. DeadlineExceeded, or RoundAborted if the publisher is being closed, which also cancels the check."""
         while True:
             try:
-                return asked.result(min(LOOK_S, max(0.0, deadline.remaining_s())))
+                return check.result(min(POLL_S, max(0.0, deadline.remaining_s())))
             except FutureTimeout:
                 if self.interrupted.is_set():
-                    asked.cancel()
+                    check.cancel()
                     raise RoundAborted("the publisher was closed") from None
-                deadline.check(f"{self._name} to meet us")
+                deadline.check(f"{self._name} to finish the handshake")
 
-    def rest(self, deadline: Deadline) -> None:
-        """Nothing is being asked any more on return, where vLLM's user must not use it beside that."""
-        if self._asked is not None and not self._controls.concurrent and not self._asked.cancel():
-            wait([self._asked], max(0.0, deadline.remaining_s()))
+    def finish_check(self, deadline: Deadline) -> None:
+        """Wait for a check that is still running, if vLLM's user must not use vLLM at the same time."""
+        if self._checking is not None and not self._controls.concurrent and not self._checking.cancel():
+            wait([self._checking], max(0.0, deadline.remaining_s()))
 
-    def _ask(self, deadline: Deadline) -> bool:
-        """Tell vLLM's workers that they are met, and ask the leader whether it heard that."""
+    def _check(self, deadline: Deadline) -> bool:
+        """Send vLLM's workers a new session id, and see whether the leader reports it."""
         session = secrets.token_hex(8)
         timeout_s = max(1.0, deadline.remaining_s())
         self._controls.init({**self._terms, "session": session, "timeout_s": timeout_s}, deadline)
-        return session in self._looker.replica_state(deadline).met
+        return session in self._state_wire.replica_state(deadline).met
 
-    def _end_what_was_left(self, serving: Version | None, deadline: Deadline) -> None:
-        """An update that is active without a round is one that a trainer did not live to end, and vLLM is paused for it. All workers
-        hold one version: those that do not refuse to be met. vLLM may not have been told its name."""
+    def _end_abandoned_update(self, serving: Version | None, deadline: Deadline) -> None:
+        """End an update that is active without a round: its trainer died, and vLLM is paused for it. All workers hold one version, since
+        others refuse the handshake. vLLM may not know that version's name yet."""
         try:
             self._controls.start(deadline)
             self._controls.finish(None, deadline)
@@ -116,7 +117,7 @@ class VllmHandshake:
             self._controls.resume(deadline)
 
     def _hand_over_draft(self, optional: Iterable[OptionalGroup], deadline: Deadline) -> None:
-        """Let vLLM's workers have their draft model, where they expect its tensors: by an update of it that installs nothing."""
+        """If the workers expect the draft model's tensors, have vLLM hand them the model, by an update of it that installs nothing."""
         if any(group.name == GROUP for group in optional):
             self.drafts = self._controls.start_draft(deadline)
             if self.drafts:

@@ -1,4 +1,4 @@
-"""A vLLM server by its URL: its routes for RL as one of the ways to tell vLLM what to do (see controls)."""
+"""A vLLM server by its URL: implements VllmControls (client/controls) over vLLM's HTTP routes for RL."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _SHOWN = 600
 
 
 class HttpControls:
-    """A server, by the routes that it has with VLLM_SERVER_DEV_MODE=1."""
+    """A server that was started with VLLM_SERVER_DEV_MODE=1."""
 
     concurrent = True
 
@@ -34,49 +34,49 @@ class HttpControls:
 
     def init(self, info: dict[str, Any], deadline: Deadline) -> None:
         """See VllmControls."""
-        self.ask("POST", "/init_weight_transfer_engine", {"init_info": info}, deadline)
+        self.call("POST", "/init_weight_transfer_engine", {"init_info": info}, deadline)
 
     def start(self, deadline: Deadline) -> None:
         """See VllmControls."""
-        self.ask("POST", "/start_weight_update", None, deadline)
+        self.call("POST", "/start_weight_update", None, deadline)
 
     def start_draft(self, deadline: Deadline) -> bool:
         """See VllmControls."""
-        self.ask("POST", "/start_draft_weight_update", None, deadline)
+        self.call("POST", "/start_draft_weight_update", None, deadline)
         return True
 
     def begin(self, deadline: Deadline) -> bool:
-        """See VllmControls. Both are sent before one is answered: vLLM answers at the end of a step, and the same step's will do."""
+        """See VllmControls. Sends both requests before it reads an answer: vLLM answers at the end of a step, and both can share a step."""
         with ExitStack() as stack:
-            paused = self._sent("GET", "/is_paused", None, deadline, stack)
-            self._sent("POST", "/start_weight_update", None, deadline, stack)()
+            paused = self._send("GET", "/is_paused", None, deadline, stack)
+            self._send("POST", "/start_weight_update", None, deadline, stack)()
             return bool(paused().get("is_paused"))
 
     def update(self, info: dict[str, Any], deadline: Deadline) -> None:
         """See VllmControls."""
-        self.ask("POST", "/update_weights", {"update_info": info}, deadline)
+        self.call("POST", "/update_weights", {"update_info": info}, deadline)
 
     def name_version(self, version: str, deadline: Deadline) -> bool:
         """See VllmControls."""
-        self.ask("POST", "/update_weight_version", {"new_version": version}, deadline)
+        self.call("POST", "/update_weight_version", {"new_version": version}, deadline)
         return True
 
     def finish(self, version: str | None, deadline: Deadline) -> None:
         """See VllmControls."""
         body = {} if version is None else {"weight_version": version}
-        self.ask("POST", "/finish_weight_update", body, deadline)
+        self.call("POST", "/finish_weight_update", body, deadline)
 
     def paused(self, deadline: Deadline) -> bool:
         """See VllmControls."""
-        return bool(self.ask("GET", "/is_paused", None, deadline).get("is_paused"))
+        return bool(self.call("GET", "/is_paused", None, deadline).get("is_paused"))
 
     def mixes_prefixes(self, deadline: Deadline) -> str | None:
         """See VllmControls."""
         try:
-            said = self.ask("GET", CACHES, None, deadline)
+            caches = self.call("GET", CACHES, None, deadline)
         except Unavailable:
             return f"it was not started with --middleware {MIDDLEWARE}"
-        return None if said.get("kept_apart") is True else str(said.get("why"))
+        return None if caches.get("kept_apart") is True else str(caches.get("why"))
 
     def pause(self, mode: PauseMode, deadline: Deadline) -> None:
         """See VllmControls."""
@@ -85,37 +85,37 @@ class HttpControls:
             if mode == "reuse"
             else {"mode": mode, "clear_cache": "true"}
         )
-        self.ask("POST", "/pause?" + urlencode(how), None, deadline)
+        self.call("POST", "/pause?" + urlencode(how), None, deadline)
 
     def resume(self, deadline: Deadline) -> None:
         """See VllmControls."""
-        self.ask("POST", "/resume", None, deadline)
+        self.call("POST", "/resume", None, deadline)
 
-    def ask(self, method: str, path: str, body: object, deadline: Deadline) -> dict[str, Any]:
-        """One request of any route, one answer."""
+    def call(self, method: str, path: str, body: object, deadline: Deadline) -> dict[str, Any]:
+        """Send one request to any route, and return the answer."""
         with ExitStack() as stack:
-            return self._sent(method, path, body, deadline, stack)()
+            return self._send(method, path, body, deadline, stack)()
 
-    def _sent(
+    def _send(
         self, method: str, path: str, body: object, deadline: Deadline, stack: ExitStack
     ) -> Callable[[], dict[str, Any]]:
-        """Send a request; what it returns waits for the answer."""
+        """Send a request. The returned function waits for the answer."""
         what = f"{method} {path}"
-        with self._telling(what, deadline):
-            asked = stack.enter_context(
+        with self._translate_errors(what, deadline):
+            pending = stack.enter_context(
                 closing(PendingCall(self._parts, method, path, self._key, body, deadline))
             )
 
         def answer() -> dict[str, Any]:
-            with self._telling(what, deadline):
-                status, raw = asked.answer()
+            with self._translate_errors(what, deadline):
+                status, raw = pending.answer()
             return self._read(what, status, raw)
 
         return answer
 
     @contextmanager
-    def _telling(self, what: str, deadline: Deadline) -> Iterator[None]:
-        """Errors of the connection as ours."""
+    def _translate_errors(self, what: str, deadline: Deadline) -> Iterator[None]:
+        """Translate errors of the connection into ours."""
         try:
             yield
         except TimeoutError:
@@ -129,8 +129,8 @@ class HttpControls:
         if status == 404:
             raise Unavailable(f"{self.url} has no {what}: start vLLM with VLLM_SERVER_DEV_MODE=1")
         if status != 200:
-            said = raw.decode(errors="replace")[:_SHOWN]
-            raise Unavailable(f"{self.url} answered {what} with status {status}: {said}")
+            text = raw.decode(errors="replace")[:_SHOWN]
+            raise Unavailable(f"{self.url} answered {what} with status {status}: {text}")
         try:
             return from_json(raw, dict[str, Any])
         except msgspec.DecodeError as error:

@@ -1,7 +1,7 @@
-"""How a round is opened with the leader of the vLLM that the trainer's calls reach, and with no other.
+"""Opens a round with the leader of the vLLM that the trainer's calls reach, and with no other.
 
-Staging begins at once; whether the leader is vLLM's own is found out beside it, and is known before a vote, and before a version is said to
-be installed already.
+Staging begins at once. The check that the leader is vLLM's own runs meanwhile; its result is known before a vote, and before a version
+counts as installed already.
 """
 
 from __future__ import annotations
@@ -17,36 +17,36 @@ from liveweight.wire import messages as m
 from liveweight.wire.messages.values import fault_of
 
 ABORT_S = 2.0
-"""How long a leader that nobody wants any more may take to give a round up."""
+"""How long an abandoned leader may take to abort a round."""
 
 
 class RoundOpening:
-    """Of one vLLM. Called by the replica's thread."""
+    """Opens the rounds of one vLLM. Called by the replica's thread."""
 
-    def __init__(self, name: str, meeting: VllmHandshake, wire: WireReplica) -> None:
-        self._name, self._meeting, self._wire = name, meeting, wire
-        self._asked: Future[bool] | None = None
+    def __init__(self, name: str, handshake: VllmHandshake, wire: WireReplica) -> None:
+        self._name, self._handshake, self._wire = name, handshake, wire
+        self._checking: Future[bool] | None = None
 
     def open(self, body: m.Open, deadline: Deadline) -> m.Opened:
-        """Open a round. A leader that outlived its vLLM is left, and its successor met. A vLLM that does not say so soon has a worker that
-        stands still, which the round will name."""
-        self._asked = None
-        if self._meeting.meet(deadline):
+        """Open a round. If the leader outlived its vLLM, open the round with its successor instead. If vLLM does not answer the check soon,
+        one of its workers hangs, and the round will name it."""
+        self._checking = None
+        if self._handshake.join_workers(deadline):
             return self._wire.open(body, deadline)
-        self._asked = self._meeting.ask(deadline)
+        self._checking = self._handshake.start_check(deadline)
         opened: m.Opened | None = None
         refused: ReplicaRefused | None = None
         try:
             opened = self._wire.open(body, deadline)
         except ReplicaRefused as error:
             refused = error
-        except ChannelClosed:  # an outlived one, at its end
+        except ChannelClosed:  # the leader outlived its vLLM, and exits now
             opened = None
         try:
             own = self._soon_own(opened, deadline)
         except LiveWeightError:
             self._drop(opened, deadline)
-            self._meeting.rest(deadline)
+            self._handshake.finish_check(deadline)
             raise
         if own:
             if opened is not None:
@@ -65,23 +65,23 @@ class RoundOpening:
             return True
 
     def _drop(self, opened: m.Opened | None, deadline: Deadline) -> None:
-        """Give a round up that nobody hears of."""
+        """Abort a round that nobody else knows of."""
         if opened is not None and opened.round is not None:
             with suppress(LiveWeightError, ReplicaRefused):
                 self._wire.abort(opened.round, f"{self._name} is not there", deadline.within(ABORT_S))
 
     def _open_with_its_successor(self, left: m.Opened | None, body: m.Open, deadline: Deadline) -> m.Opened:
         self._drop(left, deadline)
-        self._asked, self._meeting.in_doubt = None, True
-        self._meeting.meet(deadline)
+        self._checking, self._handshake.in_doubt = None, True
+        self._handshake.join_workers(deadline)
         return self._wire.open(body, deadline)
 
     def check_own(self, deadline: Deadline) -> None:
-        """Before a vote: ReplicaRefused where other workers than vLLM's have staged."""
+        """Called before a vote. ReplicaRefused if workers of another vLLM have staged."""
         if not self._own(deadline):
-            self._meeting.in_doubt = True
+            self._handshake.in_doubt = True
             gone = ChannelClosed(f"{self._name} was started again; others than its workers have staged")
             raise ReplicaRefused(fault_of(gone, step="vote"))
 
     def _own(self, deadline: Deadline) -> bool:
-        return self._asked is None or self._meeting.own(self._asked, deadline)
+        return self._checking is None or self._handshake.own(self._checking, deadline)

@@ -1,7 +1,7 @@
-"""A vLLM that is an actor of Ray: its handle as one of the ways to tell vLLM what to do (see controls).
+"""A vLLM that is a Ray actor: implements VllmControls (client/controls) over the actor's handle.
 
-The actor is an `LLM` or an `AsyncLLM`, or has their methods. vLLM need not be installed where the trainer runs; Ray is, or there would be
-no handle.
+The actor is an `LLM` or an `AsyncLLM`, or has their methods. vLLM need not be installed where the trainer runs. Ray is: the handle is an
+object of Ray's.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from liveweight.spec.deadline import Deadline
 
 
 class RayControls(SequentialControls):
-    """One actor. An `LLM` is called between two calls of its `generate`: there is nothing to pause, only prefixes to forget."""
+    """One actor. An `LLM` is called between two calls of its `generate`: there is nothing to pause, only cached prefixes to drop."""
 
     concurrent = True
 
@@ -24,7 +24,7 @@ class RayControls(SequentialControls):
 
     def init(self, info: dict[str, Any], deadline: Deadline) -> None:
         """See VllmControls."""
-        # As much of vLLM's own request as it looks at.
+        # The fields of vLLM's own request that the actor reads.
         self._call("init_weight_transfer_engine", deadline, SimpleNamespace(init_info=info))
 
     def start(self, deadline: Deadline) -> None:

@@ -1,7 +1,7 @@
-"""vLLM's own updates around our commits: begun ahead of them, ended behind them, since vLLM answers only at the end of a step. One that
-cannot be told anything while its user uses it has ended when its user has it back.
+"""vLLM's own updates around our commits. They begin before a commit and end after it, in a second thread, since vLLM answers only at the
+end of a step. If vLLM cannot be called while its user uses it, the update has ended before the user gets vLLM back.
 
-Owns what was asked and not answered yet. Whether vLLM may be paused, and who resumes it, is replica's.
+Owns the calls that have not been answered yet. Whether vLLM may be paused, and who resumes it, is decided in client/replica.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from liveweight.spec.deadline import Deadline
 
 
 class UpdateCalls:
-    """Of one vLLM. Called by the replica's thread; `thread` is where vLLM is asked meanwhile."""
+    """The updates of one vLLM. Called by the replica's thread; calls to vLLM run in `thread`."""
 
     def __init__(self, name: str, controls: VllmControls, thread: ThreadPoolExecutor) -> None:
         self._name, self._controls, self._thread = name, controls, thread
@@ -22,12 +22,12 @@ class UpdateCalls:
         self._ending: Future[None] | None = None
 
     def begin_ahead(self, deadline: Deadline) -> None:
-        """Begin one, unless that is under way; nobody waits for it here."""
+        """Begin an update, unless one is beginning already. Does not wait."""
         if self._beginning is None:
             self._beginning = self._thread.submit(self._controls.begin, deadline)
 
     def begin(self, deadline: Deadline) -> bool:
-        """One is active when it returns; whether somebody had paused vLLM. Raises what vLLM has against it."""
+        """Wait until an update is active. Returns whether somebody had paused vLLM. Raises vLLM's error."""
         beginning, self._beginning = self._beginning, None
         if beginning is None:
             return self._controls.begin(deadline)
@@ -37,17 +37,16 @@ class UpdateCalls:
             raise deadline.exceeded(f"{self._name} to begin an update") from None
 
     def end(self, label: str | None, deadline: Deadline) -> None:
-        """End the one that is active; that is waited for only where it must be. vLLM says then that it serves that version, unless it is
-        None."""
+        """End the active update; vLLM then reports that version, unless it is None. Waits only if vLLM's controls are not concurrent."""
         self._end_by(self._thread.submit(self._controls.finish, label, deadline), deadline)
 
     def _end_by(self, ending: Future[None], deadline: Deadline) -> None:
         self._ending = ending
         if not self._controls.concurrent:
-            wait([ending], max(0.0, deadline.remaining_s()))  # how it went, `over` says
+            wait([ending], max(0.0, deadline.remaining_s()))  # `over` returns the outcome
 
     def over(self, deadline: Deadline) -> bool:
-        """Wait until none is active any more, also of what was begun ahead and came to nothing. False where vLLM did not let it end."""
+        """Wait until no update is active, including one that was begun ahead and not used. False if vLLM did not let the update end."""
         self.give_up(deadline)
         if self._ending is None:
             return True
@@ -59,12 +58,12 @@ class UpdateCalls:
         return ended
 
     def give_up(self, deadline: Deadline) -> None:
-        """End what was begun ahead, without waiting for that unless it must be."""
+        """End an update that was begun ahead. Waits only if vLLM's controls are not concurrent."""
         beginning, self._beginning = self._beginning, None
         if beginning is not None:
             self._end_by(self._thread.submit(self._end_begun, beginning, deadline), deadline)
 
     def _end_begun(self, beginning: Future[bool], deadline: Deadline) -> None:
-        """In the thread that vLLM is asked in, after what it began there: nothing is waited for."""
+        """Runs in the same thread as the call that began the update, and after it: `result()` does not wait."""
         beginning.result()
         self._controls.finish(None, deadline)

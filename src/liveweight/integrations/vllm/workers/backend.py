@@ -1,7 +1,7 @@
-"""The backend that vLLM's workers make: vLLM's words on one side, a rank of ours on the other.
+"""The weight transfer backend that vLLM creates in every worker: translates vLLM's calls into calls of our rank (workers/rank).
 
-Its constructor, and every method, is called by the worker's main thread, on all workers alike. `update_weights` is the one that changes
-weights, whole versions at a time; `start` and `finish` have nothing to prepare and nothing left to do.
+The worker's main thread calls the constructor and every method, on all workers alike. Only `update_weights` changes weights, a whole
+version at a time; `start_weight_update` and `finish_weight_update` do nothing.
 """
 
 from __future__ import annotations
@@ -39,12 +39,12 @@ compat.check_version(vllm.__version__)
 
 SECRET_FILE = "LIVEWEIGHT_SECRET_FILE"
 UNUSED = (".rotary_emb.inv_freq",)
-"""Ends of names that old checkpoints have, and that no model loads: no trainer has to offer them."""
+"""Suffixes of names that old checkpoints have and no model loads. Trainers need not offer these tensors."""
 
 
 @dataclass
 class InitInfo(WeightTransferInitInfo):
-    """What a trainer says when it meets vLLM: see Terms."""
+    """What a trainer sends in its handshake: see HandshakeTerms."""
 
     address: str
     session: str
@@ -55,8 +55,8 @@ class InitInfo(WeightTransferInitInfo):
 
 @dataclass
 class UpdateInfo(WeightTransferUpdateInfo):
-    """The decision of the leader with that boot id, as the trainer that asked for it passes it on: all workers swap at the same step.
-    `verify`: what they make sure of then."""
+    """The decision of the leader with that boot id, passed on by the trainer: all workers swap at the same step. `verify`: what the swap
+    verifies."""
 
     boot: str
     epoch: int
@@ -70,7 +70,7 @@ def _used(source: CheckpointSource) -> Manifest:
 
 
 class LiveweightBackend(WeightTransferEngine[InitInfo, UpdateInfo]):
-    """One worker's. It does nothing until a trainer meets it."""
+    """One worker's backend. Does nothing until a trainer's handshake."""
 
     init_info_cls = InitInfo
     update_info_cls = UpdateInfo
@@ -79,10 +79,10 @@ class LiveweightBackend(WeightTransferEngine[InitInfo, UpdateInfo]):
     _rank: VllmRank | None = None
     _main: Installer
     _draft: Installer | None = None
-    """The draft model's, once vLLM has handed it over."""
+    """Installs the draft model, once vLLM has handed it over."""
 
     def init_transfer_engine(self, init_info: InitInfo) -> None:
-        """Become a rank that the trainer reaches over our wire. Again, for a successor or after a failure, is fine."""
+        """Become a rank that the trainer reaches over our wire. May be called again, by another trainer or after a failure."""
         terms = HandshakeTerms(
             address=init_info.address,
             session=init_info.session,
@@ -93,7 +93,7 @@ class LiveweightBackend(WeightTransferEngine[InitInfo, UpdateInfo]):
             named = os.environ.get(SECRET_FILE) or init_info.secret_file
             secret = load_or_create_secret(default_secret_file() if named is None else Path(named))
             self._rank = VllmRank(self._seat(), self._loading(), terms, secret)
-        self._rank.meet(terms)
+        self._rank.handshake(terms)
 
     def _seat(self) -> WorkerSeat:
         parallel = self.parallel_config
@@ -103,7 +103,7 @@ class LiveweightBackend(WeightTransferEngine[InitInfo, UpdateInfo]):
             )
         if compat.offloads(self.vllm_config):
             raise EngineConfigInvalid(
-                "vLLM keeps weights in host memory and brings them from there: what is installed would not last"
+                "vLLM offloads weights to host memory and copies them back at every step: installed weights would not last"
             )
         local_world = getattr(parallel, "local_world_size", parallel.world_size)
         return WorkerSeat(
@@ -135,7 +135,7 @@ class LiveweightBackend(WeightTransferEngine[InitInfo, UpdateInfo]):
         return CheckpointSource(compat.checkpoint_directory(model_config, self.vllm_config.load_config))
 
     def _draft_checkpoint(self) -> CheckpointSource | None:
-        """Of a draft model that is one of its own; others are not updated."""
+        """The draft model's checkpoint, if it has one of its own; other draft models are not updated."""
         speculative = self.vllm_config.speculative_config
         if speculative is None or speculative.method != METHOD:
             return None
@@ -161,7 +161,7 @@ class LiveweightBackend(WeightTransferEngine[InitInfo, UpdateInfo]):
             self._draft.learn(lambda name: installed(PREFIX + name))
 
     def set_weight_update_target(self, model: Any, model_config: Any) -> None:
-        """How vLLM hands the draft model over. It is installed with every version from then on; updates stay those of both models."""
+        """Called by vLLM to hand the draft model over. From then on every version installs both models."""
         checkpoint = self._draft_checkpoint()
         if checkpoint is None:
             raise EngineConfigInvalid(
@@ -171,13 +171,13 @@ class LiveweightBackend(WeightTransferEngine[InitInfo, UpdateInfo]):
             self._draft = Installer(model, model_config, _used(checkpoint))
 
     def start_weight_update(self) -> None:
-        """Nothing to prepare: what is staged is installed in one call."""
+        """Nothing to prepare: `update_weights` installs the whole staged version."""
         if self._rank is None:
-            raise WrongState("not met by a trainer", "an update")
+            raise WrongState("without a trainer's handshake", "an update")
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
-        """Install what is staged, or go back. A failure that left all workers on their old version is told to the trainer by the leader,
-        and does not raise here."""
+        """Install the staged version, or undo. If all workers are back on their old version after a failure, the leader reports the failure
+        to the trainer, and nothing is raised here."""
         self.receive_weights(self.parse_update_info(update_info))
         if self.device.type != "cpu":
             torch.accelerator.synchronize()
@@ -185,7 +185,7 @@ class LiveweightBackend(WeightTransferEngine[InitInfo, UpdateInfo]):
     def receive_weights(self, update_info: UpdateInfo) -> None:
         """See update_weights."""
         if self._rank is None:
-            raise WrongState("not met by a trainer", "an update")
+            raise WrongState("without a trainer's handshake", "an update")
         decision = Decision(update_info.epoch, update_info.undo, update_info.timeout_s)
         self._rank.swap(decision, boot=update_info.boot, verify=update_info.verify)
 
@@ -193,7 +193,7 @@ class LiveweightBackend(WeightTransferEngine[InitInfo, UpdateInfo]):
         """Nothing left to do."""
 
     def shutdown(self) -> None:
-        """Leave; vLLM goes on with what it has."""
+        """Leave the replica; vLLM serves on with its current weights."""
         if self._rank is not None:
             self._rank.close()
             self._rank = None

@@ -1,6 +1,6 @@
-"""Everything that depends on vLLM's version, in one place: which versions are known, and the calls that load weights into a model.
+"""Everything that depends on vLLM's version: which versions are supported, and the calls that load weights into a model.
 
-Known are 0.28 to 0.32, which have the same contract. Another is refused in one line, before anything is touched.
+Supported are 0.28 to 0.32, which have the same contract. Any other version is refused before anything is touched.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ FIRST, LAST = (0, 28), (0, 32)
 
 
 def check_version(version: str) -> None:
-    """Unavailable unless it is a version whose contract is known."""
+    """Raises Unavailable unless the version is supported."""
     found = re.match(r"(\d+)\.(\d+)", version)
     number = (0, 0) if found is None else (int(found[1]), int(found[2]))
     if not FIRST <= number <= LAST:
@@ -29,15 +29,15 @@ def check_version(version: str) -> None:
 
 
 def offloads(vllm_config: Any) -> bool:
-    """Whether weights are kept in host memory, from where vLLM copies them at every step: a reload does not reach them there."""
+    """Whether vLLM keeps weights in host memory and copies them at every step. A reload does not reach those copies."""
     offload = vllm_config.offload_config
     return bool(offload.prefetch.offload_group_size or offload.uva.cpu_offload_gb)
 
 
 def load(model: Any, model_config: Any, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
-    """Load all tensors of a checkpoint into a model that serves, layer by layer, into the memory that its layers have.
+    """Load all tensors of a checkpoint into a serving model, layer by layer, into the memory of its layers.
 
-    If it raises, layers are in pieces: `restore` puts back what there was before, and weights have to be loaded again.
+    If it raises, layers are half loaded: call `restore`, then load weights again.
     """
     from vllm.model_executor.model_loader.mtp_validation import disable_mtp_completeness_check
     from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
@@ -51,7 +51,7 @@ def load(model: Any, model_config: Any, tensors: Iterable[tuple[str, torch.Tenso
 
 
 def after_loading(model: Any, model_config: Any) -> None:
-    """What vLLM does once all weights are there, wherever they came from: attention looks at what it has."""
+    """Run vLLM's processing that follows any loading: attention layers process their weights."""
     from vllm.model_executor.layers.attention import is_deferred_attention_layer
 
     for layer in model.modules():
@@ -60,8 +60,8 @@ def after_loading(model: Any, model_config: Any) -> None:
 
 
 def _pack_shared_weights_again(model: Any) -> None:
-    """On a CPU vLLM packs a layer's weights when it has loaded them. A head that shares those of the embeddings is given none when
-    weights are loaded again, and would go on with the old ones, packed."""
+    """Pack tied weights again. On a CPU vLLM packs a layer's weights when it has loaded them. A head that shares the embedding's weights
+    gets none in a reload, and would go on with the old ones, packed."""
     holders: dict[int, list[Any]] = {}
     for layer in model.modules():
         weight = layer._parameters.get("weight")
@@ -73,8 +73,8 @@ def _pack_shared_weights_again(model: Any) -> None:
 
 
 def _forget_kernels_of_experts(model: Any) -> None:
-    """On a CPU vLLM packs the weights of experts when their kernel is made, and not when weights are loaded into it again: the kernel
-    would read unpacked ones as packed. Without its kernel a layer is made as at first."""
+    """Drop the kernels of experts. On a CPU vLLM packs the weights of experts when it makes their kernel, and not in a reload: the old
+    kernel would read unpacked weights as packed. A layer without a kernel gets a new one."""
     for layer in model.modules():
         method: Any = getattr(layer, "quant_method", None)
         first = next(layer.parameters(), None)
@@ -84,13 +84,15 @@ def _forget_kernels_of_experts(model: Any) -> None:
 
 
 def restore(model: Any, model_config: Any) -> None:
-    """Let every layer have its own tensors again, after a `load` that raised. Their content is of both versions."""
+    """Give every layer its own tensors back after a `load` that raised. Their content is a mixture of both versions."""
     from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
     from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
     for layer in model.modules():
         info = get_layerwise_info(layer)
-        if info.can_load():  # begun and not ended: without weights of its own it gets its tensors back
+        if (
+            info.can_load()
+        ):  # begun and not ended: with no loaded weights, the layer gets its own tensors back
             info.loaded_weights.clear()
             info.load_numel = 0
     finalize_layerwise_reload(model, model_config)
@@ -110,6 +112,6 @@ def checkpoint_directory(model_config: Any, load_config: Any) -> Path:
             cache_dir=load_config.download_dir,
             local_files_only=True,
         )
-    except Exception as error:  # the hub has a dozen kinds of them
+    except Exception as error:  # the hub raises a dozen kinds
         raise ManifestInvalid(f"the checkpoint {model_config.model} is not on this host: {error}") from error
     return Path(found)

@@ -1,7 +1,7 @@
 """Host memory that the ranks of one host share: two arenas, each with room for all tensors of a version.
 
 Owns the memory files, their mappings, and the socket at which the host's first rank hands them to the others. Each rank writes its own
-share, and installs from the whole. Pages are had when a share is first written, and freed with the last process that maps them.
+share, and installs from the whole arena. Pages are allocated when a share is first written, and freed with the last process that maps them.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ from liveweight.wire.descriptor_server import DescriptorServer
 from liveweight.wire.descriptors import close_all, fetch
 
 COUNT = 2
-"""One that is installed, one to stage into; what was installed before is the way back."""
+"""One arena holds the installed version; the other is staged into, or holds the version before, for undo."""
 _TOKEN = b"arenas"
 _PAUSE_MS = 10
 
 
 class HostArenas:
-    """The arenas as one rank maps them. Made and closed by its main thread."""
+    """The arenas as one rank maps them. Created and closed by the rank's main thread."""
 
     def __init__(
         self, path: Path, secret: Secret, *, size_bytes: int, first: bool, deadline: Deadline
     ) -> None:
-        """`first`: this rank makes them and hands them out at that socket; the others wait for it there."""
+        """`first`: this rank creates the arenas and hands them out at the socket `path`; the other ranks fetch them there."""
         self.size_bytes = size_bytes
         with ExitStack() as stack:
             descriptors = _made(size_bytes) if first else _fetched(path, secret, size_bytes, deadline)
@@ -45,11 +45,11 @@ class HostArenas:
                 self._server.register(_TOKEN, descriptors)
 
     def memory(self, number: int) -> Memory:
-        """One of them, all of it."""
+        """The whole memory of one arena."""
         return mapped(self._mappings[number], 0, self.size_bytes, writable=True)
 
     def fill(self, number: int, first_byte: int, last_byte: int) -> None:
-        """Fault a rank's share in, so that staging does not wait for pages. OutOfMemory where they cannot be had."""
+        """Fault a rank's share in, so that staging does not wait for pages. Raises OutOfMemory if they cannot be allocated."""
         size = last_byte - first_byte
         start = address_of(self._mappings[number]) + first_byte // mmap.PAGESIZE * mmap.PAGESIZE
         end = address_of(self._mappings[number]) + last_byte
@@ -60,7 +60,7 @@ class HostArenas:
             raise out_of_memory("a host's arena", size, error) from error
 
     def close(self) -> None:
-        """Hand nothing out any more. Mappings end with the last of their views."""
+        """Stop handing arenas out. A mapping ends with the last of its views."""
         if self._server is not None:
             self._server.close()
         self._mappings = []

@@ -1,10 +1,10 @@
-"""Weights into one model of a worker: through vLLM's own loading, or, once that has shown where everything lies, by plain copies.
+"""Installs weights into one model of a worker: through vLLM's own loading, or, once a trace shows where every tensor lies, by plain copies.
 
-vLLM's loading makes every layer anew beside the one that serves, tensor by tensor, and copies it over. Where nothing is made from weights
-but the parameters themselves, the same bytes can be copied there at once, which takes a fraction of the time for which vLLM stands still.
+vLLM's loading builds every layer anew beside the serving one, tensor by tensor, and copies it over. If nothing but the parameters is made
+from weights, the same bytes can be copied into place at once, in a fraction of the time for which vLLM is paused.
 
-Owns when copies are trusted: what tracing learned of vLLM's loading is complete, and after a loading by vLLM itself the model held every
-byte where it was expected. Before that, and after any failure, vLLM loads.
+Owns when copies are trusted: the trace (workers/trace_loading) is complete, and after a loading by vLLM itself the model held every byte
+where the trace expects it. Before that, and after any failure, vLLM loads.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ Tensors = Callable[[str], torch.Tensor]
 
 
 class Installer:
-    """Of one model. `load` and `restore` are for the worker's main thread, the others for threads beside it, while no weights change."""
+    """Installs into one model. `load` and `restore` are for the worker's main thread, the others for any thread while no weights change."""
 
     def __init__(self, model: Any, model_config: Any, manifest: Manifest) -> None:
         self._model, self._model_config, self._manifest = model, model_config, manifest
@@ -34,10 +34,10 @@ class Installer:
         self._traced: LoadingTrace | None = None
         self._reading = ModelReadBack(manifest, self.places)
         self._copies: dict[str, list[TracedCopy]] | None = None
-        """By tensor; None as long as vLLM loads."""
+        """Copies by tensor; None as long as vLLM loads."""
 
     def load(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """Put all tensors of a version into the model. If it raises, the model is in pieces: `restore` follows, and another load."""
+        """Put all tensors of a version into the model. If it raises, the model is half loaded: call `restore`, then load again."""
         if self._copies is None:
             compat.load(self._model, self._model_config, tensors)
             return
@@ -48,20 +48,20 @@ class Installer:
         compat.after_loading(self._model, self._model_config)
 
     def restore(self) -> None:
-        """Let every layer have tensors of its own again. vLLM loads next."""
+        """Give every layer its own tensors back. The next load is vLLM's."""
         self._copies = None
         compat.restore(self._model, self._model_config)
 
     def places(self) -> tuple[TracedCopy, ...]:
-        """Where vLLM's loading puts tensors, as far as that can be followed."""
+        """Where vLLM's loading puts tensors, as far as the trace can follow it."""
         return self._known().places
 
     def learn(self, installed: Tensors) -> None:
-        """These tensors are installed. Where vLLM loaded them, see whether the next ones can be copied."""
+        """Called with the installed tensors. If vLLM loaded them, decide whether the next version can be copied."""
         if self._copies is not None or not self._known().complete:
             return
         if self._reading.beside(installed).differing:
-            return  # somebody else has written there
+            return  # somebody else has written to the model
         copies: dict[str, list[TracedCopy]] = {}
         for place in self._known().places:
             if place.held() is None:
@@ -77,7 +77,7 @@ class Installer:
                     self._traced = trace(self._model, [list(group) for _, group in groups])
                 except (
                     Exception
-                ):  # of a model whose layers have no twin: vLLM loads it, and nothing of it is read back
+                ):  # a layer cannot be twinned: vLLM loads this model, and nothing of it is read back
                     self._traced = LoadingTrace(places=(), complete=False)
             return self._traced
 

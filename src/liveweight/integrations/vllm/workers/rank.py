@@ -1,7 +1,7 @@
-"""A vLLM worker as a rank of a replica: the leader in worker 0, a member in every worker, and the memory that they stage into.
+"""A vLLM worker as a rank of a replica: the leader server in worker 0, a WorkerRank in every worker, and the memory that they stage into.
 
-Composes worker/'s parts. Staging, verifying and voting run in background threads while vLLM generates; the swap is the main thread's,
-in vLLM's `update_weights`, which reaches all workers between the same two steps.
+Composes rounds/leader_server and worker/rank. Staging, verifying and voting run in background threads while vLLM generates. The main
+thread swaps, in vLLM's `update_weights`, which reaches all workers between the same two steps.
 """
 
 from __future__ import annotations
@@ -41,14 +41,14 @@ if TYPE_CHECKING:
     import torch
 
 START = Version(run="start", label="initial")
-"""What vLLM serves before the first round. Its content is in files, and nobody has digested them."""
+"""The version that vLLM serves before the first round. Its tensors are in files, and have no digests."""
 RESOLVE_S = 5.0
 _PAUSE_MS = 10
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerSeat:
-    """Which worker this is: its number among all, and among those of its host, and of which vLLM: no two have that name."""
+    """Which worker this is: its number among all workers and among those of its host, and the unique name of its vLLM."""
 
     rank: int
     world: int
@@ -58,14 +58,15 @@ class WorkerSeat:
 
     @property
     def host(self) -> int:
-        """The number of its host among the replica's."""
+        """The number of this host among the replica's hosts."""
         return self.rank // self.local_world
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Loading:
-    """How a version gets into the worker's model: all its tensors, what puts a failed attempt right, what it was started from, and where
-    tensors lie then. `learn` is told which are installed, before others are staged. `optional`: those that an offer may leave out."""
+    """How a version gets into the worker's model. `load` installs all tensors, `restore` repairs a failed load, `start` yields the tensors
+    vLLM was started from, `places` says where tensors lie in the model. `learn` is called with the installed tensors before others are
+    staged. `optional`: tensors that an offer may leave out."""
 
     manifest: Manifest
     load: Callable[[Named], None]
@@ -77,7 +78,7 @@ class Loading:
 
 
 class VllmRank:
-    """One worker's part. Every method is for its main thread."""
+    """One worker's rank. Every method is for the worker's main thread."""
 
     def __init__(self, seat: WorkerSeat, loading: Loading, terms: HandshakeTerms, secret: Secret) -> None:
         self._seat, self._secret, self._optional = seat, secret, loading.optional
@@ -105,42 +106,42 @@ class VllmRank:
             learn=loading.learn,
             reading=ModelReadBack(loading.manifest, loading.places),
         )
-        self._member: WorkerRank | None = None
+        self._worker_rank: WorkerRank | None = None
         self._address: str | None = None
         self._decided = DecisionSlot()
         self._leader: LeaderServer | None = None
         self._socket: tuple[Path, os.stat_result] | None = None
         self._resources = ExitStack()
 
-    def meet(self, terms: HandshakeTerms) -> None:
-        """Be reached at the trainer's address, by a leader that says by which meeting. Asked again, with the same address, it only ends
-        what a swap left in doubt, and goes by the new trainer's wishes."""
+    def handshake(self, terms: HandshakeTerms) -> None:
+        """Join the leader at the trainer's address; worker 0 starts it, and the leader reports the session. If called again with the same
+        address, only resolve a swap in doubt, and take the new trainer's pace."""
         if self._leader is not None:
-            self._leader.met(terms.session)
-        if self._member is not None:
-            self._note(self._member.resolve(RESOLVE_S))
-            if terms.address == self._address and self._member.failure is None and not self._displaced():
-                self._member.pace_bytes_per_s = terms.pace_bytes_per_s
+            self._leader.note_handshake(terms.session)
+        if self._worker_rank is not None:
+            self._note(self._worker_rank.resolve(RESOLVE_S))
+            if terms.address == self._address and self._worker_rank.failure is None and not self._displaced():
+                self._worker_rank.pace_bytes_per_s = terms.pace_bytes_per_s
                 return
             self._leave()
         deadline = Deadline.after(terms.timeout_s)
         with ExitStack() as stack:
             if self._seat.rank == 0:
-                self._leader = self._lead(terms)
+                self._leader = self._start_leader(terms)
                 stack.callback(self._leader.close)
-            member = self._joined(terms, deadline)
-            stack.callback(member.close)
+            worker_rank = self._join_when_ready(terms, deadline)
+            stack.callback(worker_rank.close)
             self._resources = stack.pop_all()
-        self._member, self._address = member, terms.address
+        self._worker_rank, self._address = worker_rank, terms.address
         path = unix_path(terms.address)
         self._socket = None if path is None else (path, path.lstat())
 
     def _displaced(self) -> bool:
-        """Whether nobody new reaches the leader that it joined: its socket is gone, or another's lies there."""
+        """Whether the joined leader cannot be reached any more: its socket file is gone, or is another process's."""
         return self._socket is not None and not still_there(*self._socket)
 
-    def _joined(self, terms: HandshakeTerms, deadline: Deadline) -> WorkerRank:
-        """Joined to this vLLM's leader, once that listens: until then the worker of another one may, which has ended."""
+    def _join_when_ready(self, terms: HandshakeTerms, deadline: Deadline) -> WorkerRank:
+        """Join this vLLM's leader once it listens. Until then a worker of a vLLM that has ended may still listen there."""
         readers = {name: mode.reader(self._secret, self._kernels, CPU) for name, mode in TRANSPORTS.items()}
         while True:
             try:
@@ -166,8 +167,8 @@ class VllmRank:
             met=terms.session,
         )
 
-    def _lead(self, terms: HandshakeTerms) -> LeaderServer:
-        """What it decides comes back through vLLM's `update_weights`, whose caller has asked for the decision."""
+    def _start_leader(self, terms: HandshakeTerms) -> LeaderServer:
+        """Start the leader server. Its decisions come back through vLLM's `update_weights`, called by the trainer that asked for them."""
         leader = LeaderServer(
             address=terms.address,
             secret=self._secret,
@@ -176,28 +177,28 @@ class VllmRank:
             world=self._seat.world,
             bus=self._bus,
             decisions=self._decided,
-            # The trainer met this vLLM: a worker that listens there is one that outlived its own.
+            # The trainer's handshake reached this vLLM: a worker that still listens there has outlived its own vLLM.
             takes_over=True,
         )
-        leader.met(terms.session)
+        leader.note_handshake(terms.session)
         return leader
 
     @property
     def pace_bytes_per_s(self) -> float | None:
-        """What staging may take of this worker."""
-        return None if self._member is None else self._member.pace_bytes_per_s
+        """How fast this worker may stage; None is as fast as one thread can."""
+        return None if self._worker_rank is None else self._worker_rank.pace_bytes_per_s
 
     def swap(self, decision: Decision, *, boot: str, verify: Verify) -> None:
-        """Install what is staged, on all workers or on none, as the leader with that boot id decided. If it raises, this worker must not
-        serve; `meet` takes it up again."""
-        if self._member is None:
-            raise WrongState("not met by a trainer", "an update")
-        if boot != self._member.boot:
+        """Install the staged version on all workers or on none, as the leader with that boot id decided. If it raises, this worker must not
+        serve until the next `handshake`."""
+        if self._worker_rank is None:
+            raise WrongState("without a trainer's handshake", "an update")
+        if boot != self._worker_rank.boot:
             raise WrongState("a rank of another leader", "an update")
         self._target.reads_back = verify == "installed"
-        self._decided.take(0.0)  # worker 0's leader learns that it can not be withdrawn any more
-        self._member.resolve(RESOLVE_S)
-        self._note(self._member.carry_out(decision))
+        self._decided.take(0.0)  # worker 0's leader can no longer withdraw the decision
+        self._worker_rank.resolve(RESOLVE_S)
+        self._note(self._worker_rank.carry_out(decision))
 
     def _note(self, settled: Settled | None) -> None:
         if settled is not None:
@@ -205,7 +206,7 @@ class VllmRank:
 
     def _leave(self) -> None:
         self._resources.close()
-        self._member = self._leader = None
+        self._worker_rank = self._leader = None
 
     def close(self) -> None:
         """Leave the replica; the weights stay as they are."""

@@ -1,4 +1,4 @@
-"""What vLLM's model holds, beside the tensors that were installed: compared to the bit, where a layer keeps weights as they were loaded."""
+"""Compares what vLLM's model holds with the installed tensors, bit by bit, where a layer keeps weights as they were loaded."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 class ViewPart(Protocol):
-    """A part of a view in memory of which something else has the layout."""
+    """A part of a tensor's memory, which can be taken of any tensor of the same layout."""
 
     def within(self, tensor: torch.Tensor) -> torch.Tensor:
         """This part of another tensor of the same layout."""
@@ -35,7 +35,7 @@ class TensorPlace(Protocol):
 
 
 class ModelReadBack:
-    """Of one model. Where tensors lie is learned when it is first asked, or ahead of that."""
+    """Reads one model back. Learns where tensors lie at the first use, or ahead of that by `learn`."""
 
     def __init__(self, manifest: Manifest, learn: Callable[[], Iterable[TensorPlace]]) -> None:
         self._manifest, self._learn = manifest, learn
@@ -46,7 +46,7 @@ class ModelReadBack:
         self._known()
 
     def beside(self, tensor: Callable[[str], torch.Tensor]) -> ReadBack:
-        """What the model holds, beside these tensors."""
+        """Compare the model with these tensors."""
         found = {spec.name: self._differs(spec.name, tensor) for spec in self._manifest}
         return ReadBack(
             differing=tuple(name for name, differs in found.items() if differs),
@@ -71,7 +71,7 @@ class ModelReadBack:
 
 
 def _same(live: torch.Tensor, wanted: torch.Tensor) -> bool:
-    """To the bit, also where it is no number."""
+    """Bitwise equality, also of NaNs."""
     import torch
 
     units = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[live.element_size()]

@@ -1,7 +1,7 @@
-"""vLLM's model as a rank's weights: a version is staged in the host's arenas, and a swap installs it through vLLM's own loading.
+"""vLLM's model as a rank's weights: a version is staged in the host's arenas (workers/host_arenas); a swap installs it (workers/install).
 
-Owns which version lies where. vLLM keeps weights in layouts of its own (fused, sliced, packed away), so full tensors are kept beside
-them: those that are installed, and those that were before, which are the way back. At first that is the checkpoint of the start.
+Owns which version lies where. vLLM keeps weights in layouts of its own (fused, sliced, packed), so full tensors are kept as well: those of
+the installed version, and those of the version before, for undo. The first version before is the checkpoint that vLLM was started from.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ Named: TypeAlias = "Iterable[tuple[str, torch.Tensor]]"
 
 @dataclass(frozen=True, slots=True)
 class StartCheckpoint:
-    """The checkpoint that vLLM was started from; its tensors are in files."""
+    """The checkpoint that vLLM was started from. Its tensors are in files."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +44,7 @@ Content: TypeAlias = StartCheckpoint | InArena
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostShare:
-    """What one rank of a host stages: its placements, which lie side by side, from the first byte to the last."""
+    """What one rank of a host stages: its placements, which are adjacent, and their byte range."""
 
     layout: Layout
     first_byte: int
@@ -53,7 +53,7 @@ class HostShare:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostShares:
-    """How the ranks of a host divide a version: every tensor is somebody's, and all of them lie in one arena."""
+    """How the ranks of a host divide a version: every tensor belongs to one rank, and all tensors lie in one arena."""
 
     size_bytes: int
     offsets: dict[str, int]
@@ -61,7 +61,7 @@ class HostShares:
 
 
 def divide(manifest: Manifest, ranks: int) -> HostShares:
-    """Whole tensors, the largest first, to whoever has least so far. The same on every rank."""
+    """Assign whole tensors, the largest first, to the rank with the fewest bytes so far. Every rank computes the same."""
     owned: list[list[TensorSpec]] = [[] for _ in range(ranks)]
     loads = [0] * ranks
     for spec in sorted(manifest, key=lambda spec: (-spec.size_bytes, spec.name)):
@@ -102,8 +102,8 @@ def _share(specs: Sequence[TensorSpec], offsets: dict[str, int], size_bytes: int
 class VllmTarget:
     """Implements the port of worker/targets/target.
 
-    `load` puts all tensors of a version into the model; `restore` follows a `load` that raised; `learn` is told what is
-    installed, before another version is staged.
+    `load` puts all tensors of a version into the model; `restore` follows a `load` that raised; `learn` is called with the
+    installed tensors before another version is staged.
     """
 
     def __init__(
@@ -125,7 +125,7 @@ class VllmTarget:
         self._learn, self._reading = learn, reading
         self._sides: tuple[Content, Content] = (StartCheckpoint(), InArena(0))
         self.reads_back = False
-        """Whether a swap ends with a look at what the model holds then."""
+        """Whether a swap ends with a comparison of the model with the installed tensors."""
         self._unread = len(manifest.tensors)
 
     @property
@@ -134,7 +134,7 @@ class VllmTarget:
         return self._own.layout
 
     def live(self) -> Sequence[Memory]:
-        """The full tensors that were installed. vLLM's own are in its layouts: see `read_back`."""
+        """The full tensors of the installed version. For vLLM's own layouts see `read_back`."""
         match self._sides[0]:
             case InArena(number=number):
                 return (self._arenas.memory(number),)
@@ -142,19 +142,19 @@ class VllmTarget:
                 raise WrongState("serving the checkpoint of its start, which it holds in files", "verify")
 
     def shadow(self) -> Sequence[Memory]:
-        """The arena that is not installed. What was installed before, or the way back to the start, is given up."""
+        """The arena that does not hold the installed version. The version before is lost: undo is not possible any more."""
         live, _ = self._sides
         number = 0
         if isinstance(live, InArena):
             number = 1 - live.number
             self._learn(dict(self._in_arena(live.number)).__getitem__)
-        self._reading.prepare()  # not while vLLM stands still
+        self._reading.prepare()  # here, and not while vLLM is paused
         self._arenas.fill(number, self._own.first_byte, self._own.last_byte)
         self._sides = (live, InArena(number))
         return (self._arenas.memory(number),)
 
     def keep(self, tensors: Collection[str]) -> None:
-        """Let the shadow hold what is installed of these tensors: they are loaded again, as they are."""
+        """Copy these installed tensors into the shadow: the next swap loads them again, unchanged."""
         live, shadow = self._sides
         if not isinstance(shadow, InArena):
             raise WrongState("without a shadow", "keeping tensors")
@@ -164,18 +164,19 @@ class VllmTarget:
                 into[name].copy_(tensor)
 
     def swap(self) -> None:
-        """Install what is staged; its own inverse. If that fails, what was installed is installed again; Torn if that fails, too."""
+        """Install the staged version; swapping again undoes it. On failure, reinstall the version before; Torn if that fails, too."""
         live, shadow = self._sides
         try:
             self._load(self._tensors(shadow))
-            self._unread = self._look_at(shadow)
+            self._unread = self._compare_model(shadow)
         except Exception as error:
             self._install_again(live, error)
             raise
         self._sides = (shadow, live)
 
-    def _look_at(self, installed: Content) -> int:
-        """Compare what the model holds now, where that is wanted; how many tensors nobody has looked at. DigestMismatch names others."""
+    def _compare_model(self, installed: Content) -> int:
+        """Compare the model with the installed tensors, if `reads_back`. Returns how many tensors were not compared. DigestMismatch names
+        those that differ."""
         if not self.reads_back or isinstance(installed, StartCheckpoint):
             return len(self._manifest.tensors)
         found = self._read(installed)
@@ -200,7 +201,7 @@ class VllmTarget:
                 return self._in_arena(number)
 
     def _in_arena(self, number: int) -> Iterator[tuple[str, torch.Tensor]]:
-        """Views of the arena, layer after layer: vLLM holds what it has of a layer until all of it is there."""
+        """Views of the arena, layer after layer: vLLM buffers a layer's tensors until it has all of them."""
         import torch
 
         pages = self._arenas.memory(number).tensor()
@@ -210,7 +211,7 @@ class VllmTarget:
             yield spec.name, part.view(getattr(torch, spec.dtype.value)).view(spec.shape)
 
     def read_back(self) -> ReadBack | None:
-        """See Target. Of a model that packs weights away, little can be read."""
+        """See Target. If the model packs its weights, few of them can be read."""
         match self._sides[0]:
             case InArena() as installed:
                 return self._read(installed)
@@ -222,7 +223,7 @@ class VllmTarget:
 
     @property
     def unread(self) -> int:
-        """See Target. Full tensors beside the model's own are what a round verifies."""
+        """See Target. A round verifies the full tensors in the arena, not the model's own."""
         return self._unread
 
     def release_shadow(self) -> None:

@@ -1,8 +1,9 @@
 """Where vLLM's loading puts the tensors of a checkpoint, learned from that loading itself.
 
-A twin of the model, whose parameters have no memory, loads tensors that have none either, and what is copied is noted: which part of a
-tensor goes where in which parameter. What is changed on its way, or whose loading cannot be followed, is not among it.
-Knows vLLM's insides, like seam; nothing of the model that serves is touched. Who copies by what was learned, and when, is install's.
+A twin of the model, whose parameters have no memory, loads tensors that have none either, and every copy is noted: which part of a
+tensor goes where in which parameter. Tensors that are changed on their way, or whose loading cannot be followed, are left out.
+Knows vLLM's internals, like workers/compat; does not touch the serving model. Whether and when the trace is used to copy is decided in
+workers/install.
 """
 
 from __future__ import annotations
@@ -19,14 +20,14 @@ from liveweight.errors import WrongState
 from liveweight.spec.manifest import TensorSpec
 
 UNCHANGED = ("UnquantizedEmbeddingMethod", "UnquantizedLinearMethod")
-"""Of layers with a method of their own, those that keep weights as they were loaded, unless they pack them away."""
+"""Quantisation methods that keep weights as they were loaded, unless the layer packs them."""
 CONSTANT = (torch.ops.aten.fill_.Scalar, torch.ops.aten.zero_.default)
 """What a loader may write besides a tensor's own values: padding."""
 BUFFERS = ("cos_sin_cache", "inv_freq", "normalizer", "_q_scale", "_k_scale", "_v_scale", "_prob_scale")
-"""Buffers of numbers that are not made from weights. Of others nobody knows: some loaders keep a second copy of weights in one."""
+"""Floating-point buffers that are not made from weights. Any other buffer may be: some loaders keep a second copy of weights in one."""
 NO_WEIGHTS = ("kv_cache", "_k_scale_cpu", "_v_scale_cpu")
-"""Tensors of attention that are no parameters, and are not made from any: its cache, and scales that are constant unless it has a method
-of its own to quantise."""
+"""Tensors of attention that are neither parameters nor made from any: its cache, and scales that are constant unless attention has a
+quantisation method of its own."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +40,7 @@ class TensorView:
 
     @classmethod
     def of(cls, tensor: torch.Tensor) -> Self:
-        """Where this one lies."""
+        """The memory that this tensor covers."""
         return cls(int(tensor.storage_offset()), tuple(tensor.shape), tensor.stride())
 
     def within(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -49,7 +50,7 @@ class TensorView:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TracedCopy:
-    """This part of a checkpoint's tensor lies there, as it is."""
+    """This part of a checkpoint's tensor is copied unchanged to that part of a parameter."""
 
     tensor: str
     source: TensorView
@@ -58,7 +59,7 @@ class TracedCopy:
     destination: TensorView
 
     def held(self) -> torch.Tensor | None:
-        """What the model holds there now; None where it does not keep it as it was loaded."""
+        """What the model holds there now; None if the layer does not keep weights as they were loaded."""
         live = self.layer._parameters.get(self.parameter)
         if live is None or not _kept_as_loaded(self.layer, self.parameter, live):
             return None
@@ -67,15 +68,15 @@ class TracedCopy:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadingTrace:
-    """What was learned. `complete`: every tensor has a place, that is all that loading does, and nothing that the model computes with is
-    made from weights besides the parameters themselves; so that copying by it is loading."""
+    """The copies that loading makes. `complete`: every tensor is copied to a place, loading does nothing else, and the model computes with
+    nothing made from weights but the parameters themselves. Then making these copies is the same as loading."""
 
     places: tuple[TracedCopy, ...]
     complete: bool
 
 
 def trace(model: Any, groups: Iterable[Sequence[TensorSpec]]) -> LoadingTrace:
-    """What loading these tensors copies. They come in groups that are loaded together: one that cannot be followed spoils no other."""
+    """Trace the loading of these tensors. Each group is loaded together; a group that cannot be followed does not affect the others."""
     from vllm.model_executor.model_loader.mtp_validation import disable_mtp_completeness_check
 
     parameters: dict[int, tuple[Any, str]] = {}
@@ -92,7 +93,7 @@ def trace(model: Any, groups: Iterable[Sequence[TensorSpec]]) -> LoadingTrace:
         noted = _Copies({_storage(tensor): name for name, tensor in tensors.items()}, parameters)
         try:
             with torch.no_grad(), disable_mtp_completeness_check(), noted:
-                # The class's own, not one that somebody hung on the model itself.
+                # The class's own method, not one that somebody set on the model itself.
                 type(twin).load_weights(twin, iter(tensors.items()))
         except Exception:  # vLLM's, of any kind: such as a loader that asks for values
             complete = False
@@ -129,7 +130,7 @@ def _has_tensors(value: object) -> bool:
 
 
 def _mirrors(layer: Any) -> bool:
-    """Whether a buffer may hold what was made from weights: numbers, and neither known to be none nor a parameter's own memory."""
+    """Whether a buffer may be made from weights: floating-point, not in BUFFERS, and not a parameter's own memory."""
     own = {_storage(parameter) for parameter in layer._parameters.values() if parameter is not None}
     return any(
         buffer is not None
@@ -141,7 +142,7 @@ def _mirrors(layer: Any) -> bool:
 
 
 def _packed(layer: Any) -> bool:
-    """On a CPU, whether a copy of the weights that was packed for it computes: the function that does holds it."""
+    """Whether the layer computes with a packed copy of its weights, on a CPU: the function that computes holds the copy."""
     return getattr(getattr(layer, "cpu_linear", None), "__closure__", None) is not None
 
 
@@ -195,7 +196,7 @@ def _storage(tensor: torch.Tensor) -> int:
 
 
 def _twin(layer: Any, seen: dict[Any, Any], parameters: dict[int, tuple[Any, str]]) -> Any:
-    """The same layers, with parameters as they are when weights are loaded, without memory. `parameters` says whose each is, or buffer."""
+    """Copy the layers, with parameters as they are during loading, without memory. `parameters` maps storages to layer and name."""
     if layer in seen:
         return seen[layer]
     seen[layer] = twin = copy.copy(layer)
@@ -216,7 +217,7 @@ def _twin(layer: Any, seen: dict[Any, Any], parameters: dict[int, tuple[Any, str
 
 
 def _without_memory(parameter: torch.Tensor, layer: Any, twin: Any) -> torch.Tensor:
-    """A layer's tensor as its twin has it: also its loader is the twin's."""
+    """A layer's tensor for its twin: without memory, and with the twin's loader."""
     from vllm.model_executor.model_loader.reload.layerwise import _get_original_loader
     from vllm.model_executor.model_loader.reload.sanitize import restore_layer_refs, sanitize_layer_refs
 
@@ -226,7 +227,9 @@ def _without_memory(parameter: torch.Tensor, layer: Any, twin: Any) -> torch.Ten
     bare.__class__ = parameter.__class__
     bare.__dict__ = parameter.__dict__.copy()
     restored: Any = restore_layer_refs(bare, twin)
-    if hasattr(restored, "weight_loader"):  # after a reload, one that waits for the rest of its layer
+    if hasattr(
+        restored, "weight_loader"
+    ):  # after a reload it is a loader that waits for the rest of its layer
         restored.weight_loader = _get_original_loader(restored)
     tensor: torch.Tensor = restore_layer_refs(sanitize_layer_refs(restored, layer), twin)
     return tensor

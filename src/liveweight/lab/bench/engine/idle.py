@@ -1,8 +1,8 @@
-"""What live updates cost an engine while nobody updates it: the time of a decode step, beside engines that meet in every step.
+"""What live updates cost an idle engine: the time of a decode step, beside engines whose ranks synchronise in every step.
 
 Four engines of the same model: without live updates, with them, with a gloo broadcast in every step, and with a broadcast and a barrier.
 Differences are paired: the first engine has its turn right before or right after each of the others, by turns. Their median counts, with
-the 95% interval of a bootstrap, so that one stall of the machine decides nothing. Those that meet cost much, and need fewer pairs.
+the 95% interval of a bootstrap, so that one stall of the machine decides nothing. Engines that synchronise cost much, and need fewer pairs.
 """
 
 from __future__ import annotations
@@ -30,23 +30,23 @@ from liveweight.engine.init_model.sizes import SIZES
 from liveweight.engine.serving.rank_processes import Launch, RankProcess
 from liveweight.engine.serving.requests import Delta, Sampling
 from liveweight.errors import DeadlineExceeded
-from liveweight.lab.bench.engine.idle_rank import Meets
+from liveweight.lab.bench.engine.idle_rank import Sync
 
 Name: TypeAlias = Literal["off", "on", "broadcast", "barrier"]
 ENGINES: tuple[Name, ...] = ("off", "on", "broadcast", "barrier")
 WAIT_S = 600.0
 WARM = 2
 RESAMPLES = 2000
-MEETING_EVERY = 5
-"""Those that meet have a pair in every so many turns."""
+SYNCHRONISED_EVERY = 5
+"""Engines that synchronise in every step have a pair in every this many turns."""
 
 Pairs: TypeAlias = dict[Name, list[tuple[float, float]]]
-"""Seconds of a step: an engine's, and beside it that of the one without live updates."""
+"""Seconds per step: of an engine, and of the engine without live updates."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class IdleSettings:
-    """How large the model is, and how many pairs of turns of so many steps there are. Short turns make close neighbours."""
+    """The model's size, the number of pairs of turns, and the steps of a turn. Short turns keep the pair close in time."""
 
     size: Literal["tiny", "small", "1b"] = "small"
     tp: int = 2
@@ -56,14 +56,16 @@ class IdleSettings:
 
 
 def bench_idle(settings: IdleSettings) -> dict[str, Any]:
-    """Run it; the figures as they are written to JSON."""
+    """Measure. Returns the figures as they are written to JSON."""
     pairs: Pairs = {name: [] for name in ENGINES[1:]}
     with ExitStack() as stack:
         directory = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="lw-idle-")))
         init_model(directory / "model", SIZES["qwen3"][settings.size])
         engines = {name: stack.enter_context(_engine(name, directory, settings.tp)) for name in ENGINES}
         for turn in range(settings.turns + WARM):
-            for name in ENGINES[1:] if turn < WARM or (turn - WARM) % MEETING_EVERY == 0 else ENGINES[1:2]:
+            for name in (
+                ENGINES[1:] if turn < WARM or (turn - WARM) % SYNCHRONISED_EVERY == 0 else ENGINES[1:2]
+            ):
                 pair = _pair(engines[name], engines["off"], settings, swapped=turn % 2 == 1)
                 if turn >= WARM:
                     pairs[name].append(pair)
@@ -80,13 +82,13 @@ def _engine(name: Name, directory: Path, tp: int) -> Engine:
     if name == "on":
         updates = Updates(address=f"ipc://{place}/engine.sock", secret_file=str(place / "secret"))
     config = EngineConfig(model=str(directory / "model"), tp=tp, prefix_cache=False, updates=updates)
-    meets: Meets = name if name in ("broadcast", "barrier") else "never"
-    return Engine(config, launch=_launching(place, tp, meets))
+    sync: Sync = name if name in ("broadcast", "barrier") else "never"
+    return Engine(config, launch=_launching(place, tp, sync))
 
 
-def _launching(place: Path, tp: int, meets: Meets) -> Launch:
+def _launching(place: Path, tp: int, sync: Sync) -> Launch:
     def launch(rank: int, end: socket.socket) -> RankProcess:
-        given = f"parent={os.getpid()}, number={rank}, ranks={tp}, meets={meets!r}, place={str(place)!r}"
+        given = f"parent={os.getpid()}, number={rank}, ranks={tp}, sync={sync!r}, place={str(place)!r}"
         code = f"from liveweight.lab.bench.engine.idle_rank import main; main({end.fileno()}, {given})"
         return subprocess.Popen(
             [sys.executable, "-c", code], pass_fds=[end.fileno()], stdin=subprocess.DEVNULL
@@ -96,7 +98,7 @@ def _launching(place: Path, tp: int, meets: Meets) -> Launch:
 
 
 def _pair(one: Engine, off: Engine, settings: IdleSettings, *, swapped: bool) -> tuple[float, float]:
-    """Seconds of a step of both, `off` first if swapped."""
+    """Seconds per step of both engines; runs `off` first if swapped."""
     if swapped:
         beside = _turn(off, settings)
         return _turn(one, settings), beside
@@ -104,7 +106,7 @@ def _pair(one: Engine, off: Engine, settings: IdleSettings, *, swapped: bool) ->
 
 
 def _turn(engine: Engine, settings: IdleSettings) -> float:
-    """So many decode steps of all requests at once, from the first token that came to the last; seconds of one."""
+    """Seconds per decode step of all requests at once, from the first token to the last."""
     pieces: queue.SimpleQueue[Delta] = queue.SimpleQueue()
     sampling = Sampling(max_tokens=settings.steps + 1, temperature=0.0, ignore_eos=True)
     for number in range(settings.requests):
@@ -123,7 +125,7 @@ def _turn(engine: Engine, settings: IdleSettings) -> float:
 
 
 def _counts(place: Path, tp: int) -> dict[str, int]:
-    """What all ranks of an engine counted."""
+    """The counts of all ranks of an engine."""
     total: dict[str, int] = {}
     for rank in range(tp):
         for name, count in json.loads((place / f"counts-{rank}.json").read_text()).items():

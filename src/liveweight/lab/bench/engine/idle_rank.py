@@ -1,4 +1,4 @@
-"""A rank of the idle benchmark: it counts its collectives, and may meet the other ranks in every step, as engines do that poll."""
+"""A rank of the idle benchmark: counts its collectives, and may synchronise with the other ranks in every step, as polling engines do."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from liveweight.engine.rank.rank_group import collectives, join_group
 from liveweight.engine.rank.step_runner import StepRunner
 from liveweight.engine.serving.step_stream import Step, StepDone
 
-Meets: TypeAlias = Literal["never", "broadcast", "barrier"]
-"""What ranks do in a step beside decoding: nothing; a broadcast of a flag; that and a barrier."""
-MEET_S = 300.0
+Sync: TypeAlias = Literal["never", "broadcast", "barrier"]
+"""How ranks synchronise in a step, beside decoding: not at all; by a broadcast of a flag; by a broadcast and a barrier."""
+SYNC_S = 300.0
 
 
 class CountedGroup:
@@ -36,29 +36,29 @@ class CountedGroup:
         return called
 
 
-def main(descriptor: int, *, parent: int, number: int, ranks: int, meets: Meets, place: str) -> None:
-    """The process. `place` is a directory of the engine's: for the ranks' meeting and for their counts."""
+def main(descriptor: int, *, parent: int, number: int, ranks: int, sync: Sync, place: str) -> None:
+    """The rank's main function. `place` is a directory for the ranks' rendezvous and their counts."""
     counts: Counter[str] = Counter()
 
-    class MeetingRunner(StepRunner):
-        """Steps that begin with a meeting."""
+    class SynchronisedRunner(StepRunner):
+        """Runs steps that begin by synchronising the ranks."""
 
         def run(self, step: Step, send: Callable[[StepDone], None]) -> None:
             counts["steps"] += 1
-            if meets != "never":
-                self._met(step)
+            if sync != "never":
+                self._synchronise(step)
             super().run(step, send)
 
-        def _met(self, step: Step) -> None:
+        def _synchronise(self, step: Step) -> None:
             import torch
 
             if not hasattr(self, "_gloo"):
                 self._gloo = CountedGroup(_gloo(number, ranks, Path(place)), counts)
             self._gloo.broadcast(torch.tensor([step.number]), 0).wait()
-            if meets == "barrier":
+            if sync == "barrier":
                 self._gloo.barrier().wait()
 
-    vars(process)["StepRunner"] = MeetingRunner
+    vars(process)["StepRunner"] = SynchronisedRunner
     vars(process)["join_group"] = lambda **given: CountedGroup(join_group(**given), counts)
     process.main(descriptor, parent=parent)
     (Path(place) / f"counts-{number}.json").write_text(json.dumps(counts))
@@ -69,4 +69,4 @@ def _gloo(number: int, ranks: int, place: Path) -> Any:
     import torch.distributed as dist
 
     store: Any = dist.FileStore(str(place / "beside"), ranks)  # type: ignore[attr-defined]
-    return collectives(dist, "gloo", number, ranks, store, MEET_S)
+    return collectives(dist, "gloo", number, ranks, store, SYNC_S)

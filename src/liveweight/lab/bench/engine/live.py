@@ -1,8 +1,8 @@
-"""What live updates cost an engine that serves: the stall at a commit, the tokens that are lost, the gaps between tokens.
+"""What live updates cost a serving engine: the stall at a commit, the lost throughput, the gaps between tokens.
 
-One run, one engine, one trainer process. Stretches without updates and with them take turns; in both, the same number of requests
-decodes all the time. The stall is a gap at a commit beside the gaps that follow it, since a machine that is shared is not equally fast all
-the time; it is compared with one plain copy of the weights by as many processes as there are ranks.
+One run, one engine, one trainer process. Periods without updates and with them take turns; in both, the same number of requests decodes
+all the time. The stall is the gap at a commit minus the gaps that follow it, since a shared machine is not equally fast all the time. It is
+compared with one plain copy of the weights by as many processes as there are ranks.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ from liveweight.spec.deadline import Deadline
 from liveweight.wire.messages.values import KvPolicy
 
 AFTER = 10
-"""How many gaps after a commit tell what is usual at that time."""
+"""How many gaps after a commit give the usual gap at that time."""
 SETTLED = 3
-"""So many tokens of every request say that it decodes, and is not being recomputed."""
+"""After this many tokens a request is decoding, and no longer being recomputed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,44 +91,44 @@ class _Load:
     def start(self) -> None:
         """Begin all requests."""
         for number in range(self._requests):
-            self._ask(number)
+            self._submit(number)
 
     def measure(self) -> _Stretch:
-        """Note what arrives from now on."""
+        """Record tokens from now on."""
         with self._lock:
             self._stretch = _Stretch(tokens=[[] for _ in range(self._requests)])
             return self._stretch
 
     def settle(self) -> None:
-        """Wait until every request decodes: what the last commit left to do is not the next stretch's."""
+        """Wait until every request decodes: work left by the last commit must not count in the next period."""
         stretch, deadline = self.measure(), Deadline.after(WAIT_S)
         with self._lock:
             if not self._lock.wait_for(lambda: min(map(len, stretch.tokens)) >= SETTLED, WAIT_S):
                 raise deadline.exceeded("every request to decode")
 
     def stop(self) -> None:
-        """No further request; those that run are ended."""
+        """Start no further request, and end the running ones."""
         self._stopped = True
         self._engine.abort_requests()
 
-    def _ask(self, number: int) -> None:
+    def _submit(self, number: int) -> None:
         prompt = [(number * 37 + position * 11) % 400 + 4 for position in range(16)]
         room = self._engine.context - len(prompt)
         sampling = Sampling(max_tokens=room, temperature=0.0, ignore_eos=True)
-        self._engine.submit(prompt, sampling, lambda delta: self._hear(number, delta))
+        self._engine.submit(prompt, sampling, lambda delta: self._on_delta(number, delta))
 
-    def _hear(self, number: int, delta: Delta) -> None:
+    def _on_delta(self, number: int, delta: Delta) -> None:
         now_s = time.monotonic()
         with self._lock:
             if self._stretch is not None:
                 self._stretch.tokens[number] += [(now_s, token.weights) for token in delta.tokens]
                 self._lock.notify_all()
         if delta.last and not self._stopped:
-            threading.Thread(target=self._ask, args=(number,)).start()  # a sink must not submit
+            threading.Thread(target=self._submit, args=(number,)).start()  # a sink must not submit
 
 
 def bench_live(settings: LiveSettings) -> dict[str, Any]:
-    """Run it; the figures as they are written to JSON."""
+    """Measure. Returns the figures as they are written to JSON."""
     with ExitStack() as stack:
         directory = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="lw-bench-")))
         model = settings.model
@@ -235,8 +235,8 @@ def _plain_copy(size_bytes: int, ranks: int) -> float:
         for _ in range(5):
             for child in children:
                 child.line.send(do="copy")
-            heard = [child.line.receive(deadline)["span"] for child in children]
-            spans.append(max(end for _, end in heard) - min(start for start, _ in heard))
+            answers = [child.line.receive(deadline)["span"] for child in children]
+            spans.append(max(end for _, end in answers) - min(start for start, _ in answers))
         for child in children:
             child.line.send(do="stop")
     return float(min(spans))

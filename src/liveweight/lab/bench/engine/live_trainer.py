@@ -1,4 +1,4 @@
-"""The trainer of the live benchmark: a checkpoint's tensors in shared memory, changed a little and published when told to."""
+"""The trainer of the live benchmark: changes a checkpoint's tensors a little, in shared memory, and publishes them on request."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ WAIT_S = 600.0
 
 
 def main(line: JsonSocket, config: dict[str, Any]) -> None:
-    """Publish, on request, until the line closes."""
+    """Publish on request until the socket closes."""
     import torch
 
     torch.set_num_threads(1)

@@ -42,7 +42,7 @@ class EngineSettings:
 
 
 def bench_engine(settings: EngineSettings) -> dict[str, Any]:
-    """Run it; the figures as they are written to JSON."""
+    """Measure. Returns the figures as they are written to JSON."""
     with ExitStack() as stack:
         directory = settings.model
         if directory is None:

@@ -1,1 +1,1 @@
-"""What a user would pick instead: other ways to bring a trainer's weights to an engine's ranks, each in its best form, each checked."""
+"""The alternatives: other methods to bring a trainer's weights to an engine's ranks, each in its best form, each checked."""

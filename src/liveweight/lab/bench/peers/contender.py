@@ -1,7 +1,7 @@
-"""The port of a contender: the trainer's half and the ranks' half of one way to move weights, in one module.
+"""The port of a contender: the trainer's half and the ranks' half of one method to move weights, in one module.
 
-A round is timed from `send` to the last rank's return from `receive`: then every rank's live weights are the trainer's. What is set up
-once (groups, buffers, files' directories) is set up in the halves' constructors, and timed for nobody.
+A round is timed from `send` to the last rank's return from `receive`: then every rank's live weights are the trainer's. One-time setup
+(groups, buffers, directories) belongs in the halves' constructors, and is not timed.
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ Group: TypeAlias = Literal["ours", "in place", "copies twice", "apart"]
 
 
 class Talk(Protocol):
-    """One end of a pipe between trainer and rank, as multiprocessing has it. For words, not for weights."""
+    """One end of a multiprocessing pipe between trainer and rank. For small messages, not for weights."""
 
     def send(self, obj: Any) -> None:
-        """A word."""
+        """Send a message."""
 
     def recv(self) -> Any:
-        """The next word."""
+        """Receive the next message."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rendezvous:
-    """Where both halves meet: files of theirs, in memory; the tensors, in order; how many ranks; queues that were made with the ranks."""
+    """What both halves share: a directory in memory; the tensors, in order; the number of ranks; queues that were made with the ranks."""
 
     directory: Path
     specs: tuple[TensorSpec, ...]
@@ -69,11 +69,11 @@ class PeerShare:
         return self._parts[name][1]
 
     def put(self, name: str, part: torch.Tensor) -> None:
-        """Copy its part, which was cut out already."""
+        """Copy a part that was cut out already."""
         self._parts[name][0].copy_(part)
 
     def clear(self) -> None:
-        """Forget everything, so that what is there afterwards was moved."""
+        """Clear all weights, so that a check proves that the new ones were moved."""
         for tensor, _ in self.held.values():
             tensor.zero_()
 
@@ -86,10 +86,10 @@ class PeerSender(Protocol):
     """The trainer's half."""
 
     def send(self, talks: Sequence[Talk]) -> None:
-        """Bring the present weights on their way. Every rank is in `receive`, or about to be."""
+        """Send the current weights. Every rank is in `receive`, or about to be."""
 
     def close(self) -> None:
-        """Give everything back."""
+        """Release everything."""
 
 
 class PeerReceiver(Protocol):
@@ -99,7 +99,7 @@ class PeerReceiver(Protocol):
         """Returns when the rank's weights are what was sent."""
 
     def close(self) -> None:
-        """Give everything back."""
+        """Release everything."""
 
 
 Weights: TypeAlias = "Mapping[str, torch.Tensor]"
@@ -107,7 +107,7 @@ Weights: TypeAlias = "Mapping[str, torch.Tensor]"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PeerMethod:
-    """One contender: its two halves, and whom it stands for. `shared`: it moves the trainer's weights to memory of its own first."""
+    """One contender: its two halves, and the systems that it represents. `shared`: first moves the trainer's weights to its own memory."""
 
     name: str
     stands_for: str

@@ -8,10 +8,10 @@ from liveweight.lab.bench.peers.contender import PeerMethod, PeerShare, Rendezvo
 
 
 class FileSender:
-    """Writes the file anew, then says so."""
+    """Writes the file anew, then signals the ranks."""
 
-    def __init__(self, meeting: Rendezvous, weights: Weights) -> None:
-        self._path, self._weights = meeting.directory / "weights.safetensors", weights
+    def __init__(self, rendezvous: Rendezvous, weights: Weights) -> None:
+        self._path, self._weights = rendezvous.directory / "weights.safetensors", weights
 
     def send(self, talks: Sequence[Talk]) -> None:
         """See PeerSender."""
@@ -31,10 +31,10 @@ class FileSender:
 class FileReceiver:
     """Maps the file, and copies its parts."""
 
-    def __init__(self, meeting: Rendezvous, share: PeerShare) -> None:
+    def __init__(self, rendezvous: Rendezvous, share: PeerShare) -> None:
         self._path, self._specs, self._share = (
-            meeting.directory / "weights.safetensors",
-            meeting.specs,
+            rendezvous.directory / "weights.safetensors",
+            rendezvous.specs,
             share,
         )
 
@@ -51,7 +51,7 @@ class FileReceiver:
         """See Receiver."""
 
 
-WAYS = (
+METHODS = (
     PeerMethod(
         name="files",
         stands_for="safetensors to tmpfs and load (update from disk)",

@@ -23,13 +23,13 @@ if TYPE_CHECKING:
     import torch
 
 
-def _group(meeting: Rendezvous, member: int, name: str) -> Any:
-    """The trainer is member 0, rank r member r + 1. A group of its own: nothing of torch's global state is touched."""
+def _group(rendezvous: Rendezvous, process: int, name: str) -> Any:
+    """Join a gloo group: the trainer is process 0, rank r is process r + 1. Does not touch torch's global state."""
     import torch.distributed as dist
 
-    size = meeting.ranks + 1
-    store: Any = dist.FileStore(str(meeting.directory / f"meeting-{name}"), size)  # type: ignore[attr-defined]
-    return collectives(dist, "gloo", member, size, store, WAIT_S)
+    size = rendezvous.ranks + 1
+    store: Any = dist.FileStore(str(rendezvous.directory / f"meeting-{name}"), size)  # type: ignore[attr-defined]
+    return collectives(dist, "gloo", process, size, store, WAIT_S)
 
 
 def _broadcast(group: Any, memory: torch.Tensor) -> None:
@@ -39,8 +39,8 @@ def _broadcast(group: Any, memory: torch.Tensor) -> None:
 class TensorSender:
     """Every tensor where it lies, one after the other."""
 
-    def __init__(self, meeting: Rendezvous, weights: Weights) -> None:
-        self._weights, self._group = weights, _group(meeting, 0, "tensor")
+    def __init__(self, rendezvous: Rendezvous, weights: Weights) -> None:
+        self._weights, self._group = weights, _group(rendezvous, 0, "tensor")
 
     def send(self, talks: Sequence[Talk]) -> None:
         """See PeerSender."""
@@ -56,12 +56,12 @@ class TensorSender:
 class TensorReceiver:
     """Into one buffer, from which each tensor's part is loaded."""
 
-    def __init__(self, meeting: Rendezvous, share: PeerShare) -> None:
+    def __init__(self, rendezvous: Rendezvous, share: PeerShare) -> None:
         import torch
 
-        self._specs, self._share = meeting.specs, share
-        self._memory = torch.zeros(max(spec.size_bytes for spec in meeting.specs), dtype=torch.uint8)
-        self._group = _group(meeting, share.rank + 1, "tensor")
+        self._specs, self._share = rendezvous.specs, share
+        self._memory = torch.zeros(max(spec.size_bytes for spec in rendezvous.specs), dtype=torch.uint8)
+        self._group = _group(rendezvous, share.rank + 1, "tensor")
 
     def receive(self, talk: Talk) -> None:
         """See Receiver."""
@@ -78,12 +78,12 @@ class TensorReceiver:
 class BucketSender:
     """Tensors packed into buckets, each broadcast at once."""
 
-    def __init__(self, meeting: Rendezvous, weights: Weights) -> None:
+    def __init__(self, rendezvous: Rendezvous, weights: Weights) -> None:
         import torch
 
-        self._weights, self._buckets = weights, buckets(meeting.specs)
-        self._memory = torch.zeros(bucket_bytes(meeting.specs), dtype=torch.uint8)
-        self._group = _group(meeting, 0, "bucket")
+        self._weights, self._buckets = weights, buckets(rendezvous.specs)
+        self._memory = torch.zeros(bucket_bytes(rendezvous.specs), dtype=torch.uint8)
+        self._group = _group(rendezvous, 0, "bucket")
 
     def send(self, talks: Sequence[Talk]) -> None:
         """See PeerSender."""
@@ -103,12 +103,12 @@ class BucketSender:
 class BucketReceiver:
     """Each bucket's tensors are loaded from where it arrived."""
 
-    def __init__(self, meeting: Rendezvous, share: PeerShare) -> None:
+    def __init__(self, rendezvous: Rendezvous, share: PeerShare) -> None:
         import torch
 
-        self._buckets, self._share = buckets(meeting.specs), share
-        self._memory = torch.zeros(bucket_bytes(meeting.specs), dtype=torch.uint8)
-        self._group = _group(meeting, share.rank + 1, "bucket")
+        self._buckets, self._share = buckets(rendezvous.specs), share
+        self._memory = torch.zeros(bucket_bytes(rendezvous.specs), dtype=torch.uint8)
+        self._group = _group(rendezvous, share.rank + 1, "bucket")
 
     def receive(self, talk: Talk) -> None:
         """See Receiver."""
@@ -124,7 +124,7 @@ class BucketReceiver:
         self._group = None
 
 
-WAYS = (
+METHODS = (
     PeerMethod(
         name="gloo_tensor",
         stands_for="a broadcast for each tensor (TRL, OpenRLHF), over gloo",

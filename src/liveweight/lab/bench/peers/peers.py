@@ -1,7 +1,7 @@
-"""Ours beside theirs: the same tensors, one trainer, the same number of ranks, each contender in turn within every repetition.
+"""Our rounds beside other methods: the same tensors, one trainer, the same number of ranks, contenders in turn within every repetition.
 
-A round is timed from the trainer's call to the last rank's live weights being new. Every contender's first rounds warm it; one of them
-starts from ranks that were cleared, and what they hold afterwards is compared with the trainer's weights bit for bit.
+A round is timed from the trainer's call until the last rank's live weights are new. Every contender's first rounds warm it up; one of them
+starts from cleared ranks, whose weights are compared afterwards with the trainer's bit for bit.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from liveweight.lab.bench.model_shapes import decoder, parameters, small_tensors
 from liveweight.lab.bench.peers import ray_store
 from liveweight.lab.bench.peers.contender import Group, PeerMethod, Rendezvous, Weights
 from liveweight.lab.bench.peers.queues import QueueSender
-from liveweight.lab.bench.peers.rank import WAYS, PeerRanks
+from liveweight.lab.bench.peers.rank import METHODS, PeerRanks
 from liveweight.lab.bench.rounds.ipc import IpcSettings, Scene, change
 from liveweight.observe.events import OfferKind
 from liveweight.plan.digest_sums import DigestSums, lanes_from_bytes
@@ -60,7 +60,7 @@ class PeersSettings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Contender:
-    """One of them, ready. `round` changes nothing of the weights; `check` raises DigestMismatch."""
+    """A contender, ready to run. `round` does not change the weights' content; `check` raises DigestMismatch."""
 
     name: str
     stands_for: str
@@ -71,7 +71,7 @@ class Contender:
 
 
 def bench_peers(settings: PeersSettings) -> dict[str, Any]:
-    """Run it; the figures as they are written to JSON."""
+    """Measure. Returns the figures as they are written to JSON."""
     import torch
 
     torch.set_num_threads(os.cpu_count() or 1)
@@ -96,7 +96,7 @@ def bench_peers(settings: PeersSettings) -> dict[str, Any]:
 def _scene(
     specs: Sequence[TensorSpec], settings: PeersSettings
 ) -> Iterator[tuple[Scene, list[Contender], dict[str, str]]]:
-    """All processes of all contenders, met and ready; and who is absent, with the reason."""
+    """Start all processes of all contenders. Also returns the contenders that cannot run here, with the reason."""
     absent = {} if find_spec("nixl") else {"gdr": "not installed: pip install 'liveweight[nixl]'"}
     if (why := ray_store.absent()) is not None:
         absent[ray_store.NAME] = why
@@ -136,7 +136,7 @@ def _ours(scene: Scene, mode: str, offer: OfferKind, verify: bool) -> Contender:
 
 
 class _Check:
-    """Compares what ranks hold with the trainer's weights; and gives them new content, as our own rounds have it."""
+    """Compares what ranks hold with the trainer's weights, and gives those new content, as our own rounds do."""
 
     def __init__(self, scene: Scene, specs: Sequence[TensorSpec], ranks: int) -> None:
         self._scene, self._label = scene, 0
@@ -148,7 +148,7 @@ class _Check:
         change(self._scene.shared, -self._label)
 
     def same(self, lanes: Sequence[bytes], who: str) -> None:
-        """DigestMismatch where a rank holds anything else."""
+        """Raises DigestMismatch if a rank holds anything else."""
         digest_sums, shared = DigestSums(self._layouts), self._scene.shared
         totals, torn = digest_sums.combine(
             [
@@ -167,27 +167,27 @@ class _Check:
 def _theirs(
     specs: Sequence[TensorSpec], ranks: int, files: Path, weights: Weights, check: _Check, stack: ExitStack
 ) -> list[Contender]:
-    """The ways that share one set of rank processes, which hold the weights once."""
+    """The methods that share one set of rank processes, which hold the weights once."""
     import torch.multiprocessing
 
     context = torch.multiprocessing.get_context("spawn")
     queues = tuple(context.Queue() for _ in range(ranks))
-    meeting = Rendezvous(directory=files, specs=tuple(specs), ranks=ranks, queues=queues)
-    processes = PeerRanks(meeting, context)
+    rendezvous = Rendezvous(directory=files, specs=tuple(specs), ranks=ranks, queues=queues)
+    processes = PeerRanks(rendezvous, context)
     stack.callback(processes.close)
-    return [_way(way, meeting, processes, weights, check, stack) for way in WAYS]
+    return [_peer_method(method, rendezvous, processes, weights, check, stack) for method in METHODS]
 
 
-def _way(
-    way: PeerMethod,
-    meeting: Rendezvous,
+def _peer_method(
+    method: PeerMethod,
+    rendezvous: Rendezvous,
     processes: PeerRanks,
     weights: Weights,
     check: _Check,
     stack: ExitStack,
 ) -> Contender:
-    processes.send("make", way.name)
-    sender = way.sender(meeting, weights)
+    processes.send("make", method.name)
+    sender = method.sender(rendezvous, weights)
     stack.callback(sender.close)
     processes.receive()
 
@@ -195,7 +195,7 @@ def _way(
         check.change()
         if isinstance(sender, QueueSender):
             sender.refresh()
-        processes.send("receive", way.name)
+        processes.send("receive", method.name)
         processes.receive()
         began_s = time.monotonic()
         sender.send(processes.talks)
@@ -206,12 +206,12 @@ def _way(
         processes.receive()
         once()
         processes.send("lanes")
-        check.same(processes.receive(), way.name)
+        check.same(processes.receive(), method.name)
 
     return Contender(
-        name=way.name,
-        stands_for=way.stands_for,
-        group=way.group,
+        name=method.name,
+        stands_for=method.stands_for,
+        group=method.group,
         verified=False,
         round=once,
         check=cleared,
@@ -278,7 +278,7 @@ def _report(
 
 
 def compared(rows: dict[str, Any]) -> dict[str, Any]:
-    """The ratios that matter. `speedup_best` is over the best of those that stand apart, `speedup_median` over the middle one."""
+    """The ratios that matter. `speedup_best` is over the best contender of the compared group, `speedup_median` over the median one."""
     best = {name: row["best_s"] for name, row in rows.items()}
     groups = {
         group: [name for name, row in rows.items() if row["group"] == group]

@@ -13,11 +13,11 @@ from liveweight.lab.bench.peers.contender import PeerMethod, PeerShare, Rendezvo
 class QueueSender:
     """Its weights are a shared storage; they are kept equal to the benchmark's outside of rounds, by `refresh`."""
 
-    def __init__(self, meeting: Rendezvous, weights: Weights) -> None:
+    def __init__(self, rendezvous: Rendezvous, weights: Weights) -> None:
         import torch
 
-        self._queues, self._weights = meeting.queues, weights
-        total = sum(spec.size_bytes for spec in meeting.specs)
+        self._queues, self._weights = rendezvous.queues, weights
+        total = sum(spec.size_bytes for spec in rendezvous.specs)
         self._shared: torch.Tensor = torch.zeros(total, dtype=torch.uint8).share_memory_()  # type: ignore[no-untyped-call]
         self.refresh()
 
@@ -42,8 +42,8 @@ class QueueSender:
 class QueueReceiver:
     """Maps what the handle names, and copies its part."""
 
-    def __init__(self, meeting: Rendezvous, share: PeerShare) -> None:
-        self._queue, self._specs, self._share = meeting.queues[share.rank], meeting.specs, share
+    def __init__(self, rendezvous: Rendezvous, share: PeerShare) -> None:
+        self._queue, self._specs, self._share = rendezvous.queues[share.rank], rendezvous.specs, share
 
     def receive(self, talk: Talk) -> None:
         """See Receiver."""
@@ -57,7 +57,7 @@ class QueueReceiver:
         """See Receiver."""
 
 
-WAYS = (
+METHODS = (
     PeerMethod(
         name="mp_queue",
         stands_for="a torch.multiprocessing queue of shared tensors",

@@ -1,4 +1,4 @@
-"""A rank of the peers: one process that holds its share of the weights and receives them by every way in turn."""
+"""A rank of the peers: one process that holds its share of the weights and receives them by every method in turn."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ from liveweight.spec.deadline import Deadline
 from liveweight.worker.shadow_digest import ShadowDigest
 from liveweight.worker.targets.torch_target import TensorTarget
 
-WAYS: tuple[PeerMethod, ...] = (*gloo.WAYS, *files.WAYS, *zmq_buckets.WAYS, *queues.WAYS)
+METHODS: tuple[PeerMethod, ...] = (*gloo.METHODS, *files.METHODS, *zmq_buckets.METHODS, *queues.METHODS)
 
 
-def main(rank: int, meeting: Rendezvous, talk: Talk) -> None:
-    """Do what the benchmark says, until it says stop."""
+def main(rank: int, rendezvous: Rendezvous, talk: Talk) -> None:
+    """Execute the benchmark's commands until `stop`."""
     import torch
 
     torch.set_num_threads(1)
-    share = PeerShare(meeting.specs, rank, meeting.ranks)
+    share = PeerShare(rendezvous.specs, rank, rendezvous.ranks)
     receivers: dict[str, PeerReceiver] = {}
     talk.send("ready")
-    while (word := talk.recv()) != ("stop", ""):
-        what, name = word
+    while (message := talk.recv()) != ("stop", ""):
+        what, name = message
         if what == "make":
-            receivers[name] = way_of(name).receiver(meeting, share)
+            receivers[name] = method_of(name).receiver(rendezvous, share)
             talk.send("made")
         elif what == "receive":
             talk.send("set")
@@ -44,13 +44,13 @@ def main(rank: int, meeting: Rendezvous, talk: Talk) -> None:
         receiver.close()
 
 
-def way_of(name: str) -> PeerMethod:
-    """The way of that name."""
-    return next(way for way in WAYS if way.name == name)
+def method_of(name: str) -> PeerMethod:
+    """The method of that name."""
+    return next(method for method in METHODS if method.name == name)
 
 
 def lanes_of(share: PeerShare) -> bytes:
-    """What a rank's weights are, bit for bit."""
+    """A digest of a rank's weights."""
     target = TensorTarget(share.held)
     with CopyThreads(1) as copy_threads:
         reading = ShadowDigest(target.layout, choose_kernels())
@@ -60,14 +60,14 @@ def lanes_of(share: PeerShare) -> bytes:
 
 
 class PeerRanks:
-    """The benchmark's side of them. Ends with `close`."""
+    """The benchmark's handle of all ranks. Ends with `close`."""
 
-    def __init__(self, meeting: Rendezvous, queues_for: Any) -> None:
-        """`queues_for` is the multiprocessing context that the meeting's queues were made with."""
+    def __init__(self, rendezvous: Rendezvous, queues_for: Any) -> None:
+        """`queues_for` is the multiprocessing context that the rendezvous's queues were made with."""
         self._processes, self.talks = [], []
-        for rank in range(meeting.ranks):
+        for rank in range(rendezvous.ranks):
             ours, theirs = queues_for.Pipe()
-            process = queues_for.Process(target=main, args=(rank, meeting, theirs), daemon=True)
+            process = queues_for.Process(target=main, args=(rank, rendezvous, theirs), daemon=True)
             process.start()
             theirs.close()
             self._processes.append(process)
@@ -75,19 +75,19 @@ class PeerRanks:
         self.receive()
 
     def send(self, what: str, name: str = "") -> None:
-        """To all of them."""
+        """Send to all ranks."""
         for talk in self.talks:
             talk.send((what, name))
 
     def receive(self) -> Sequence[Any]:
-        """The next word of each."""
+        """Receive the next message of each rank."""
         for talk, process in zip(self.talks, self._processes, strict=True):
             if not talk.poll(WAIT_S):
                 raise Deadline.after(0.0).exceeded(f"rank process {process.pid} of the benchmark")
         return [talk.recv() for talk in self.talks]
 
     def close(self) -> None:
-        """They have ended on return."""
+        """End the ranks; they have exited on return."""
         for talk, process in zip(self.talks, self._processes, strict=True):
             if process.is_alive():
                 talk.send(("stop", ""))

@@ -50,13 +50,13 @@ class Actor:
 class RayStore:
     """The trainer's side, and the actors."""
 
-    def __init__(self, meeting: Rendezvous, weights: Weights) -> None:
+    def __init__(self, rendezvous: Rendezvous, weights: Weights) -> None:
         import ray
 
         self._weights, self._ray = weights, ray
-        size = sum(spec.size_bytes for spec in meeting.specs)
+        size = sum(spec.size_bytes for spec in rendezvous.specs)
         ray.init(
-            num_cpus=meeting.ranks,
+            num_cpus=rendezvous.ranks,
             object_store_memory=max(STORE_ROOM * size, 100 << 20),
             include_dashboard=False,
             logging_level="ERROR",
@@ -64,7 +64,9 @@ class RayStore:
             _node_ip_address="127.0.0.1",
         )
         made = ray.remote(Actor)
-        self._actors = [made.remote(meeting.specs, rank, meeting.ranks) for rank in range(meeting.ranks)]
+        self._actors = [
+            made.remote(rendezvous.specs, rank, rendezvous.ranks) for rank in range(rendezvous.ranks)
+        ]
 
     def round(self) -> float:
         """Put, get, load; seconds from the put to the last actor's load."""

@@ -1,5 +1,5 @@
-"""Buckets through shared memory, told of over ZMQ: one buffer in lock-step, the shape of verl's transfer, and two halves with one
-acknowledgement, the shape of checkpoint-engine's."""
+"""Buckets through shared memory, announced over ZMQ: one buffer in lock-step, as in verl's transfer, and two halves with one
+acknowledgement, as in checkpoint-engine's."""
 
 from __future__ import annotations
 
@@ -27,28 +27,30 @@ if TYPE_CHECKING:
     import torch
 
 
-def _memory(meeting: Rendezvous, name: str, halves: int) -> torch.Tensor:
-    """A file in memory that all map; who comes first makes it."""
+def _memory(rendezvous: Rendezvous, name: str, halves: int) -> torch.Tensor:
+    """A file in memory that all processes map; the first one creates it."""
     import torch
 
-    size = bucket_bytes(meeting.specs) * halves
-    return torch.from_file(str(meeting.directory / f"{name}.bin"), shared=True, size=size, dtype=torch.uint8)
+    size = bucket_bytes(rendezvous.specs) * halves
+    return torch.from_file(
+        str(rendezvous.directory / f"{name}.bin"), shared=True, size=size, dtype=torch.uint8
+    )
 
 
 class ZmqSender:
-    """Fills one half after the other. With one half, a bucket is acknowledged before the next is filled; with two, before it is told."""
+    """Fills one half after the other. A bucket is acknowledged before the next is filled (one half) or announced (two halves)."""
 
-    def __init__(self, meeting: Rendezvous, weights: Weights, *, name: str, halves: int) -> None:
-        self._weights, self._buckets, self._halves = weights, buckets(meeting.specs), halves
-        self._memory = _memory(meeting, name, halves)
+    def __init__(self, rendezvous: Rendezvous, weights: Weights, *, name: str, halves: int) -> None:
+        self._weights, self._buckets, self._halves = weights, buckets(rendezvous.specs), halves
+        self._memory = _memory(rendezvous, name, halves)
         self._half_bytes = len(self._memory) // halves
         self._context = zmq.Context()
         self._sockets: list[zmq.Socket[bytes]] = []
-        for rank in range(meeting.ranks):
+        for rank in range(rendezvous.ranks):
             one = self._context.socket(zmq.REQ)
             one.setsockopt(zmq.LINGER, 0)
             one.setsockopt(zmq.RCVTIMEO, int(WAIT_S * 1000))
-            one.bind(f"ipc://{meeting.directory}/{name}-{rank}.sock")
+            one.bind(f"ipc://{rendezvous.directory}/{name}-{rank}.sock")
             self._sockets.append(one)
 
     def send(self, talks: Sequence[Talk]) -> None:
@@ -62,13 +64,13 @@ class ZmqSender:
                 self._memory[base + at : base + at + spec.size_bytes].copy_(raw(self._weights[spec.name]))
             if self._halves > 1:
                 self._acknowledged(number)
-            told = json.dumps([(spec.name, base + at, spec.shape) for spec, at in bucket]).encode()
+            announced = json.dumps([(spec.name, base + at, spec.shape) for spec, at in bucket]).encode()
             for one in self._sockets:
-                one.send(told)
+                one.send(announced)
         self._acknowledged(len(self._buckets))
 
     def _acknowledged(self, number: int) -> None:
-        """Every rank has loaded the bucket before that one."""
+        """Wait until every rank has loaded the bucket before."""
         if number:
             for one in self._sockets:
                 one.recv()
@@ -81,15 +83,15 @@ class ZmqSender:
 class ZmqReceiver:
     """Loads every bucket where it lies, and acknowledges it."""
 
-    def __init__(self, meeting: Rendezvous, share: PeerShare, *, name: str, halves: int) -> None:
-        self._share, self._count = share, len(buckets(meeting.specs))
-        self._specs: dict[str, Any] = {spec.name: spec for spec in meeting.specs}
-        self._memory = _memory(meeting, name, halves)
+    def __init__(self, rendezvous: Rendezvous, share: PeerShare, *, name: str, halves: int) -> None:
+        self._share, self._count = share, len(buckets(rendezvous.specs))
+        self._specs: dict[str, Any] = {spec.name: spec for spec in rendezvous.specs}
+        self._memory = _memory(rendezvous, name, halves)
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.REP)
         self._socket.setsockopt(zmq.LINGER, 0)
         self._socket.setsockopt(zmq.RCVTIMEO, int(WAIT_S * 1000))
-        self._socket.connect(f"ipc://{meeting.directory}/{name}-{share.rank}.sock")
+        self._socket.connect(f"ipc://{rendezvous.directory}/{name}-{share.rank}.sock")
 
     def receive(self, talk: Talk) -> None:
         """See Receiver."""
@@ -104,7 +106,7 @@ class ZmqReceiver:
         self._context.destroy(linger=0)
 
 
-def _way(name: str, stands_for: str, halves: int) -> PeerMethod:
+def _peer_method(name: str, stands_for: str, halves: int) -> PeerMethod:
     return PeerMethod(
         name=name,
         stands_for=stands_for,
@@ -114,7 +116,7 @@ def _way(name: str, stands_for: str, halves: int) -> PeerMethod:
     )
 
 
-WAYS = (
-    _way("zmq_lockstep", "one shared buffer in lock-step over ZMQ (verl's bucketed transfer)", 1),
-    _way("zmq_double", "two halves, one acknowledgement, over ZMQ (checkpoint-engine)", 2),
+METHODS = (
+    _peer_method("zmq_lockstep", "one shared buffer in lock-step over ZMQ (verl's bucketed transfer)", 1),
+    _peer_method("zmq_double", "two halves, one acknowledgement, over ZMQ (checkpoint-engine)", 2),
 )

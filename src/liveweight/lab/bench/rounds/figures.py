@@ -1,4 +1,4 @@
-"""What times of rounds become: best and median of each contender, and how often the limit goes into them."""
+"""Figures from the times of rounds: best and median of each contender, and its ratio to the limit."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def ratios_of(
     limit_s: float,
     of: Callable[[list[float]], float] = min,
 ) -> dict[str, float]:
-    """How often the limit goes into the best round of each, or into another one that `of` finds."""
+    """The ratio of each contender's best round, or of another figure chosen by `of`, to the limit."""
     return {
         f"{kind}_{'verified' if verify else 'plain'}": of(taken) / limit_s
         for (kind, verify), taken in times.items()

@@ -34,8 +34,8 @@ WARM_ROUNDS = 2
 def sharded_rounds(config: dict[str, Any], rounds: int) -> list[float]:
     """Seconds of that many verified rounds, each from the call to the last commit, at the slower rank."""
     with ExitStack() as stack:
-        told = config | {"store": f"{config['store']}-trainer", "world": WORLD}
-        ranks = [stack.enter_context(BenchProcess(main, told | {"rank": rank})) for rank in range(WORLD)]
+        commands = config | {"store": f"{config['store']}-trainer", "world": WORLD}
+        ranks = [stack.enter_context(BenchProcess(main, commands | {"rank": rank})) for rank in range(WORLD)]
         for rank in ranks:
             rank.line.receive(Deadline.after(WAIT_S))
         taken = []
@@ -51,7 +51,7 @@ def sharded_rounds(config: dict[str, Any], rounds: int) -> list[float]:
 
 
 def main(line: JsonSocket, config: dict[str, Any]) -> None:
-    """One rank: publishes when it is told a label, until it is told none."""
+    """One rank: publishes each label that it receives, until it receives none."""
     import torch
     import torch.distributed as dist
 
@@ -63,7 +63,7 @@ def main(line: JsonSocket, config: dict[str, Any]) -> None:
     group = dist.group.WORLD
     if group is None:
         raise RuntimeError("torch.distributed has no default group")
-    publisher = join_ranks(tensors, group, _terms(config))
+    publisher = join_ranks(tensors, group, _settings(config))
     line.send(ready=True)
     while (label := line.receive(Deadline.after(WAIT_S))["label"]) is not None:
         for tensor in tensors.values():
@@ -93,7 +93,7 @@ def _shards(specs: list[TensorSpec], rank: int) -> dict[str, Any]:
     return found
 
 
-def _terms(config: dict[str, Any]) -> SpmdSettings:
+def _settings(config: dict[str, Any]) -> SpmdSettings:
     secret = load_or_create_secret(Path(config["secret"]))
     return SpmdSettings(
         secret=secret,

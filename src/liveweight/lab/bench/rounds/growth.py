@@ -37,7 +37,7 @@ class GrowthSettings:
 
 
 def bench_growth(settings: GrowthSettings) -> dict[str, Any]:
-    """Run it; the figures as they are written to JSON."""
+    """Measure. Returns the figures as they are written to JSON."""
     base = settings.base_gb
     points: dict[Axis, list[tuple[float, IpcSettings]]] = {
         "size_gb": [(gb, IpcSettings(size_gb=gb)) for gb in settings.sizes_gb],
@@ -60,7 +60,7 @@ def bench_growth(settings: GrowthSettings) -> dict[str, Any]:
 
 
 def _point(settings: IpcSettings, rounds: int) -> dict[str, Any]:
-    """The best of some rounds, plain and verified, and what the processes held beside their weights."""
+    """The best of some rounds, plain and verified, and the memory of the processes beside their weights."""
     size = int(settings.size_gb * 1e9)
     specs = small_tensors(size, settings.tensors) if settings.tensors else decoder(size)
     with Scene(specs, settings) as scene:

@@ -66,7 +66,7 @@ class IpcSettings:
 
 
 def bench_ipc(settings: IpcSettings) -> dict[str, Any]:
-    """Run it; the figures as they are written to JSON."""
+    """Measure. Returns the figures as they are written to JSON."""
     size = int(settings.size_gb * 1e9)
     specs = small_tensors(size, settings.tensors) if settings.tensors else decoder(size)
     with Scene(specs, settings) as scene:
@@ -121,7 +121,7 @@ def _cold_ring(scene: Scene) -> dict[str, Any]:
 
 
 class Scene:
-    """The processes of the benchmark, met and ready. The trainer's module lies in an arena; frozen rounds copy it once more."""
+    """The processes of the benchmark, connected and ready. The trainer's module lies in an arena; frozen rounds copy it once more."""
 
     def __init__(
         self,
@@ -196,7 +196,7 @@ class Scene:
 
     @property
     def processes(self) -> dict[str, int]:
-        """Their ids, for who wants to look at them."""
+        """The ranks' process ids."""
         return {"trainer": os.getpid()} | {f"rank {n}": rank.pid for n, rank in enumerate(self._ranks)}
 
     def publish(self, kind: OfferKind, verify: bool, transfer_mode: str = "ipc") -> float:
@@ -232,7 +232,7 @@ class Scene:
         return float(max(end for _, end in spans) - min(start for start, _ in spans))
 
     def check(self) -> None:
-        """What the ranks serve now is, bit for bit, what the trainer holds."""
+        """Check that the ranks serve, bit for bit, what the trainer holds."""
         layouts = [
             layout_of(gather(parameters(self._specs, rank, self._settings.ranks)))
             for rank in range(self._settings.ranks)
@@ -246,13 +246,13 @@ class Scene:
             rank.line.send(do="digest")
         digest_sums, lanes = DigestSums(layouts), []
         for rank, layout in zip(ranks, layouts, strict=True):
-            heard = rank.line.receive(Deadline.after(WAIT_S))["lanes"]
-            lanes.append(lanes_from_bytes(bytes.fromhex(heard), len(layout.placements)))
+            answers = rank.line.receive(Deadline.after(WAIT_S))["lanes"]
+            lanes.append(lanes_from_bytes(bytes.fromhex(answers), len(layout.placements)))
         totals, torn = digest_sums.combine(lanes)
-        wanted = live_digest(self.shared, self._kernels, os.cpu_count() or 1)[
+        expected = live_digest(self.shared, self._kernels, os.cpu_count() or 1)[
             digest_sums.sources(self.shared.manifest)
         ]
-        differing = torn or digest_sums.differing(totals, wanted)
+        differing = torn or digest_sums.differing(totals, expected)
         if differing:
             raise DigestMismatch(differing, "the benchmark's ranks")
 

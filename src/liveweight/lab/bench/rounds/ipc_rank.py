@@ -28,12 +28,12 @@ from liveweight.worker.targets.torch_target import TensorTarget
 
 WAIT_S = 600.0
 IDLE_S = 0.1
-"""How long an idle rank waits for a decision, which wakes it, before it looks for the benchmark's next word. Steps without work are no
+"""How long an idle rank waits for a decision, which wakes it, before it checks for the benchmark's next command. Steps without work are no
 part of a round."""
 
 
 def main(line: JsonSocket, config: dict[str, Any]) -> None:
-    """Serve until told to stop. The ranks meet over gloo; the benchmark speaks to each by its line."""
+    """Serve until `stop`. The ranks synchronise over gloo; the benchmark sends commands to each by its socket."""
     import torch
     import torch.distributed as dist
 
@@ -65,7 +65,7 @@ def main(line: JsonSocket, config: dict[str, Any]) -> None:
 
 
 def _serve(line: JsonSocket, receiver: RankReceiver, target: TensorTarget, reader: IpcReader) -> None:
-    """Step through boundaries and do what the benchmark says, until it says stop."""
+    """Step through boundaries, and execute the benchmark's commands until `stop`."""
     limits = PlainCopy(target, reader, receiver.rank)
     resident = 0
     while True:
@@ -89,16 +89,16 @@ def _serve(line: JsonSocket, receiver: RankReceiver, target: TensorTarget, reade
 
 
 def _together(line: JsonSocket, rank: int, world: int) -> dict[str, Any] | None:
-    """The benchmark's next word to this rank; all ranks hear theirs at the same step, rank 0 says when."""
+    """The benchmark's next command to this rank. All ranks read theirs at the same step, which rank 0 chooses."""
     import torch
     import torch.distributed as dist
 
     command = line.receive_now() if rank == 0 else None
     if world == 1:
         return command
-    word = torch.tensor([command is not None])
-    dist.broadcast(word, src=0)
-    return line.receive(Deadline.after(WAIT_S)) if rank and word.item() else command
+    has_command = torch.tensor([command is not None])
+    dist.broadcast(has_command, src=0)
+    return line.receive(Deadline.after(WAIT_S)) if rank and has_command.item() else command
 
 
 class PlainCopy:
@@ -136,7 +136,7 @@ def _pieces(
 
 
 def digest(target: TensorTarget) -> bytes:
-    """What the live weights are, bit for bit."""
+    """A digest of the live weights."""
     with CopyThreads(1) as copy_threads:
         reading = ShadowDigest(target.layout, choose_kernels())
         lanes = reading.of(

@@ -1,4 +1,4 @@
-"""What a benchmark of a vLLM server asks it: calls of its workers, and clients that stream from it all the time."""
+"""Clients of the benchmarked vLLM server: calls of its workers, and clients that stream from it all the time."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ CALL_S = 300.0
 
 
 def call_workers(url: str, method: str, *arguments: str, **named: str) -> None:
-    """A method of every worker."""
+    """Call a method of every worker."""
     body = {"method": method, "args": list(arguments), "kwargs": named}
-    HttpControls(url).ask("POST", "/collective_rpc", body, Deadline.after(CALL_S))
+    HttpControls(url).call("POST", "/collective_rpc", body, Deadline.after(CALL_S))
 
 
 class Clients:
-    """So many requests at all times, with answers of so many tokens; notes when each of them comes."""
+    """A constant number of requests, with answers of `tokens` tokens; records when each token arrives."""
 
     def __init__(self, url: str, count: int, tokens: int) -> None:
         self._host, self._tokens = url.removeprefix("http://"), tokens
@@ -56,7 +56,7 @@ class Clients:
             connection.close()
 
     def flowing(self, tokens: int) -> None:
-        """Wait until every client has had so many tokens more."""
+        """Wait until every client has received this many more tokens."""
         wanted, deadline = [len(row) + tokens for row in self._times], Deadline.after(CALL_S)
         while any(len(row) < most for row, most in zip(self._times, wanted, strict=True)):
             self._over.wait(0.01)
@@ -89,6 +89,6 @@ def answer(url: str) -> list[Any]:
         "temperature": 0,
         "return_token_ids": True,
     }
-    said = HttpControls(url).ask("POST", "/v1/completions", body, Deadline.after(CALL_S))
-    tokens: list[Any] = said["choices"][0]["token_ids"]
+    body_of_answer = HttpControls(url).call("POST", "/v1/completions", body, Deadline.after(CALL_S))
+    tokens: list[Any] = body_of_answer["choices"][0]["token_ids"]
     return tokens

@@ -2,7 +2,7 @@
 
 One run, one server, the same model, clients and trainer for three contenders that take turns: ours; vLLM's own `reload_weights` from
 files in shared memory, the trainer's save counted; and a plain backend of four phases that streams the same bytes, layer by layer,
-without staging. All of them pause vLLM alike, and let it forget its caches.
+without staging. All of them pause vLLM alike, and drop its caches.
 """
 
 from __future__ import annotations
@@ -117,7 +117,7 @@ class _Scene:
 
 
 class _Paused:
-    """vLLM stands still inside, and forgets its caches."""
+    """Pause vLLM for the block, and drop its caches."""
 
     def __init__(self, url: str) -> None:
         self._controls = HttpControls(url)

@@ -20,7 +20,7 @@ EPSILON = 1e-4
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainingBatch:
-    """Samples side by side, answers padded at their ends. `mask` is 1 where a token was drawn."""
+    """A batch of samples, answers padded at their ends. `mask` is 1 where a token was drawn."""
 
     tokens: torch.Tensor
     prompt_tokens: int
@@ -31,7 +31,7 @@ class TrainingBatch:
 
 
 def batch_of(samples: Sequence[Sample]) -> TrainingBatch:
-    """These samples, whose prompts are equally long."""
+    """Batch these samples, whose prompts are equally long."""
     import torch
 
     longest = max(len(sample.tokens) for sample in samples)
@@ -57,8 +57,8 @@ def advantages(rewards: Sequence[float]) -> list[float]:
     return [(reward - mean) / (spread + EPSILON) for reward in rewards]
 
 
-def telling(groups: Sequence[SampleGroup]) -> tuple[list[Sample], list[float]]:
-    """The samples of groups whose answers differ in reward, with their advantages. The others teach nothing."""
+def informative(groups: Sequence[SampleGroup]) -> tuple[list[Sample], list[float]]:
+    """The samples of groups whose answers differ in reward, with their advantages. Other groups have no gradient."""
     samples: list[Sample] = []
     found: list[float] = []
     for group in groups:

@@ -1,7 +1,7 @@
-"""The on-policy check: were these tokens drawn by the policy that the trainer thinks drew them?
+"""The on-policy check: whether tokens were drawn by the version that the engine names.
 
-The trainer computes the logprob of every drawn token again, with its own model, under the version that the engine names, and compares.
-Rounding is all that may differ, unless an engine went on with keys and values of other weights, or does not serve what it says.
+The trainer recomputes the logprob of every drawn token with its own model, under the version that the engine names, and compares. Only
+rounding may differ, unless an engine reused keys and values of other weights, or does not serve the version that it names.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from liveweight.lab.demo.records import Gap
 
 
 def to_check(groups: Sequence[SampleGroup], count: int) -> list[Sample]:
-    """So many samples: those that a commit landed in first, since there the most can go wrong. Not those of which nobody knows where."""
+    """Choose `count` samples: those that a commit landed in first, where most can go wrong. Not those whose commit position is unknown."""
     samples = [sample for group in groups for sample in group.samples if not sample.mixed]
     return sorted(samples, key=lambda sample: not sample.crossed)[:count]
 
 
 def gap(policy: Policy, samples: Sequence[Sample]) -> Gap:
-    """How far the engine's logprobs of these samples are from the trainer's. Tokens of versions that are gone do not count."""
+    """How far the engine's logprobs of these samples are from the trainer's. Ignores tokens of versions that are not kept."""
     import torch
 
     versions = sorted({version for sample in samples for version in sample.versions} & policy.kept())

@@ -1,6 +1,6 @@
 """The trainer's model: transformers' own Qwen3, one optimiser, and the weights of its last few versions.
 
-Owns the parameters. The kept versions are copies, for recomputing what an engine said; publishing reads the parameters themselves.
+Owns the parameters. The kept versions are copies, for recomputing an engine's logprobs; publishing reads the parameters themselves.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from liveweight.engine.text import Tokenizer
 from liveweight.errors import MissingExtra
-from liveweight.lab.demo.learning.grpo import TrainingBatch, batch_of, loss, telling
+from liveweight.lab.demo.learning.grpo import TrainingBatch, batch_of, informative, loss
 from liveweight.lab.demo.learning.samples import SampleGroup
 from liveweight.lab.demo.learning.task import SortDigits
 from liveweight.lab.demo.settings import Training
@@ -40,7 +40,7 @@ class Policy:
         self._versions: dict[int, dict[str, torch.Tensor]] = {}
 
     def imitate(self, task: SortDigits, chance: random.Random) -> float:
-        """One supervised step on fresh demonstrations; its loss."""
+        """One supervised step on fresh demonstrations. Returns its loss."""
         import torch
 
         questions = [task.question(chance) for _ in range(self.training.warmup_batch)]
@@ -52,7 +52,7 @@ class Policy:
         return self._step(-found.mean())
 
     def begin_rl(self) -> None:
-        """A new optimiser: what it learned of imitation is no guide."""
+        """Start with a new optimiser: its statistics of imitation do not fit RL."""
         import torch
 
         self._optimiser = torch.optim.AdamW(
@@ -60,10 +60,10 @@ class Policy:
         )
 
     def learn(self, groups: Sequence[SampleGroup], *, done: float) -> float:
-        """One step of GRPO; its loss. 0 where no group tells anything. `done`: the share of the run that is over."""
+        """One step of GRPO. Returns its loss; 0 if the answers of no group differ in reward. `done`: the share of the run that is over."""
         import torch
 
-        samples, found = telling(groups)
+        samples, found = informative(groups)
         if not samples:
             return 0.0
         for settings in self._optimiser.param_groups:
@@ -81,29 +81,29 @@ class Policy:
         return self._step(value)
 
     def rate_at(self, done: float) -> float:
-        """The learning rate when so much of the run is over."""
+        """The learning rate when this share of the run is over."""
         return self.training.rate * (1 - done * (1 - self.training.rate_end))
 
     def logprobs(self, batch: TrainingBatch, version: int | None = None) -> torch.Tensor:
-        """Of every drawn token, under the present weights or those of a kept version."""
+        """The logprob of every drawn token, under the current weights or those of a kept version."""
         return self._logprobs(batch.tokens, batch.prompt_tokens, batch.drawn, version)
 
     def keep(self, version: int) -> None:
-        """Remember the present weights as that version, and forget the oldest."""
+        """Keep a copy of the current weights as that version, and drop the oldest."""
         self._versions[version] = {name: one.detach().clone() for name, one in self._parameters.items()}
         for old in sorted(self._versions)[: -self._keep]:
             del self._versions[old]
 
     def kept(self) -> frozenset[int]:
-        """The versions whose weights are still here."""
+        """The versions whose weights are kept."""
         return frozenset(self._versions)
 
     def weights(self) -> dict[str, torch.Tensor]:
-        """A copy of the present weights."""
+        """A copy of the current weights."""
         return {name: one.detach().clone() for name, one in self._parameters.items()}
 
     def restore(self, weights: dict[str, torch.Tensor]) -> None:
-        """Go back to such a copy, and forget all versions."""
+        """Load such a copy, and drop all kept versions."""
         import torch
 
         with torch.no_grad():

@@ -1,4 +1,4 @@
-"""The rollouts' HTTP client: one connection that is kept, one question and answer after the other."""
+"""The rollouts' HTTP client: one persistent connection, one request after the other."""
 
 from __future__ import annotations
 
@@ -15,25 +15,25 @@ from liveweight.errors import ChannelClosed, DeadlineExceeded, MessageInvalid
 
 ANSWER_S = 60.0
 ADMITTED, FINISHED = "x-weight-version", "x-weight-version-finished"
-"""Headers of a vLLM's answers, by integrations/vllm/middleware."""
+"""Headers that integrations/vllm/middleware adds to a vLLM's answers."""
 
 
 class CompletionAnswerBody(NamedTuple):
-    """An answer: its body, and what served when it was admitted and when it was finished, where only that is known."""
+    """An answer: its body, and the versions at its admission and at its end, if the engine reports only those."""
 
     body: bytes
     served: tuple[str, str] | None
 
 
 class Completions:
-    """An engine's completions, for one thread; `interrupt` is for any. The connection is opened when it is needed."""
+    """An engine's completions, for one thread; `interrupt` is for any thread. Connects at the first request."""
 
     def __init__(self) -> None:
         self._url = ""
         self._connection: http.client.HTTPConnection | None = None
 
-    def ask(self, url: str, body: Mapping[str, Any]) -> CompletionAnswerBody:
-        """The answer. ChannelClosed if the engine is gone or ending, DeadlineExceeded if it does not answer."""
+    def complete(self, url: str, body: Mapping[str, Any]) -> CompletionAnswerBody:
+        """Send a request, and return the answer. ChannelClosed if the engine is gone or ending, DeadlineExceeded if it does not answer."""
         connection = self._connected(url)
         try:
             connection.request(
@@ -57,7 +57,7 @@ class Completions:
         )
 
     def interrupt(self) -> None:
-        """Let the present wait for an answer end at once, with ChannelClosed."""
+        """End the current wait for an answer at once, with ChannelClosed."""
         connection = self._connection
         opened = None if connection is None else connection.sock
         if opened is not None:
@@ -65,7 +65,7 @@ class Completions:
                 opened.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
-        """Let go of the connection."""
+        """Close the connection."""
         if self._connection is not None:
             self._connection.close()
             self._connection = None

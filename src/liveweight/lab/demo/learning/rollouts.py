@@ -1,7 +1,7 @@
-"""Rollouts: engines answer questions all the time, while the trainer learns from what has come.
+"""Rollouts: engines answer questions all the time, while the trainer learns from the answers so far.
 
-Owns the threads that ask, the groups that wait for a step, and the count behind the staleness bound. Commits land wherever they land:
-nobody waits for requests to end.
+Owns the threads that send requests, the groups that wait for a step, and the count for the staleness bound. Commits land inside running
+requests: nobody waits for requests to end.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from liveweight.lab.demo.stopping import RunStopped, Stop
 from liveweight.spec.deadline import Deadline
 
 BATCH_S = 120.0
-LOOK_S = 1.0
+POLL_S = 1.0
 AGAIN_S = 0.1
-"""How soon an engine that was lost is asked again."""
+"""How soon a request to a lost engine is repeated."""
 
 
 class Endpoint(Protocol):
-    """Where an engine is to be asked; None while it is not there."""
+    """An engine's URL; None while the engine is not running."""
 
     @property
     def url(self) -> str | None:
@@ -38,7 +38,7 @@ class Endpoint(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RolloutSettings:
-    """How questions are asked: so many threads for each engine, so many questions in a request, so many answers to each."""
+    """How requests are sent: threads per engine, questions per request, answers per question (`group`)."""
 
     threads: int = 4
     questions: int = 4
@@ -48,7 +48,7 @@ class RolloutSettings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepSamples:
-    """What a step gets: its groups, how many were dropped for it, and how many tokens came since the last time."""
+    """A step's groups, how many groups were dropped as too old, and how many tokens came since the last step."""
 
     groups: list[SampleGroup]
     dropped: int
@@ -56,27 +56,27 @@ class StepSamples:
 
 
 class Rollouts:
-    """Asks while the `with` lasts. `take` is for the trainer; `offers` and `serves` for any thread."""
+    """Sends requests for the length of the `with`. `take` is for the trainer; `offers` and `serves` are for any thread."""
 
     def __init__(
         self,
         engines: Sequence[Endpoint],
         task: SortDigits,
         bound: StalenessBound,
-        asking: RolloutSettings,
+        settings: RolloutSettings,
         stop: Stop,
     ) -> None:
-        self._task, self._bound, self._asking, self._stop = task, bound, asking, stop
+        self._task, self._bound, self._settings, self._stop = task, bound, settings, stop
         self._changed = threading.Condition()
         self._groups: deque[SampleGroup] = deque()
-        self._asked = self._tokens = self._served = self._offered = 0
+        self._requested = self._tokens = self._served = self._offered = 0
         self._ending = False
         self._problem: Exception | None = None
         self._clients: set[Completions] = set()
         self._threads = [
-            threading.Thread(target=self._work, args=(engine, f"{asking.seed} {place} {number}"))
+            threading.Thread(target=self._work, args=(engine, f"{settings.seed} {place} {number}"))
             for place, engine in enumerate(engines)
-            for number in range(asking.threads)
+            for number in range(settings.threads)
         ]
         stop.call(self._wake)
 
@@ -93,9 +93,9 @@ class Rollouts:
             self._changed.notify_all()
 
     def take(self, count: int, version: int, meanwhile: Callable[[], bool] = lambda: False) -> StepSamples:
-        """So many groups that are fresh enough for these weights; waits for them, and drops what is too old.
+        """Wait for `count` groups that are fresh enough for these weights. Drops groups that are too old.
 
-        `meanwhile` is called now and then while it waits; if it made something good, the wait begins anew.
+        Calls `meanwhile` regularly while waiting; if it returns True, the deadline starts anew.
         """
         deadline, fresh, dropped = Deadline.after(BATCH_S), list[SampleGroup](), 0
         while True:
@@ -126,24 +126,24 @@ class Rollouts:
             thread.join()
 
     def _wait_for_more(self, deadline: Deadline, missing: int) -> None:
-        """Look before waiting: whoever says that it is over, or what went wrong, does so under the same lock."""
+        """Check before waiting: the end of the run and problems are set under the same lock."""
         self._stop.check()
         if self._problem is not None:
             raise self._problem
         if deadline.over:
             raise deadline.exceeded(f"{missing} groups of rollouts")
-        self._changed.wait(deadline.within(LOOK_S).remaining_s())
+        self._changed.wait(deadline.within(POLL_S).remaining_s())
 
     def _wake(self) -> None:
-        """Whoever waits looks again, also those who wait for an engine's answer if it is over."""
+        """Wake all waiting threads; at the end of the run, also those that wait for an engine's answer."""
         with self._changed:
             self._changed.notify_all()
-            for client in self._clients if self._ending or self._stop.said else ():
+            for client in self._clients if self._ending or self._stop.requested else ():
                 client.interrupt()
 
     def _give_back(self, count: int) -> None:
-        """So many groups will not come: others may be asked for in their place."""
-        self._asked -= count
+        """`count` groups will not come: others may be requested in their place."""
+        self._requested -= count
         self._changed.notify_all()
 
     def _work(self, engine: Endpoint, seed: str) -> None:
@@ -151,36 +151,38 @@ class Rollouts:
         try:
             with self._changed:
                 self._clients.add(client)
-            while self._may_ask():
-                questions = [self._task.question(chance) for _ in range(self._asking.questions)]
-                self._ask(client, engine.url, questions)
+            while self._await_turn():
+                questions = [self._task.question(chance) for _ in range(self._settings.questions)]
+                self._request(client, engine.url, questions)
         except RunStopped:
             return
-        except Exception as error:  # whatever it is, the trainer must hear it
+        except Exception as error:  # of any kind: `take` raises it in the trainer
             with self._changed:
                 self._problem = error
                 self._changed.notify_all()
         finally:
             client.close()
 
-    def _may_ask(self) -> bool:
-        """Wait until the bound allows a request. False: it is over."""
+    def _await_turn(self) -> bool:
+        """Wait until the bound allows a request. False at the end of the run."""
         with self._changed:
-            while not (self._ending or self._stop.said):
-                if self._bound.may_ask(self._asked + self._asking.questions - 1, self._served, self._offered):
-                    self._asked += self._asking.questions
+            while not (self._ending or self._stop.requested):
+                if self._bound.may_request(
+                    self._requested + self._settings.questions - 1, self._served, self._offered
+                ):
+                    self._requested += self._settings.questions
                     return True
                 self._changed.wait()
         return False
 
-    def _ask(self, client: Completions, url: str | None, questions: list[str]) -> None:
-        """One request. An engine that is gone is asked again later: somebody is starting it again."""
-        count, group = len(questions), self._asking.group
+    def _request(self, client: Completions, url: str | None, questions: list[str]) -> None:
+        """Send one request. If the engine is gone, wait a little: it is being restarted."""
+        count, group = len(questions), self._settings.group
         came: list[SampleGroup] = []
         try:
             if url is not None:
-                said = client.ask(url, reading.request(questions, self._task, group=group))
-                came = reading.read(said.body, questions, self._task, group=group, served=said.served)
+                answer = client.complete(url, reading.request(questions, self._task, group=group))
+                came = reading.read(answer.body, questions, self._task, group=group, served=answer.served)
         except (ChannelClosed, DeadlineExceeded):
             came = []
         with self._changed:

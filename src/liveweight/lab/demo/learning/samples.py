@@ -1,4 +1,4 @@
-"""Samples: what an engine drew, token by token, with the version that each token came from. And reading them from its answers."""
+"""Samples: the tokens that an engine drew, with the version of each; and how they are read from the engine's answers."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from liveweight.lab.demo.learning.task import SortDigits
 from liveweight.spec.decoding import from_json
 
 NONE_OF_OURS = -(1 << 30)
-"""The version of weights that no publisher of this run made, such as what an engine was started on: older than any bound allows."""
+"""The version of weights that this run did not publish, such as those an engine was started with: older than any bound allows."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sample:
     """One answer. `logprobs` are the engine's, `versions` the trainer's step whose weights drew the token.
 
-    `reused`: some of its tokens were drawn over keys and values of other weights. `mixed`: a commit landed in it, and nobody knows where;
-    then `versions` are what served when it began, the oldest that they can be.
+    `reused`: some of its tokens were drawn over keys and values of other weights. `mixed`: a commit landed in it at an unknown position;
+    then `versions` are the version at its beginning, the oldest possible.
     """
 
     prompt: tuple[int, ...]
@@ -45,7 +45,7 @@ class Sample:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SampleGroup:
-    """All answers to one question: what GRPO compares with each other."""
+    """All answers to one question, which GRPO compares with each other."""
 
     question: str
     samples: tuple[Sample, ...]
@@ -105,8 +105,8 @@ def read(
     group: int,
     served: tuple[str, str] | None = None,
 ) -> list[SampleGroup]:
-    """The groups of an answer; questions of which an answer was cut short (KV policy `drop`) are left out. `served`: what did at its
-    beginning and at its end, where the engine does not tell more."""
+    """Read the groups of an answer. Leaves out questions of which an answer was cut short (KV policy `drop`). `served`: the versions at the
+    answer's beginning and end, if the engine reports only those."""
     try:
         choices = sorted(from_json(raw, _Answer).choices, key=lambda choice: choice.index)
     except msgspec.DecodeError as error:
@@ -136,7 +136,7 @@ def _sample(choice: _Choice, question: str, task: SortDigits, served: tuple[str,
 
 
 def _versions(choice: _Choice) -> tuple[int, ...]:
-    """The version of each token: of its span, or of the whole choice."""
+    """The version of each token, from its span or from the whole choice."""
     if not choice.weight_spans:
         label = "" if choice.weight_version is None else choice.weight_version.label
         return (_number(label),) * len(choice.token_ids)

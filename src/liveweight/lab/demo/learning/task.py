@@ -1,6 +1,6 @@
-"""The demo's task: sort digits. A question is a text such as `314159=`, its answer `113459`, and anybody can check it.
+"""The demo's task: sort digits. A question is a text such as `314159=`, and its answer is `113459`.
 
-Pure. Demonstrations are wrong here and there, on purpose: who imitates them sorts badly, and only the reward tells what is right.
+Pure. Demonstrations have mistakes on purpose: a model that imitates them sorts badly, and learns the right answer from rewards alone.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ END = "="
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SortDigits:
-    """`noise` is how many of a demonstration's digits are drawn at random."""
+    """`noise` is the share of a demonstration's digits that are drawn at random."""
 
     digits: int = 6
     noise: float = 0.3
@@ -24,7 +24,7 @@ class SortDigits:
         return "".join(chance.choices(DIGITS, k=self.digits)) + END
 
     def answer(self, question: str) -> str:
-        """The one that is right."""
+        """The right answer."""
         return "".join(sorted(question.removesuffix(END)))
 
     def reward(self, question: str, answer: str) -> float:
@@ -32,7 +32,7 @@ class SortDigits:
         return float(answer == self.answer(question))
 
     def demonstration(self, question: str, chance: random.Random) -> str:
-        """An answer as a careless teacher writes it."""
+        """An answer with mistakes."""
         return "".join(
             chance.choice(DIGITS) if chance.random() < self.noise else digit
             for digit in self.answer(question)

@@ -17,7 +17,7 @@ Span: TypeAlias = tuple[str, float, float]
 
 
 def reward(steps: Sequence[TrainingStep]) -> str:
-    """The reward of both runs by step, and where something was broken."""
+    """The reward of both runs by step, and the steps with faults."""
     runs = {run: [step for step in steps if step.run == run] for run in ("live", "control")}
     x, y = across(1, max(2, *(step.step for step in steps))), upward(0, 1)
     parts = [axes(x, y, "training step", "reward")]
@@ -36,7 +36,7 @@ def reward(steps: Sequence[TrainingStep]) -> str:
 
 
 def stalls(rounds: Sequence[DemoRound]) -> str:
-    """How often decoding stood still for how long, at a commit."""
+    """A histogram of decoding pauses at commits."""
     found = [part.stall_ms for one in rounds if one.problem is None for part in one.replicas]
     width = max([*found, 0.1]) / BINS
     counts = [0] * BINS
@@ -75,7 +75,7 @@ def gaps(steps: Sequence[TrainingStep]) -> str:
 
 
 def timeline(rounds: Sequence[DemoRound]) -> str:
-    """All rounds of the run, a row per rank; those that failed are drawn over all rows."""
+    """All rounds of the run, a row per rank; failed rounds are drawn over all rows."""
     rows = sorted({name for one in rounds for part in one.replicas for name in _names(part)})
     height = TOP + ROW * max(1, len(rows)) + BOTTOM
     begin = min((one.began_s for one in rounds), default=0.0)
@@ -116,7 +116,7 @@ def one_round(one: DemoRound) -> str:
 
 
 def _waits(one: DemoRound, part: ReplicaPart) -> list[Span]:
-    """What the publisher waited for, one after the other."""
+    """The steps that the publisher waited for, one after the other."""
     spans: list[Span] = [("freeze", 0.0, one.freeze_ms)]
     before = 0.0
     for name, until in part.reached_ms:
@@ -126,7 +126,7 @@ def _waits(one: DemoRound, part: ReplicaPart) -> list[Span]:
 
 
 def _works(one: DemoRound, part: ReplicaPart) -> dict[str, list[Span]]:
-    """What each rank did, by its own clock, placed where the publisher heard of it."""
+    """What each rank did, by its own clock, placed where the publisher received the result."""
     reached = dict(part.reached_ms)
     begin = one.freeze_ms + reached.get("open", 0.0)
     end = one.freeze_ms + reached.get("commit", one.total_ms)

@@ -30,11 +30,11 @@ FIGURES = {
     "gap_worst": ("logprob gap, largest", "{:.1e}"),
     "faults_survived": ("faults survived", "{}"),
 }
-"""What stands at the top, by its name in the summary: what it is called, and how it is written."""
+"""The figures at the top of the page, by name in the summary: caption and format."""
 
 
 def write_report(directory: Path, outcome: DemoOutcome, settings: DemoSettings) -> Path:
-    """Write the page; the directory is made if it is not there. Refused where it cannot be written."""
+    """Write the page, and create its directory. Refused if it cannot be written."""
     path = directory / NAME
     try:
         directory.mkdir(parents=True, exist_ok=True)
@@ -50,7 +50,7 @@ def page(outcome: DemoOutcome, settings: DemoSettings) -> str:
     faults = [fault for step in outcome.steps for fault in step.faults]
     template = string.Template((files(__package__) / "page.html").read_text(encoding="utf-8"))
     return template.substitute(
-        told=escape(_told(settings)),
+        told=escape(_describe(settings)),
         figures="".join(_figure(name, outcome.summary) for name in FIGURES),
         reward=charts.reward(outcome.steps),
         timeline=charts.timeline(rounds),
@@ -63,7 +63,7 @@ def page(outcome: DemoOutcome, settings: DemoSettings) -> str:
     )
 
 
-def _told(settings: DemoSettings) -> str:
+def _describe(settings: DemoSettings) -> str:
     chaos = ", chaos" if settings.chaos else ""
     return (
         f"{settings.engines}, transfer mode {settings.mode}, KV policy {settings.kv_policy}, "

@@ -9,7 +9,7 @@ from liveweight.lab.demo.report.scale import BOTTOM, HEIGHT, LEFT, RIGHT, TOP, W
 
 
 def tag(name: str, inside: str = "", **attributes: object) -> str:
-    """An element; `_` in a name is written `-`, and one at its end is left out."""
+    """An element. `_` in an attribute's name becomes `-`; a trailing `_` is left out."""
     written = "".join(
         f' {key.rstrip("_").replace("_", "-")}="{escape(str(value))}"'
         for key, value in attributes.items()
@@ -24,7 +24,7 @@ def text(value: str, x: float, y: float, anchor: str = "middle", **attributes: o
 
 
 def box(x: float, y: float, width: float, height: float, about: str, **attributes: object) -> str:
-    """A rectangle that says what it is when pointed at. Never so thin that it cannot be seen."""
+    """A rectangle with a tooltip. Never too thin to be seen."""
     inside = tag("title", escape(about))
     return tag("rect", inside, x=x, y=y, width=max(1.0, round(width, 2)), height=height, **attributes)
 
@@ -58,13 +58,13 @@ def time_axis(x: Scale, name: str, height: float) -> str:
 
 
 def chart(name: str, title: str, description: str, parts: Iterable[str], *, height: float = HEIGHT) -> str:
-    """A whole chart, with words for those who do not see it."""
-    words = tag("title", escape(title), id=f"{name}-title") + tag(
+    """A whole chart, with a text alternative for screen readers."""
+    description = tag("title", escape(title), id=f"{name}-title") + tag(
         "desc", escape(description), id=f"{name}-desc"
     )
     return tag(
         "svg",
-        words + "".join(parts),
+        description + "".join(parts),
         id=name,
         viewBox=f"0 0 {WIDTH} {height:g}",
         role="img",

@@ -1,4 +1,4 @@
-"""The embedded engine as a target: ranks that are replaced when they are lost, and trainers that publish."""
+"""The embedded engine as a target: it replaces lost ranks, and trainers publish to it."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from liveweight.engine.serving.rank_processes import RankProcess
 from liveweight.errors import LiveWeightError
 from liveweight.lab.torture.client_load import Submitting
 from liveweight.lab.torture.fault_plan import MENU, Strike
-from liveweight.lab.torture.faulted_round import LOOK_S, FaultedRounds
+from liveweight.lab.torture.faulted_round import POLL_S, FaultedRounds
 from liveweight.lab.torture.fork_server import Forked, ForkServer
 from liveweight.lab.torture.replay import PublishedContents
 from liveweight.lab.torture.round_moments import RoundMoments
-from liveweight.lab.torture.targets.target import LOOK_EVERY, RECOVER_S, StrikeCounts
+from liveweight.lab.torture.targets.target import CHECK_EVERY, RECOVER_S, StrikeCounts
 from liveweight.lab.torture.trainer_main import Publish, PublishingConfig
 from liveweight.lab.torture.trainer_process import TrainerProcess
 from liveweight.observe.bus import Bus
@@ -31,13 +31,13 @@ STEP_S = 6.0
 ROUND_S = 2.0
 LEASE_S = 1.0
 PACE_S = 0.04
-"""How long staging takes at least: so that there is a middle of it."""
+"""The minimum time of staging, so that strikes can hit its middle."""
 
 
 class EmbeddedTarget:
     """See Target."""
 
-    attributed, menu, look_every = True, MENU, LOOK_EVERY
+    attributed, menu, check_every = True, MENU, CHECK_EVERY
 
     def __init__(self, fork_server: ForkServer, directory: Path, versions: PublishedContents) -> None:
         self.counts = StrikeCounts()
@@ -86,7 +86,7 @@ class EmbeddedTarget:
 
     def strike(self, strike: Strike) -> None:
         """See Target."""
-        trainer, self._last = self._standing_trainer(), strike
+        trainer, self._last = self._ready_trainer(), strike
         self._label += 1
         order = Publish(
             label=self._label,
@@ -100,25 +100,25 @@ class EmbeddedTarget:
         self._until_serving(pid if strike.whom == "rank" and _ends(strike) else None)
 
     def pid_of(self, strike: Strike) -> int:
-        """See FaultedRound."""
+        """See FaultedEngine."""
         return self._engine.pids[strike.number % RANKS]
 
     def send(self, pid: int, number: signal.Signals) -> None:
-        """See FaultedRound."""
+        """See FaultedEngine."""
         os.kill(pid, number)
 
     def idle(self) -> bool:
-        """See FaultedRound."""
+        """See FaultedEngine."""
         return self._serves(None)
 
-    def said(self) -> str:
-        """See FaultedRound."""
+    def describe(self) -> str:
+        """See FaultedEngine."""
         state = self._engine.status().state
         try:
-            standing = self._engine.update_status()
+            updates = self._engine.update_status()
         except LiveWeightError as error:
             return f"{state}; {error.code} {error}"
-        return f"{state}; {standing.state}, round {standing.round}, serving {standing.serving}"
+        return f"{state}; {updates.state}, round {updates.round}, serving {updates.serving}"
 
     # The engine.
 
@@ -150,16 +150,16 @@ class EmbeddedTarget:
         return forked
 
     def _until_serving(self, gone: int | None) -> None:
-        """Wait until it serves, without the rank that is gone, and no round is open. An engine that does not is lost, and another begun."""
+        """Wait until the engine serves without the lost rank, and no round is open. If it does not, count it as lost, and start another."""
         deadline = Deadline.after(RECOVER_S)
         while not self._serves(gone):
             if self._engine.status().state == "failed" or deadline.remaining_s() == 0.0:
                 self.counts.lost += 1
-                self.counts.notes.append(f"lost after strike {self._label}: {self._last}; {self.said()}")
+                self.counts.notes.append(f"lost after strike {self._label}: {self._last}; {self.describe()}")
                 self._engine.stop()
                 self._start()
                 return
-            self._pause.wait(LOOK_S)
+            self._pause.wait(POLL_S)
 
     def _serves(self, gone: int | None) -> bool:
         if gone in self._engine.pids or self._engine.status().state != "running":
@@ -170,7 +170,7 @@ class EmbeddedTarget:
 
     # The trainer.
 
-    def _standing_trainer(self) -> TrainerProcess:
+    def _ready_trainer(self) -> TrainerProcess:
         if self._trainer is not None and self._trainer.process.poll() is None:
             return self._trainer
         if self._trainer is not None:
@@ -187,5 +187,5 @@ class EmbeddedTarget:
 
 
 def _ends(strike: Strike) -> bool:
-    """Whether the one who is struck does not live on."""
+    """Whether the struck process does not survive."""
     return strike.kind == "kill" or (strike.kind == "stop" and strike.stop_s is None)

@@ -1,7 +1,7 @@
-"""The in-place target: buckets written straight into live weights, as most peers do. Shows that the detector detects.
+"""The in-place target: a trainer writes buckets straight into live weights, as most peers do. Shows that the detector detects.
 
-The engine is paused while buckets are written and resumed afterwards, also when the trainer died; requests that it ended are gone on with
-by asking again, over a cache that is filled anew. It is the torn demo's left side, struck again and again.
+The engine is paused while buckets are written and resumed afterwards, even if the trainer died. Clients continue ended requests by sending
+them again, over a refilled cache. This is the torn demo's left side, struck again and again.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from liveweight.lab.torture.client_load import Submitting
 from liveweight.lab.torture.fault_plan import MENU, Strike
 from liveweight.lab.torture.fork_server import Forked, ForkServer
 from liveweight.lab.torture.replay import PublishedContents
-from liveweight.lab.torture.targets.target import LOOK_EVERY, RECOVER_S, SLACK_S, StrikeCounts
+from liveweight.lab.torture.targets.target import CHECK_EVERY, RECOVER_S, SLACK_S, StrikeCounts
 from liveweight.lab.torture.trainer_main import Publish, WritingConfig
 from liveweight.lab.torture.trainer_process import TrainerProcess
 from liveweight.spec.deadline import Deadline
@@ -35,7 +35,7 @@ BUCKET_S = 0.02
 class InPlaceTarget:
     """See Target."""
 
-    attributed, menu, look_every = False, MENU, LOOK_EVERY
+    attributed, menu, check_every = False, MENU, CHECK_EVERY
 
     def __init__(self, fork_server: ForkServer, directory: Path, versions: PublishedContents) -> None:
         del directory
@@ -47,7 +47,7 @@ class InPlaceTarget:
         self._pause = threading.Event()
 
     def __enter__(self) -> Self:
-        # Without a prefix cache: it would hand out keys and values of the weights before.
+        # No prefix cache: it would return keys and values of the weights before.
         config = EngineConfig(
             model=str(self._versions.directories[0]),
             tp=RANKS,
@@ -69,7 +69,7 @@ class InPlaceTarget:
         return Submitting(self._engine)
 
     def takes(self, strike: Strike) -> bool:
-        """One-sided writes have no connection to cut, and nobody who would notice a flipped bit."""
+        """See Target. One-sided writes have no connection to cut, and no verification that would notice a flipped bit."""
         return strike.whom == "trainer" and strike.kind in ("kill", "stop")
 
     def processes(self) -> dict[int, str]:
@@ -82,7 +82,7 @@ class InPlaceTarget:
 
     def strike(self, strike: Strike) -> None:
         """See Target."""
-        trainer = self._standing_trainer()
+        trainer = self._ready_trainer()
         self._label += 1
         content = self._versions.of_label(self._label)
         self._engine.pause("abort", RECOVER_S)
@@ -107,7 +107,7 @@ class InPlaceTarget:
         self._forked.append(forked)
         return forked
 
-    def _standing_trainer(self) -> TrainerProcess:
+    def _ready_trainer(self) -> TrainerProcess:
         if self._trainer is not None and self._trainer.alive:
             return self._trainer
         config = WritingConfig(

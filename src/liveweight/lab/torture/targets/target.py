@@ -1,4 +1,4 @@
-"""What can be tortured: an engine that clients ask, and a way of updating it that can be struck."""
+"""The port of a target: an engine that serves clients, and updates of it that can be struck."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from liveweight.lab.torture.fault_plan import Strike, StrikeMenu
 from liveweight.lab.torture.fork_server import Forked
 
 RECOVER_S = 180.0
-"""How long an engine may take to serve again, and a trainer to stand ready, before it counts as lost."""
-LOOK_EVERY = 20
-"""After so many strikes leaks are looked for."""
+"""How long an engine may take to serve again, and a trainer to be ready, before it counts as lost."""
+CHECK_EVERY = 20
+"""Check for leaks after every this many strikes."""
 SLACK_S = 10.0
-"""What a wait may take beyond its deadline on a machine that is busy with the torture itself."""
+"""How long a wait may go past its deadline on a machine that is busy with the torture itself."""
 
 
 @dataclass(slots=True)
 class StrikeCounts:
-    """What came of the strikes."""
+    """The strikes so far, and their results."""
 
     struck: Counter[str] = field(default_factory=Counter)
     moments: Counter[str] = field(default_factory=Counter)
@@ -33,38 +33,38 @@ class StrikeCounts:
     restarts: int = 0
     missed: int = 0
     notes: list[str] = field(default_factory=list)
-    """What is known of everything that was late or lost, and of rounds that failed though nobody struck them."""
+    """Details of everything that was late or lost, and of rounds that failed without a strike."""
 
     def note(self, strike: Strike, moment: str, *, hit: bool) -> None:
-        """A strike fell, after that was said; not `hit`: there was nothing to strike."""
+        """Count a strike at this moment of the round. Not `hit`: there was nothing to strike."""
         self.struck[str(strike)] += 1
         self.moments[moment] += 1
         self.missed += not hit
 
 
 class TortureTarget(Protocol):
-    """One of them, while the `with` lasts. For the torture's thread; `engine` for the clients' too."""
+    """A target, for the length of the `with`. For the torture's thread; `engine` is for the clients' threads, too."""
 
     counts: StrikeCounts
     attributed: bool
-    """Whether its tokens say which version they came from, or its answers which they may have come from."""
+    """Whether its tokens name their version, or its answers the versions that may have served them."""
     menu: StrikeMenu
-    look_every: int
+    check_every: int
 
     def engine(self) -> LoadTarget:
-        """The present engine."""
+        """The current engine."""
 
     def takes(self, strike: Strike) -> bool:
-        """Whether there is anything to strike that way."""
+        """Whether the strike is possible on this target."""
 
     def strike(self, strike: Strike) -> None:
         """Begin an update, strike it, and wait until the engine serves again and no update is under way."""
 
     def processes(self) -> dict[int, str]:
-        """Those that run now, by id, and what they are."""
+        """The names of the running processes, by process id."""
 
     def left(self) -> tuple[list[Forked], list[Path]]:
-        """After the `with`: every process that there was, and files that must be gone."""
+        """After the `with`: every process that ever ran, and files that must be gone."""
 
     def __enter__(self) -> Self: ...
 

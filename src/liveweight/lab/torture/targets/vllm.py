@@ -1,4 +1,4 @@
-"""A real vLLM server as a target: it is started again on its first weights when it was killed, and brought up to date by the next round."""
+"""A real vLLM server as a target. A killed server is restarted with its first weights, and the next round updates it."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ from liveweight.spec.deadline import Deadline
 from liveweight.wire.credentials import load_or_create_secret
 
 ROUND_S, LEASE_S, HEAL_S = 4.0, 2.0, 60.0
-ASK_S = 5.0
+ANSWER_S = 5.0
 OFFERS: tuple[OfferKind, ...] = ("frozen", "live", "ring")
 PACE_S = 0.1
-"""How long staging takes at least: so that there is a middle of it."""
+"""The minimum time of staging, so that strikes can hit its middle."""
 COMMIT_S = 0.25
 """About how long vLLM is paused for a commit."""
 MENU = StrikeMenu(
@@ -49,7 +49,7 @@ MENU = StrikeMenu(
 class VllmTortureTarget:
     """See Target."""
 
-    attributed, menu, look_every = True, MENU, 3
+    attributed, menu, check_every = True, MENU, 3
 
     def __init__(
         self, fork_server: ForkServer, directory: Path, versions: PublishedContents, launching: VllmLaunching
@@ -71,11 +71,11 @@ class VllmTortureTarget:
         self._offers = itertools.cycle(OFFERS)
         self._trainers: list[Forked] = []
         self._trainer: TrainerProcess | None = None
-        self._beheads = False
+        self._first_process_only = False
         self._used: set[OfferKind] = set()
-        """Offers that this trainer has made."""
+        """The kinds of offers that this trainer has made."""
         self._taken: set[OfferKind] = set()
-        """Offers of this trainer that this server has taken, unless they were struck."""
+        """The kinds of offers of this trainer that this server has taken in rounds without a strike."""
 
     def __enter__(self) -> Self:
         self._stack.callback(self._events.close)
@@ -87,7 +87,7 @@ class VllmTortureTarget:
             failing.callback(self._stack.close)
             self._start()
             self._heal()
-            self.idle()  # what it takes to ask is there before leaks are looked for
+            self.idle()  # open the connection now, so that it does not count as a leak
             failing.pop_all()
         return self
 
@@ -105,11 +105,11 @@ class VllmTortureTarget:
         return self._server
 
     def takes(self, strike: Strike) -> bool:
-        """A server that stands still for good is nothing that a round could put right."""
+        """See Target. No round can recover a server that is stopped forever."""
         return strike.whom == "trainer" or strike.kind == "kill" or strike.stop_s is not None
 
     def processes(self) -> dict[int, str]:
-        """See Target. Trainer and server are looked at once there were offers of every kind: they keep what they have for one."""
+        """See Target. Includes trainer and server only after offers of every kind, since they keep resources for each kind."""
         names = {os.getpid(): "the torture", self._fork_server.pid: "the fork server"}
         if self._taken == set(OFFERS):
             names |= self._server.processes()
@@ -119,22 +119,22 @@ class VllmTortureTarget:
 
     def left(self) -> tuple[list[Forked], list[Path]]:
         """See Target."""
-        return self._trainers + self._server.family, []
+        return self._trainers + self._server.all_processes, []
 
     def strike(self, strike: Strike) -> None:
-        """See Target. The round after it is not struck, and has to go through."""
+        """See Target. The next round is not struck, and must commit."""
         try:
-            trainer = self._standing_trainer()
+            trainer = self._ready_trainer()
         except LiveWeightError as error:
-            self._lose(f"no trainer could meet it: {error}")
-            trainer = self._standing_trainer()
+            self._lose(f"no trainer could connect: {error}")
+            trainer = self._ready_trainer()
         order = self._order(strike, self._rounds.timeout_s, self._rounds.lease_s)
         self._rounds.strike(strike, order, trainer)
         if strike.whom == "server" and strike.kind == "kill":
             self.counts.restarts += 1
             self._start()
         self._heal()
-        self._server.bury()
+        self._server.kill_orphans()
 
     def _order(self, strike: Strike | None, timeout_s: float, lease_s: float) -> Publish:
         self._label += 1
@@ -149,54 +149,54 @@ class VllmTortureTarget:
             lease_s=lease_s,
         )
 
-    # What is struck.
+    # Strikes: implements FaultedEngine.
 
     def pid_of(self, strike: Strike) -> int:
-        """The process to strike. Every other killed server leaves its workers running until its successor has taken a round."""
-        self._beheads = strike.number % 2 == 1
+        """See FaultedEngine. Every other killed server leaves its workers running until its successor has committed a round."""
+        self._first_process_only = strike.number % 2 == 1
         return self._server.pid
 
     def send(self, pid: int, number: signal.Signals) -> None:
-        """See FaultedRound. All that the server has started with it, but for one that is only beheaded."""
+        """See FaultedEngine. Also signals the server's children, unless only its first process is to be killed."""
         if number != signal.SIGKILL:
             os.killpg(pid, number)
-        elif self._beheads:
-            self._server.behead()
+        elif self._first_process_only:
+            self._server.kill_first_process()
         else:
             self._server.end(number)
 
     def idle(self) -> bool:
-        """See FaultedRound."""
+        """See FaultedEngine."""
         with suppress(LiveWeightError):
-            return self._leader.replica_state(Deadline.after(ASK_S)).round is None
+            return self._leader.replica_state(Deadline.after(ANSWER_S)).round is None
         return False
 
-    def said(self) -> str:
-        """See FaultedRound."""
+    def describe(self) -> str:
+        """See FaultedEngine."""
         try:
-            standing = self._leader.replica_state(Deadline.after(ASK_S))
+            state = self._leader.replica_state(Deadline.after(ANSWER_S))
         except LiveWeightError as error:
             return f"{error.code} {error}"
-        return f"{standing.state}, round {standing.round}, serving {standing.serving}"
+        return f"{state.state}, round {state.round}, serving {state.serving}"
 
-    # What follows.
+    # Recovery.
 
     def _heal(self) -> None:
-        """A round that nobody strikes: whoever was struck stands again, and it goes through in time, or the server is lost."""
+        """Run rounds without a strike until one commits; the server is lost if none does in time."""
         deadline = Deadline.after(RECOVER_S)
-        while (code := self._undisturbed()) is not None:
-            self.counts.outcomes[f"not struck: {code}"] += 1
+        while (code := self._round_without_strike()) is not None:
+            self.counts.outcomes[f"without a strike: {code}"] += 1
             if deadline.over or not self._server.alive:
-                self._lose(f"a round that was not struck failed: {code}")
+                self._lose(f"a round without a strike failed: {code}")
                 return
 
-    def _undisturbed(self) -> str | None:
+    def _round_without_strike(self) -> str | None:
         try:
-            trainer = self._standing_trainer()
+            trainer = self._ready_trainer()
         except LiveWeightError as error:
             return error.code
         order = self._order(None, HEAL_S, HEAL_S / 2)
-        code = self._rounds.undisturbed(order, trainer)
+        code = self._rounds.without_strike(order, trainer)
         if code is None:
             self._taken.add(order.offer)
         return code
@@ -206,13 +206,13 @@ class VllmTortureTarget:
         self._server.start()
 
     def _lose(self, why: str) -> None:
-        """It counts as lost, and another takes its place."""
+        """Count the server as lost, and start another."""
         self.counts.lost += 1
-        self.counts.notes.append(f"lost after round {self._label}: {why}; {self.said()}")
+        self.counts.notes.append(f"lost after round {self._label}: {why}; {self.describe()}")
         self._server.end(signal.SIGKILL)
         self._start()
 
-    def _standing_trainer(self) -> TrainerProcess:
+    def _ready_trainer(self) -> TrainerProcess:
         if self._trainer is not None and self._trainer.alive and self._trainer.process.poll() is None:
             return self._trainer
         if self._trainer is not None:

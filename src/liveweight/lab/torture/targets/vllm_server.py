@@ -1,4 +1,4 @@
-"""The vLLM that is tortured: a real server, in vLLM's own environment, one life after the other at one port; and clients of it."""
+"""The vLLM server that is tortured, in vLLM's own environment, restarted at the same port; and its clients."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ OPTIONS = (
     *("--middleware", "liveweight.integrations.vllm.middleware.Versions", "--generation-config", "vllm"),
     *("--dtype", "float32", "--max-model-len", "256", "--max-num-seqs", "16", "--disable-log-stats"),
 )
-_SAID = b": weight-version "
+_VERSION_COMMENT = b": weight-version "
 
 
 class TorturedVllmServer:
-    """One server. `newest` is the label of the last version that was published, or begun to be. Its life is the torture's thread's; asking
-    is for any."""
+    """One server. `newest` returns the label of the last version whose publishing began. For the torture's thread; `stream` is for any
+    thread."""
 
     def __init__(
         self,
@@ -46,65 +46,65 @@ class TorturedVllmServer:
         newest: Callable[[], int],
     ) -> None:
         self._versions, self._newest, self._since = versions, newest, 0
-        self._wanted = VllmServerConfig(
+        self._config = VllmServerConfig(
             python=launching.python,
             runs=launching.runs,
             model=versions.directories[0],
             directory=directory,
-            # One thread: clients, trainers and the replay need the other cores. Its sockets lie with the torture's.
+            # One thread: clients, trainers and the replay need the other cores. Its sockets lie in the torture's directory.
             environment={**launching.environment, "OMP_NUM_THREADS": "1", "TMPDIR": str(directory)},
             port=free_port(),
             options=OPTIONS,
         )
         self._process: subprocess.Popen[bytes] | None = None
-        self._outlived: list[int] = []
-        self.family: list[Forked] = []
-        """Every process that it had, in all its lives."""
+        self._orphaned_sessions: list[int] = []
+        self.all_processes: list[Forked] = []
+        """Every process that the server ever started."""
 
     @property
     def url(self) -> str:
-        """Where it serves."""
-        return self._wanted.url
+        """The server's URL."""
+        return self._config.url
 
     @property
     def pid(self) -> int:
-        """Of its first process, whose session all others are in."""
+        """The id of its first process, whose session all others belong to."""
         return 0 if self._process is None else self._process.pid
 
     @property
     def alive(self) -> bool:
-        """Whether it has not ended."""
+        """Whether its first process runs."""
         return self._process is not None and self._process.poll() is None
 
     def start(self) -> None:
-        """It serves, on the weights of its start, on return."""
+        """Start the server, and wait until it serves its first weights."""
         self._since = self._newest()
-        self._process = launch(self._wanted)
-        await_serving(self._wanted, self._process, Deadline.after(START_S))
-        self.family += [Forked(pid) for pid in self.processes()]
+        self._process = launch(self._config)
+        await_serving(self._config, self._process, Deadline.after(START_S))
+        self.all_processes += [Forked(pid) for pid in self.processes()]
 
     def end(self, first: signal.Signals = signal.SIGTERM) -> None:
-        """It and all that it started has ended on return, and what outlived it."""
-        self.bury()
+        """End the server, all its children, and orphans of earlier servers."""
+        self.kill_orphans()
         if self._process is not None:
             end(self._process, first)
 
-    def behead(self) -> None:
-        """Its first process has ended on return, killed; what it started does not know that, and goes on until it is buried."""
+    def kill_first_process(self) -> None:
+        """Kill its first process alone. Its children do not notice, and run on until `kill_orphans`."""
         if self._process is not None:
             self._process.kill()
             self._process.wait()
-            self._outlived.append(self._process.pid)
+            self._orphaned_sessions.append(self._process.pid)
 
-    def bury(self) -> None:
-        """What outlived its first process is killed, too."""
-        for session in self._outlived:
+    def kill_orphans(self) -> None:
+        """Kill the processes that outlived their server's first process."""
+        for session in self._orphaned_sessions:
             with suppress(ProcessLookupError):
                 os.killpg(session, signal.SIGKILL)
-        self._outlived.clear()
+        self._orphaned_sessions.clear()
 
     def processes(self) -> dict[int, str]:
-        """Those that run now, by id, and what they are."""
+        """The names of the running processes, by process id."""
         found = {}
         for path in Path("/proc").glob("[0-9]*/stat"):
             with suppress(FileNotFoundError, ProcessLookupError):
@@ -113,39 +113,41 @@ class TorturedVllmServer:
                     found[int(path.parent.name)] = f"vLLM's {head.partition('(')[2]}"
         return found
 
-    def ask(self, answer: ReplayAnswer, sampling: Sampling, patience_s: float) -> Iterator[int]:
-        """See LoadTarget. One that is broken off does not say what served at its end: it may have come as far as the newest."""
-        connection = http.client.HTTPConnection("127.0.0.1", self._wanted.port, timeout=patience_s)
-        since, said = self._since, _Said()
+    def stream(self, answer: ReplayAnswer, sampling: Sampling, patience_s: float) -> Iterator[int]:
+        """See LoadTarget. A broken answer does not report the version at its end, which may be as new as the newest."""
+        connection = http.client.HTTPConnection("127.0.0.1", self._config.port, timeout=patience_s)
+        since, reader = self._since, _AnswerReader()
         try:
             connection.request("POST", "/v1/completions", *_request(answer, sampling))
-            yield from said.read(connection.getresponse(), answer)
+            yield from reader.read(connection.getresponse(), answer)
         except TimeoutError:
             raise
         except (OSError, http.client.HTTPException, ValueError) as error:
             raise ChannelClosed(f"{self.url} broke an answer off: {error}") from error
         finally:
             connection.close()
-            if said.admitted is not None:
+            if reader.admitted is not None:
                 newest = str(self._newest())
-                answer.served = self._versions.between(said.admitted, said.finished or newest, since=since)
+                answer.served = self._versions.between(
+                    reader.admitted, reader.finished or newest, since=since
+                )
 
 
-class _Said:
-    """What one answer says of its versions."""
+class _AnswerReader:
+    """Reads one answer, and the versions that it reports."""
 
     admitted: str | None = None
     finished: str | None = None
 
     def read(self, response: http.client.HTTPResponse, answer: ReplayAnswer) -> Iterator[int]:
-        """Write its tokens into the answer, as they come."""
+        """Append its tokens to the answer, as they arrive."""
         if response.status != 200:
             raise Unavailable(f"vLLM answered with status {response.status}")
         self.admitted = response.headers[ADMITTED.decode()]
         yield 0
         while line := response.readline():
-            if line.startswith(_SAID):
-                self.finished = json.loads(line.removeprefix(_SAID))["finished"]
+            if line.startswith(_VERSION_COMMENT):
+                self.finished = json.loads(line.removeprefix(_VERSION_COMMENT))["finished"]
             elif line.startswith(b"data: {"):
                 tokens = _tokens(json.loads(line.removeprefix(b"data: ")))
                 answer.tokens += tokens

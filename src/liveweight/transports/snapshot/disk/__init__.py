@@ -1,1 +1,1 @@
-"""What a snapshot is on disk: names, formats, parts, writing, opening, pruning."""
+"""A snapshot on disk: names, format, parts, writing, opening, pruning."""

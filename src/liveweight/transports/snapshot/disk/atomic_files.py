@@ -1,6 +1,6 @@
 """Files that are there whole or not at all, and locks on them.
 
-Owns the order that makes it so: a temporary file, fsync, rename, fsync of the directory. What is in the files is format's.
+Owns the order that makes it so: a temporary file, fsync, rename, fsync of the directory. What is in the files is in format.py.
 """
 
 from __future__ import annotations
@@ -33,15 +33,15 @@ _FLAGS = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW
 class FileSync:
     """Syncs files that were written and gives them their names, in a thread of its own: one of them, while the next is written.
 
-    Used by one thread. Its end waits for the last file, and raises what a file that nobody waited for met.
+    Used by one thread. Leaving the `with` block waits for the last file and raises its error.
     """
 
     def __init__(self) -> None:
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="liveweight-settling")
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="liveweight-file-sync")
         self._last: Future[None] | None = None
 
-    def settle(self, work: Callable[[], None]) -> None:
-        """Have it done, and wait for what was asked for before; raises what that met."""
+    def submit(self, work: Callable[[], None]) -> None:
+        """Start this work, and wait for the work that was submitted before; raises its error."""
         before, self._last = self._last, self._thread.submit(work)
         if before is not None:
             before.result()
@@ -58,12 +58,12 @@ class FileSync:
 
 
 @contextmanager
-def written(path: Path, *, durable: bool, settling: FileSync | None = None) -> Iterator[int]:
-    """A descriptor to write to; at the end the file has its name, with `settling` soon after. If anything is raised, there is no such
-    file, nor a part of it."""
+def written(path: Path, *, durable: bool, sync: FileSync | None = None) -> Iterator[int]:
+    """A descriptor to write to; at the end the file gets its name; with `sync`, soon after. If anything is raised, no part of the
+    file is left."""
     temporary = path.with_name(f"{TEMPORARY}{secrets.token_hex(8)}-{path.name}")
 
-    def settle() -> None:
+    def finish() -> None:
         with _removed_on_error(temporary, path):
             try:
                 if durable:
@@ -79,10 +79,10 @@ def written(path: Path, *, durable: bool, settling: FileSync | None = None) -> I
         except BaseException:
             os.close(descriptor)
             raise
-    if settling is None:
-        settle()
+    if sync is None:
+        finish()
     else:
-        settling.settle(settle)
+        sync.submit(finish)
 
 
 @contextmanager
@@ -110,8 +110,8 @@ def write_all(descriptor: int, data: memoryview) -> None:
 
 
 def reserve(descriptor: int, size_bytes: int) -> None:
-    """Let the file system set a file's space aside: a disk that is too small says so before anything is written, and files lie in
-    one piece. One that cannot is no error."""
+    """Reserve a file's space: a full disk fails here, before anything is written, and the file lies in one piece. Does nothing on a file
+    system that cannot reserve space."""
     if _fallocate(descriptor, 0, 0, size_bytes) == 0:
         return
     number = ctypes.get_errno()

@@ -1,4 +1,4 @@
-"""Memory for one block or window of a snapshot: what is held of it at a time, on either side."""
+"""The block buffer: host memory for one block or window of a snapshot, as much as a writer or reader has in memory at a time."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""A snapshot that is being written: its directory, its lock, and the commit that makes it exist.
+"""The draft of a snapshot: a snapshot that is being written, its directory, its lock, and the commit that makes it exist.
 
-Owns the lock for as long as it is written. Ranks write into the directory (writer); the leader, who began it, reads their manifests
-back, makes full tensors of their regions, and writes the commit file last.
+Owns the lock while the snapshot is written. Ranks write into the directory (writer.py); the leader, which began the draft, reads their
+manifests back, combines their regions into full tensors, and writes the commit file last.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class SnapshotDraft:
         expected: Manifest | None = None,
         durable: bool = True,
     ) -> CommitFile:
-        """Make it exist, once every rank's manifest is there. Called by the leader, when all ranks have said that they are done.
+        """Make it exist, once every rank's manifest is there. Called by the leader, when all ranks have reported that they are done.
 
         Digests of the ranks' regions become those of full tensors; copies that disagree, or tensors that differ from `expected`,
         are refused by name (DigestMismatch), and so are regions that do not cover their tensor. A version without a digest gets the
@@ -87,7 +87,7 @@ class SnapshotDraft:
         return commit
 
     def close(self) -> None:
-        """Let go. Twice is fine."""
+        """Release the lock; without a commit, remove the directory first. May be called twice."""
         if self._lock < 0:
             return
         if not self._committed:

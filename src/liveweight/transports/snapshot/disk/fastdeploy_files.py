@@ -33,7 +33,7 @@ from liveweight.transports.snapshot.disk.names import (
 from liveweight.transports.snapshot.disk.open_snapshot import Contents, FileBlock, FileFacts
 
 SHARED_DIRECTORY = Path("/shared_ipc_meta")
-"""Where FastDeploy looks last."""
+"""The last of FastDeploy's four places."""
 
 Level: TypeAlias = Literal["parts", "single", "legacy", "shared"]
 """Which of the four places had files: numbered parts, one file, one file under its old name, one in the shared directory."""
@@ -68,15 +68,15 @@ def find(directory: Path, *, rank: int, device_id: int, shared: Path | None = SH
         raise SnapshotNotFound(f"a snapshot that is not complete: no {COMMIT}", [str(directory)])
     places: list[tuple[Level, Sequence[Path]]] = [
         ("parts", [directory / name for name in _parts(names, rank, device_id)]),
-        ("single", _there(directory / single_name(rank, device_id))),
-        ("legacy", _there(directory / legacy_name(device_id))),
-        ("shared", () if shared is None else _there(shared / single_name(rank, device_id))),
+        ("single", _existing(directory / single_name(rank, device_id))),
+        ("legacy", _existing(directory / legacy_name(device_id))),
+        ("shared", () if shared is None else _existing(shared / single_name(rank, device_id))),
     ]
     hits = [(level, tuple(files)) for level, files in places if files]
     if not hits:
         raise SnapshotNotFound(
             f"no snapshot of rank {rank} with device id {device_id}",
-            _looked_at(directory, rank, device_id, shared, names),
+            _searched_places(directory, rank, device_id, shared, names),
         )
     (level, files), later = hits[0], hits[1:]
     if level == "legacy" and rank != 0:
@@ -85,7 +85,7 @@ def find(directory: Path, *, rank: int, device_id: int, shared: Path | None = SH
     return FoundFiles(level=level, files=files, passed_over=passed)
 
 
-def _there(path: Path) -> tuple[Path, ...]:
+def _existing(path: Path) -> tuple[Path, ...]:
     return (path,) if path.is_file() else ()
 
 
@@ -110,7 +110,7 @@ def _parts(names: Sequence[str], rank: int, device_id: int) -> list[str]:
     return [numbered[number] for number in numbers]
 
 
-def _looked_at(
+def _searched_places(
     directory: Path, rank: int, device_id: int, shared: Path | None, names: Sequence[str]
 ) -> list[str]:
     places = [

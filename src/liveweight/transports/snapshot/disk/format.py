@@ -1,7 +1,7 @@
-"""What a snapshot says about itself: a manifest per rank, and the commit file that makes it exist. Pure.
+"""The format of a snapshot: a manifest per rank, and the commit file that makes the snapshot exist. Pure.
 
-Regions stand in full coordinates, so ranks of any other layout can tell what they need. Every block of a part has its xxh3, and so
-have its header and the manifest; the commit file seals itself. What is said of a file is enough to refuse any other in its place.
+Regions are in coordinates of the full tensor, so that ranks of any other layout can find what they need. Every block of a part, its header
+and the manifest have an xxh3; the commit file has its own. So any other file in the place of one is refused.
 """
 
 from __future__ import annotations

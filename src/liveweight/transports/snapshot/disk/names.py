@@ -1,4 +1,4 @@
-"""The names of a snapshot's files: FastDeploy's for the weights, our own for what is said about them. Pure.
+"""The names of a snapshot's files: FastDeploy's for the weights, our own for manifests and the commit file. Pure.
 
 model_state.tp{rank}.{id}.part{N}.pdparams      a part; {id} is FastDeploy's device id, by default the rank's number
 model_state.tp{rank}.{id}.pdparams              all of a rank in one file
@@ -14,7 +14,7 @@ from typing import TypeAlias
 
 COMMIT = "snapshot.json"
 WRITING = ".writing"
-"""Locked by whoever writes the snapshot, for as long as it does."""
+"""The file that a writer locks while it writes the snapshot."""
 
 RankFile: TypeAlias = tuple[int, int]
 """A rank and its device id."""

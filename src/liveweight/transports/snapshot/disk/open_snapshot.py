@@ -1,7 +1,7 @@
-"""A snapshot that is open for reading: its commit file, locked against pruning, and every rank's manifest.
+"""An open snapshot: its commit file, locked against pruning, and every rank's manifest.
 
-Opening it looks at everything but the weights themselves: all files must be there, in their sizes, and no other. The weights are
-looked at block by block, when they are read (reading).
+Opening checks everything but the weights themselves: all files must be there, in their sizes, and no others. The weights are checked block
+by block, when they are read (snapshot/block_reads).
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from liveweight.transports.snapshot.disk.parts import block_placement
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FileBlock:
-    """A run of bytes of a file, and the region that it is. `sum` is None where nobody said one."""
+    """A run of bytes of a file, and the region that it is. `sum` is None if no manifest has it."""
 
     file: int
     offset_bytes: int
@@ -47,7 +47,7 @@ class FileBlock:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FileFacts:
-    """A file that holds blocks, and its header's size and xxh3 where somebody said them."""
+    """A file that holds blocks, and its header's size and xxh3, if a manifest has them."""
 
     path: Path
     size_bytes: int
@@ -84,7 +84,7 @@ class OpenSnapshot:
         """SnapshotNotFound where none is, or is complete; SnapshotDamaged names every file that is not as it was written."""
         self.path = path
         self._lock = lock = _locked(path)
-        # Who never closes it lets go with the last hold on it. Not at exit: the process gives its descriptors back itself.
+        # Without `close`, the last reference releases the lock. Not at exit: the kernel closes the descriptors.
         self._release = weakref.finalize(self, os.close, lock)
         self._release.atexit = False
         try:
@@ -121,7 +121,7 @@ class OpenSnapshot:
         )
 
     def check(self) -> None:
-        """Raise SnapshotDamaged if it was removed or exchanged since, in spite of the lock."""
+        """Raise SnapshotDamaged if it was removed or replaced since, in spite of the lock."""
         try:
             found = os.stat(self.path / COMMIT).st_ino  # noqa: PTH116 - beside fstat
         except OSError:
@@ -130,7 +130,7 @@ class OpenSnapshot:
             raise SnapshotDamaged(str(self.path), [f"{COMMIT} missing: the snapshot was removed"])
 
     def close(self) -> None:
-        """Let pruners have it. Twice is fine."""
+        """Release the lock against pruning. May be called twice."""
         self._release()
 
     def __enter__(self) -> Self:

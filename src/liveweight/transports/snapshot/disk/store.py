@@ -1,7 +1,7 @@
 """A store: the directory that holds snapshots, one directory each. Begins, lists and prunes them.
 
-Owns which of them exist: those with a commit file. A snapshot being written, or being read, is locked by whoever does, and is never
-removed; a process that dies lets go of its locks. Several processes may use a store at once.
+Owns which of them exist: those with a commit file. A snapshot being written, or being read, is locked, and is never removed; a process that
+dies releases its locks. Several processes may use a store at once.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from liveweight.transports.snapshot.disk.format import CommitFile, decode_commit
 from liveweight.transports.snapshot.disk.names import COMMIT, WRITING, directory_name, sequence_of
 
 _AGAIN = (errno.ENOENT, errno.EEXIST, errno.ENOTEMPTY)
-"""Somebody took the number, or tidied up meanwhile."""
+"""Another process took the sequence number, or pruned meanwhile."""
 _TRIES = 100
 _DISCARDED = ".old-"
 """What directories are called while they are removed."""
@@ -40,7 +40,7 @@ class StoredSnapshot:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PruneResult:
-    """What was removed, and what would have been but for those who use it."""
+    """What was removed, and what was kept because it is in use."""
 
     removed: tuple[Path, ...]
     in_use: tuple[Path, ...]
@@ -72,14 +72,14 @@ class Store:
             lock = open_locked(temporary / WRITING, exclusive=True)
             path = self.root / directory_name(self._next_sequence(), label)
             if lock is not None:
-                temporary.rename(path)  # refused where somebody writes there: his directory is not empty
+                temporary.rename(path)  # fails if another process writes there: its directory is not empty
                 return SnapshotDraft(path, lock)
         except BaseException:
             if lock is not None:
                 os.close(lock)
             shutil.rmtree(temporary, ignore_errors=True)
             raise
-        raise FileExistsError(errno.EEXIST, "a pruner looks whether it is abandoned", str(temporary))
+        raise FileExistsError(errno.EEXIST, "a pruner is checking whether it is abandoned", str(temporary))
 
     def listed(self) -> list[StoredSnapshot]:
         """Every snapshot, complete or not, the oldest first. SnapshotDamaged names a commit file that cannot be read."""
@@ -145,7 +145,7 @@ def _is_written(path: Path) -> bool:
 def _remove(path: Path, lock_file: str) -> bool:
     """Remove a snapshot that nobody holds, all of it at once. Whether it is gone.
 
-    A writer locks before its directory has its name, and lets go only after its commit file is there; a reader locks the commit file.
+    A writer locks before its directory has its name, and unlocks only after its commit file is there; a reader locks the commit file.
     """
     try:
         lock = open_locked(path / lock_file, exclusive=True)
@@ -168,7 +168,7 @@ def _remove(path: Path, lock_file: str) -> bool:
 
 
 def _discard(path: Path) -> None:
-    """Take its name away first: it is gone at once, and what is left of it if we die here is nobody's."""
+    """Rename the directory first: the snapshot is gone at once, and the next `prune` removes the rest if this process dies here."""
     discarded = path.with_name(f"{_DISCARDED}{secrets.token_hex(8)}")
     try:
         path.rename(discarded)

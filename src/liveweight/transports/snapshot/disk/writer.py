@@ -1,6 +1,6 @@
 """Writing one rank's weights: part after part, window after window, each copied, digested, summed and written while it is warm.
 
-Owns one window of memory and one open file. What is written is the image's; when all ranks together become a snapshot is store's.
+Owns one window of memory and one open file. The image says what is written; the commit that makes a snapshot of all ranks is in draft.py.
 Called from a background thread: copying, summing and writing release the GIL.
 """
 
@@ -55,10 +55,10 @@ from liveweight.transports.snapshot.disk.parts import (
 _ITEM_BYTES_MAX = 8
 
 Stop: TypeAlias = Callable[[], bool]
-"""Whether to give up. Asked between windows, in the thread that writes."""
+"""Whether to stop writing. Called between windows, in the writing thread."""
 
 Progress: TypeAlias = Callable[[int], None]
-"""Told so many more bytes were written, in the thread that writes."""
+"""Called with the number of bytes that were just written, in the writing thread."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -124,9 +124,9 @@ class RankWriter:
     def write(self) -> RankManifest | WritingCancelled:
         """All parts, then the manifest. OutOfSpace, or what the image's check raises, leaves files that are no snapshot."""
         parts: list[PartFile] = []
-        with FileSync() as settling:
+        with FileSync() as sync:
             for number, pieces in enumerate(plan_parts(self._image.layout, self._settings.part_bytes)):
-                part = self._part(number, pieces, settling)
+                part = self._part(number, pieces, sync)
                 if part is None:
                     return WritingCancelled(written_bytes=self._done_bytes)
                 parts.append(part)
@@ -142,14 +142,14 @@ class RankWriter:
         write_whole(path, encode_manifest(manifest), durable=self._settings.durable)
         return manifest
 
-    def _part(self, number: int, pieces: Sequence[PartPiece], settling: FileSync) -> PartFile | None:
+    def _part(self, number: int, pieces: Sequence[PartPiece], sync: FileSync) -> PartFile | None:
         path = self._directory / part_name(self._rank, self._device_id, number)
         head = header(pieces, self._metadata(number))
         planned = plan_windows(pieces, self._settings.block_bytes)
         sums: list[str] = []
         size = len(head) + sum(piece.size_bytes for piece in pieces)
         try:
-            with written(path, durable=self._settings.durable, settling=settling) as descriptor:
+            with written(path, durable=self._settings.durable, sync=sync) as descriptor:
                 reserve(descriptor, size)
                 write_all(descriptor, memoryview(head))
                 lanes = self._windows(descriptor, pieces, planned, sums)
