@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Callable
 from typing import Annotated
 
@@ -79,7 +80,13 @@ def options(
 
 
 def run() -> None:
-    """The entry point."""
+    """The entry point. Main thread only.
+
+    SIGINT ends every command, also one that is started with SIGINT ignored: shells do that to background jobs of scripts, and Python then
+    raises no KeyboardInterrupt. A signal that is sent on purpose must end `serve`, and no command leaves half an update behind.
+    """
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     app()
 
 
