@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import os
 import shutil
 import subprocess
 import tempfile
@@ -24,8 +23,14 @@ from tests.support.engine.engines import Logits, Models
 from tests.support.processes.cli import Cli
 from tests.support.processes.cluster import Cluster, running
 from tests.support.processes.fork_server import Zygote
+from tests.support.surroundings import own_home, settle
 
-os.environ.setdefault("UCX_LOG_FILE", "/dev/stderr")  # its own choice is stdout, where our programs talk
+
+def pytest_configure(config: pytest.Config) -> None:
+    """In the session's process and in each of its workers, which share one home."""
+    settle()
+    if not hasattr(config, "workerinput"):
+        config.add_cleanup(own_home().cleanup)
 
 
 def pytest_collection_finish() -> None:

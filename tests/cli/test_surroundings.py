@@ -1,4 +1,4 @@
-"""Programs do not depend on what they inherit: ignored signals, a strict umask, no locale, no home, no terminal."""
+"""Programs do not depend on what they inherit: ignored signals, a strict umask, no locale, no home, no terminal. Nor does this session."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import signal
 import stat
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,6 +17,7 @@ import pytest
 from tests.arch.source_tree import ROOT
 from tests.support.demo_processes import files_left, processes_left
 from tests.support.engines import WITHIN_S, Models
+from tests.support.surroundings import SWITCHES, TEMPORARY_BYTES, UMASK, settle, umask
 from tests.support.tokenizer_dirs import write_byte_level
 
 HOSTILE = "trap '' INT QUIT HUP TERM; umask 077; exec \"$@\""
@@ -104,3 +106,32 @@ def test_the_torn_demo_ends_with_130_and_leaves_nothing_behind(short_path: Path)
         until_line(program, "starting two engines")
         assert ended(program, signal.SIGINT) == (130, "")
     assert (files_left(short_path), processes_left(short_path)) == ([], [])
+
+
+def test_this_session_has_its_own_surroundings() -> None:
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    assert umask() == UMASK
+    assert {name for name in os.environ if name.startswith("LIVEWEIGHT_")} <= SWITCHES
+    assert Path.home().name.startswith("lw-home-")
+    assert os.access(Path.home(), os.W_OK)
+
+
+def test_a_session_that_is_started_in_others_makes_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    names = ("LIVEWEIGHT_API_KEY", "LC_ALL", "PYTHONWARNINGS", "https_proxy", "GITHUB_ACTIONS", "COLUMNS")
+    for name in names:
+        monkeypatch.setenv(name, "1")
+    monkeypatch.setenv("TMPDIR", "/" + TEMPORARY_BYTES * "t")
+    monkeypatch.setattr(tempfile, "tempdir", os.environ["TMPDIR"])
+    monkeypatch.setenv("LIVEWEIGHT_PADDLE_PYTHON", "python")
+    number, before = signal.SIGQUIT, signal.signal(signal.SIGQUIT, signal.SIG_IGN)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    os.umask(0o077)
+    try:
+        settle()
+        assert signal.getsignal(number) is signal.SIG_DFL
+    finally:
+        signal.signal(number, before)
+    test_this_session_has_its_own_surroundings()
+    assert {*names, "TMPDIR"} & set(os.environ) == set()
+    assert os.environ["LIVEWEIGHT_PADDLE_PYTHON"] == "python"
+    assert len(tempfile.gettempdir()) <= TEMPORARY_BYTES
