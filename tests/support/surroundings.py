@@ -42,8 +42,10 @@ DROPPED = {
     *("HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY", "NO_PROXY"),
 }
 """In capitals; the proxies have names in small letters, too."""
-TEMPORARY_BYTES = 32
-"""The longest temporary directory in which the tests' unix sockets have room: their paths have at most 108 bytes."""
+TEMPORARY_BYTES = 16
+"""The longest temporary directory that the session keeps. A unix socket's path has at most 107 bytes; pytest's directory for a test
+takes 66 of them, and more where the name of the user is long.
+"""
 
 
 def settle() -> None:
