@@ -1,6 +1,6 @@
 """Signals, umask, variables and locale of the test session: set here once, whatever the session inherits.
 
-tests/process/test_surroundings.py starts programs in hostile surroundings on purpose.
+tests/cli/test_surroundings.py starts programs in hostile surroundings on purpose.
 """
 
 from __future__ import annotations
