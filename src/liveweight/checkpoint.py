@@ -17,7 +17,7 @@ import msgspec
 from safetensors import SafetensorError, safe_open
 
 from liveweight.errors import ManifestInvalid, MissingExtra
-from liveweight.spec.decoding import from_json
+from liveweight.spec.decoders import from_json
 from liveweight.spec.dtype import DType
 from liveweight.spec.manifest import Manifest, TensorSpec
 from liveweight.spec.tensor_names import clean_all

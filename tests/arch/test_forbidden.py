@@ -95,7 +95,7 @@ def asserts(file: Source) -> Found:
 
 def decoders(file: Source) -> Found:
     """Decoders of types that another thread may be about to prepare, but in the one file that takes turns."""
-    if file.module == f"{PACKAGE}.spec.decoding":
+    if file.module == f"{PACKAGE}.spec.decoders":
         return
     known = aliases(file)
     for node in file.nodes:

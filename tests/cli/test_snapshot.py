@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 from liveweight.cli import main
 from liveweight.engine.models.forward import Solo
 from liveweight.engine.models.model import build
-from liveweight.engine.models.spec import ModelSpec
+from liveweight.engine.models.model_spec import ModelSpec
 from liveweight.engine.rank.checkpoint_loading import load
 from liveweight.errors import LiveWeightError
 from liveweight.lab.bench.snapshot import SnapshotSettings, bench_snapshot

@@ -68,7 +68,9 @@ def test_serve_ends_with_0(short_path: Path, model: str, line: str, number: sign
     directory = short_path / model
     directory.mkdir()
     write_byte_level(directory)
-    with started(short_path, "tests.support.programs.serve_program", "serve", directory, "--port", 0) as program:
+    with started(
+        short_path, "tests.support.programs.serve_program", "serve", directory, "--port", 0
+    ) as program:
         until_line(program, line)
         assert ended(program, number) == (0, "")
 
@@ -95,7 +97,9 @@ def test_status_that_watches_ends_with_130(short_path: Path) -> None:
 
 @pytest.mark.parametrize("number", [*ENDING, signal.SIGHUP])
 def test_the_demo_ends_with_130_and_leaves_nothing_behind(short_path: Path, number: signal.Signals) -> None:
-    with started(short_path, "tests.support.programs.small_demo", "demo", "--steps", 50, "--no-control") as program:
+    with started(
+        short_path, "tests.support.programs.small_demo", "demo", "--steps", 50, "--no-control"
+    ) as program:
         until_line(program, "starting the engines")
         assert ended(program, number) == (130, "")
     assert (files_left(short_path), processes_left(short_path)) == ([], [])

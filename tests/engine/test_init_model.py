@@ -19,7 +19,7 @@ from transformers.utils import logging
 from liveweight.engine.init_model.checkpoint import init_model
 from liveweight.engine.init_model.sizes import SIZES
 from liveweight.engine.init_model.tokenizer import SPECIALS, special_ids
-from liveweight.engine.models.spec import ModelSpec
+from liveweight.engine.models.model_spec import ModelSpec
 from liveweight.errors import EngineConfigInvalid
 from tests.support.engine.decoders import DENSE, SPARSE, loaded, tensors_of
 from tests.support.processes.cli import Cli

@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from liveweight.devices.memory import Memory
 from liveweight.engine.models.forward import Solo
 from liveweight.engine.models.model import build
-from liveweight.engine.models.spec import ModelSpec
+from liveweight.engine.models.model_spec import ModelSpec
 from liveweight.engine.rank.checkpoint_loading import load
 from liveweight.spec.region import counts
 from liveweight.transports.snapshot.disk.store import Store

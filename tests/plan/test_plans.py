@@ -17,7 +17,7 @@ from liveweight.spec.dtype import DType
 from liveweight.spec.layout import Layout, Piece, Placement, contiguous_strides, packed, place
 from liveweight.spec.manifest import Manifest, TensorSpec
 from liveweight.spec.region import box, count, whole
-from liveweight.spec.table import Table
+from liveweight.spec.row_table import Table
 from tests.support.layouts import Bytes, Full, filled, fulls, placed, regions, tilings, view
 
 

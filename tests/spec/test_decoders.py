@@ -8,7 +8,7 @@ import sys
 PROGRAM = """
 import sys, threading
 import msgspec
-from liveweight.spec.decoding import converted, from_json, from_msgpack
+from liveweight.spec.decoders import converted, from_json, from_msgpack
 
 sys.setswitchinterval(1e-6)  # threads run into each other's half-done work
 for number in range(60):

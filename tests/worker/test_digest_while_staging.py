@@ -22,7 +22,7 @@ from liveweight.spec.digest import Lanes
 from liveweight.spec.dtype import DType
 from liveweight.spec.layout import Layout, packed
 from liveweight.spec.manifest import TensorSpec
-from liveweight.spec.table import Table
+from liveweight.spec.row_table import Table
 from liveweight.worker import shadow_digest
 from liveweight.worker.digest_while_staging import DigestWhileStaging
 from liveweight.worker.shadow_digest import ShadowDigest

@@ -12,7 +12,7 @@ from liveweight.spec.layout import Layout, Placement
 from liveweight.spec.manifest import TensorSpec
 from liveweight.spec.region import whole
 from liveweight.wire.messages.values import Overwritten
-from liveweight.worker.overwriting import InPlaceSettings, OverwriteQueue, OverwriteRequest
+from liveweight.worker.in_place_overwrite import InPlaceSettings, OverwriteQueue, OverwriteRequest
 
 SHAPE = (1024,)
 

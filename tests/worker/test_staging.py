@@ -26,7 +26,7 @@ from liveweight.spec.dtype import DType
 from liveweight.spec.layout import Layout, packed
 from liveweight.spec.manifest import TensorSpec
 from liveweight.spec.region import whole
-from liveweight.spec.table import Table
+from liveweight.spec.row_table import Table
 from liveweight.transports.port import GoOn, patient
 from liveweight.worker.shadow_digest import ShadowDigest
 from liveweight.worker.staging import (

@@ -25,7 +25,7 @@ from liveweight.spec.dtype import DType
 from liveweight.spec.layout import Layout, Piece, packed
 from liveweight.spec.manifest import TensorSpec
 from liveweight.spec.region import box, whole
-from liveweight.spec.table import Table
+from liveweight.spec.row_table import Table
 from liveweight.worker.targets.swap import CHUNK_BYTES
 from liveweight.worker.targets.torch_target import ExchangeMode, TensorTarget, module_target
 from tests.support.layouts import Bytes

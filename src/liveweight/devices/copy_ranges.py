@@ -15,7 +15,7 @@ import numpy as np
 from liveweight.devices.copy_threads import WorkQueue, run_once
 from liveweight.devices.device import Device
 from liveweight.spec.digest import SEEDS, Lanes
-from liveweight.spec.table import Table
+from liveweight.spec.row_table import Table
 
 Result = TypeVar("Result")
 Range: TypeAlias = tuple[int, int]

@@ -10,7 +10,7 @@ from typing import Annotated
 import msgspec
 
 from liveweight.errors import MessageInvalid, MessageTooLarge
-from liveweight.spec.decoding import msgpack_decoder
+from liveweight.spec.decoders import msgpack_decoder
 
 HANDLE_BYTES = 1 << 20
 """What an encoded handle may take. A plain one takes under 300; one of an expandable segment names each of its pieces."""

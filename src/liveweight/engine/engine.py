@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Self
 
 from liveweight.engine.config import EngineConfig
-from liveweight.engine.models.spec import ModelSpec
+from liveweight.engine.models.model_spec import ModelSpec
 from liveweight.engine.serving.awaiting_weights import AwaitingWeights
 from liveweight.engine.serving.cache_sizes import cache_blocks, context_of
 from liveweight.engine.serving.counters import SchedulerLimits

@@ -13,11 +13,11 @@ from dataclasses import dataclass
 import numpy as np
 
 from liveweight.errors import LayoutInvalid, ManifestMismatch
-from liveweight.plan.loops import Loop, merged, unrolled
+from liveweight.plan.strided_loops import Loop, merged, unrolled
 from liveweight.spec.layout import Layout, Placement
 from liveweight.spec.manifest import TensorSpec
 from liveweight.spec.region import Region, count, intersection, show
-from liveweight.spec.table import Table
+from liveweight.spec.row_table import Table
 
 COLUMNS = (
     "source_memory",

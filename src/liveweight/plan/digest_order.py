@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from liveweight.spec.table import Table
+from liveweight.spec.row_table import Table
 
 _MEMORY = 1 << 48
 """Memories are laid out side by side, so far apart; none is larger."""

@@ -10,11 +10,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from liveweight.plan.loops import merged, unrolled
+from liveweight.plan.strided_loops import merged, unrolled
 from liveweight.spec.layout import Layout, Placement
 from liveweight.spec.manifest import TensorSpec
 from liveweight.spec.region import Span, count
-from liveweight.spec.table import Table
+from liveweight.spec.row_table import Table
 
 COLUMNS = (
     "memory",

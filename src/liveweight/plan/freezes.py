@@ -12,12 +12,12 @@ import numpy as np
 
 from liveweight.errors import LayoutInvalid, ManifestMismatch
 from liveweight.plan import digests
-from liveweight.plan.loops import merged, unrolled
+from liveweight.plan.strided_loops import merged, unrolled
 from liveweight.spec.dtype import DType
 from liveweight.spec.layout import Layout, Placement
 from liveweight.spec.manifest import TensorSpec
 from liveweight.spec.region import Region, Span, canonical, count, show
-from liveweight.spec.table import Table
+from liveweight.spec.row_table import Table
 
 COLUMNS = (*digests.COLUMNS, "target_memory", "target_offset", "target_row_stride_bytes", "cast")
 

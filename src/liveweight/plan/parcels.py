@@ -18,7 +18,7 @@ from liveweight.plan.copies import COLUMNS, copy_rows, part_offset_and_strides
 from liveweight.spec.layout import ALIGNMENT_BYTES, Layout, Placement, align
 from liveweight.spec.manifest import TensorSpec
 from liveweight.spec.region import Region, Span, canonical, count, counts, intersection, show
-from liveweight.spec.table import Table
+from liveweight.spec.row_table import Table
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -13,7 +13,7 @@ import numpy as np
 
 from liveweight.plan.copies import row_bytes, split
 from liveweight.spec.layout import ALIGNMENT_BYTES, align
-from liveweight.spec.table import Table
+from liveweight.spec.row_table import Table
 
 READ_COST_BYTES = 8 << 10
 """Measured with NIXL 1.5 over UCX's shared memory: 5 to 8 us for a read of 4 KiB, at 1.3 to 1.8 GB/s in long reads; over TCP it is more."""

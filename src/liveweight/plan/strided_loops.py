@@ -11,7 +11,7 @@ from typing import TypeAlias
 
 import numpy as np
 
-from liveweight.spec.table import Table
+from liveweight.spec.row_table import Table
 
 Loop: TypeAlias = tuple[int, ...]
 """(count, stride of the first thing, stride of the second, ...), outermost first in a nest."""

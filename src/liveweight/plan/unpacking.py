@@ -15,7 +15,7 @@ from liveweight.plan import copies, digests, freezes
 from liveweight.plan.parcels import ParcelPlan
 from liveweight.spec.layout import Layout, Placement
 from liveweight.spec.manifest import TensorSpec
-from liveweight.spec.table import Table
+from liveweight.spec.row_table import Table
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

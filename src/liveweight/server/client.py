@@ -24,7 +24,7 @@ from liveweight.errors import (
     catalogue,
 )
 from liveweight.spec.deadline import Deadline
-from liveweight.spec.decoding import from_json
+from liveweight.spec.decoders import from_json
 
 ANSWER_BYTES_MAX = 64 << 20
 GRACE_S = 2.0

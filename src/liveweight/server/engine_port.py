@@ -6,7 +6,7 @@ from collections.abc import Callable, Collection, Sequence
 from typing import Protocol
 
 from liveweight.engine.config import EngineConfig
-from liveweight.engine.models.spec import ModelSpec
+from liveweight.engine.models.model_spec import ModelSpec
 from liveweight.engine.serving.requests import Sampling, Sink
 from liveweight.engine.serving.sleeping import SleepResult, Tag
 from liveweight.engine.status import PauseMode, Pausing, Status

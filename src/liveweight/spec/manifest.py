@@ -14,7 +14,7 @@ import msgspec
 import xxhash
 
 from liveweight.errors import ManifestInvalid, ManifestMismatch
-from liveweight.spec.decoding import from_json, from_msgpack
+from liveweight.spec.decoders import from_json, from_msgpack
 from liveweight.spec.dtype import DType
 
 FORMAT = 1

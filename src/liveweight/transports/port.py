@@ -15,7 +15,7 @@ from liveweight.errors import OfferChanged
 from liveweight.observe.events import OfferKind
 from liveweight.spec.deadline import Deadline
 from liveweight.spec.layout import Layout
-from liveweight.spec.table import Table
+from liveweight.spec.row_table import Table
 from liveweight.wire.messages.values import Offer
 
 GoOn: TypeAlias = Callable[[], bool]

@@ -18,7 +18,7 @@ from liveweight.errors import ChannelClosed, LiveWeightError, MessageInvalid, Ve
 from liveweight.plan.owners import divide
 from liveweight.spec.deadline import Deadline
 from liveweight.spec.layout import Layout
-from liveweight.spec.table import Table
+from liveweight.spec.row_table import Table
 from liveweight.transports.attach import AttachServer
 from liveweight.transports.attachment_cache import evict_oldest
 from liveweight.transports.port import GoOn, Reader, Reading, patient

@@ -19,7 +19,7 @@ from typing import Annotated, Generic, TypeVar
 import msgspec
 
 from liveweight.errors import MessageInvalid, MessageTooLarge, ProtocolMismatch
-from liveweight.spec.decoding import msgpack_decoder
+from liveweight.spec.decoders import msgpack_decoder
 from liveweight.wire.limits import WireLimits
 
 PROTOCOL = 7

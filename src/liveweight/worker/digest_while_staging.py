@@ -20,7 +20,7 @@ from liveweight.plan.digest_order import copies_before
 from liveweight.plan.digests import row_bytes
 from liveweight.spec.deadline import Deadline
 from liveweight.spec.digest import SEEDS, Lanes
-from liveweight.spec.table import Table
+from liveweight.spec.row_table import Table
 from liveweight.worker.staging import BATCH_BYTES, POLL_S, Outcome, StagingStopped, Stop, run_batches
 
 

@@ -18,7 +18,7 @@ from liveweight.wire.channel import Channel
 from liveweight.wire.messages import Message, Settled, Swapped
 from liveweight.wire.messages.values import Fault, Overwritten, fault_of
 from liveweight.worker.commit import GRACE_S, Hook, receive_outcome
-from liveweight.worker.overwriting import OverwriteQueue, OverwriteRequest
+from liveweight.worker.in_place_overwrite import OverwriteQueue, OverwriteRequest
 from liveweight.worker.shadow_lock import ShadowLock
 
 

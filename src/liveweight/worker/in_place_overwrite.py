@@ -22,7 +22,7 @@ from liveweight.plan.copies import row_bytes
 from liveweight.plan.digest_sums import lanes_to_bytes
 from liveweight.spec.deadline import Deadline
 from liveweight.spec.layout import Layout
-from liveweight.spec.table import Table
+from liveweight.spec.row_table import Table
 from liveweight.transports.port import GoOn, Reading, patient
 from liveweight.wire.messages import Stage
 from liveweight.wire.messages.values import Fault, Overwritten, RoundId, fault_of

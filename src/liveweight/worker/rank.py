@@ -22,9 +22,9 @@ from liveweight.wire.codec import Codec
 from liveweight.wire.credentials import Secret
 from liveweight.wire.messages import Message, Settled
 from liveweight.worker.commit import Committer, Hook
-from liveweight.worker.commit_in_place import InPlaceCommitter
+from liveweight.worker.in_place_commit import InPlaceCommitter
+from liveweight.worker.in_place_overwrite import InPlaceSettings, OverwriteQueue
 from liveweight.worker.join import JoinContent, join
-from liveweight.worker.overwriting import InPlaceSettings, OverwriteQueue
 from liveweight.worker.shadow_digest import ShadowDigest
 from liveweight.worker.shadow_lock import ShadowLock
 from liveweight.worker.staging_thread import StagingSettings, StagingThread

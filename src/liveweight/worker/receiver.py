@@ -21,7 +21,7 @@ from liveweight.spec.manifest import Version
 from liveweight.transports.port import Reader
 from liveweight.wire.credentials import Secret
 from liveweight.worker.commit import Hook
-from liveweight.worker.overwriting import InPlaceSettings
+from liveweight.worker.in_place_overwrite import InPlaceSettings
 from liveweight.worker.rank import WorkerRank
 from liveweight.worker.staging_thread import StagingSettings
 from liveweight.worker.targets.target import Target

@@ -20,7 +20,7 @@ from liveweight.plan.digests import plan_digests, row_bytes, split
 from liveweight.spec.deadline import Deadline
 from liveweight.spec.digest import SEEDS, Lanes
 from liveweight.spec.layout import Layout
-from liveweight.spec.table import Table
+from liveweight.spec.row_table import Table
 from liveweight.transports.port import Reading
 from liveweight.worker.digest_while_staging import DigestWhileStaging, Readings
 from liveweight.worker.staging import (

@@ -18,7 +18,7 @@ import numpy.typing as npt
 from liveweight.devices.copy_threads import CopyThreads, WorkQueue
 from liveweight.plan.copies import row_bytes
 from liveweight.spec.deadline import Deadline
-from liveweight.spec.table import Table
+from liveweight.spec.row_table import Table
 from liveweight.transports.port import Reading
 
 BATCH_BYTES = 8 << 20

@@ -35,9 +35,9 @@ from liveweight.wire.messages import (
     Verified,
 )
 from liveweight.wire.messages.values import RoundId, fault_of
+from liveweight.worker.in_place_overwrite import LocatedSource, OverwriteQueue, Overwriter, round_facts
 from liveweight.worker.kept_tensors import KeptTensors
 from liveweight.worker.live_verification import LiveVerifier
-from liveweight.worker.overwriting import LocatedSource, OverwriteQueue, Overwriter, round_facts
 from liveweight.worker.shadow_digest import Digesting, ShadowDigest
 from liveweight.worker.shadow_lock import ShadowLock
 from liveweight.worker.staging import StagingStopped, stage

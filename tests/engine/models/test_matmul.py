@@ -14,8 +14,8 @@ from torch.nn import functional
 from torch.utils.dlpack import from_dlpack, to_dlpack  # type: ignore[attr-defined]
 
 from liveweight.engine import _linear
-from liveweight.engine.models import product as products
-from liveweight.engine.models.product import MEMORY_ROWS, MOST_ROWS, native, product
+from liveweight.engine.models import matmul as products
+from liveweight.engine.models.matmul import MEMORY_ROWS, MOST_ROWS, native, product
 
 Tensor = torch.Tensor
 FLOAT, HALF = torch.float32, torch.bfloat16

@@ -24,9 +24,9 @@ from liveweight.engine.init_model.checkpoint import init_model
 from liveweight.engine.init_model.sizes import Size
 from liveweight.engine.models.declare import Declared
 from liveweight.engine.models.forward import Group, Solo
+from liveweight.engine.models.matmul import widened
 from liveweight.engine.models.model import Model, build
-from liveweight.engine.models.product import widened
-from liveweight.engine.models.spec import ModelSpec
+from liveweight.engine.models.model_spec import ModelSpec
 from liveweight.engine.rank.checkpoint_loading import load
 from liveweight.engine.rank.hooks import hooks_of
 from liveweight.errors import EngineConfigInvalid

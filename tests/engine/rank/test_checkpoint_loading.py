@@ -15,7 +15,7 @@ from liveweight import checkpoint
 from liveweight.checkpoint import INDEX, SINGLE
 from liveweight.engine.init_model.checkpoint import init_model
 from liveweight.engine.models.forward import Group
-from liveweight.engine.models.spec import CONFIG, GENERATION, ModelSpec
+from liveweight.engine.models.model_spec import CONFIG, GENERATION, ModelSpec
 from liveweight.engine.rank import checkpoint_loading
 from liveweight.errors import CheckpointInvalid, LayoutInvalid
 from tests.support.engine.decoders import (

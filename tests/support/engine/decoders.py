@@ -18,7 +18,7 @@ from liveweight.checkpoint import SINGLE
 from liveweight.engine.init_model.sizes import Size
 from liveweight.engine.models.forward import Batch, Group, Solo
 from liveweight.engine.models.model import Model, build
-from liveweight.engine.models.spec import ModelSpec
+from liveweight.engine.models.model_spec import ModelSpec
 from liveweight.engine.rank.checkpoint_loading import load
 from liveweight.spec.region import counts
 from liveweight.worker.targets.torch_target import TensorTarget

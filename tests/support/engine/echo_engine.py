@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from liveweight.engine.config import EngineConfig
-from liveweight.engine.models.spec import ModelSpec
+from liveweight.engine.models.model_spec import ModelSpec
 from liveweight.engine.serving.counters import SchedulerCounts
 from liveweight.engine.serving.requests import Delta, Finish, Sampling, Sink, Token
 from liveweight.engine.serving.sleeping import TAGS, SleepResult, Tag

@@ -13,7 +13,7 @@ import torch
 
 from liveweight.engine.init_model.checkpoint import init_model
 from liveweight.engine.init_model.sizes import SIZES
-from liveweight.engine.models.spec import ModelSpec
+from liveweight.engine.models.model_spec import ModelSpec
 from liveweight.engine.serving.rank_processes import Launch, RankProcess
 from liveweight.engine.serving.requests import Delta, Finish, Sampling, Sink, Token
 from liveweight.lab.torture.fork_server import Forked

@@ -13,7 +13,7 @@ from liveweight.cli.secrets import key_of
 from liveweight.errors import EngineConfigInvalid
 from liveweight.integrations.fastdeploy.settings import FastDeploySettings
 from liveweight.integrations.fastdeploy.settings import settings_of as fastdeploy_settings
-from liveweight.spec.decoding import converted
+from liveweight.spec.decoders import converted
 
 if TYPE_CHECKING:
     from liveweight.engine.config import EngineConfig, Snapshots, Updates

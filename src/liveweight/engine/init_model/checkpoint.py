@@ -14,7 +14,7 @@ from liveweight.engine.init_model.sizes import Dtype, Size, config
 from liveweight.engine.init_model.tokenizer import special_ids, write_tokenizer
 from liveweight.engine.init_model.weights import SHARD_BYTES, write_weights
 from liveweight.engine.models.forward import Solo
-from liveweight.engine.models.spec import CONFIG, GENERATION, ModelSpec
+from liveweight.engine.models.model_spec import CONFIG, GENERATION, ModelSpec
 from liveweight.errors import EngineConfigInvalid
 from liveweight.spec.manifest import TensorSpec
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Literal, TypeAlias
 
-from liveweight.engine.models.spec import DENSE, SPARSE
+from liveweight.engine.models.model_spec import DENSE, SPARSE
 
 Architecture: TypeAlias = Literal["qwen3", "qwen3_moe"]
 Dtype: TypeAlias = Literal["float32", "bfloat16"]

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from liveweight.engine.models.forward import Group
-from liveweight.engine.models.spec import ModelSpec
+from liveweight.engine.models.model_spec import ModelSpec
 from liveweight.errors import EngineConfigInvalid
 from liveweight.spec.dtype import DType
 from liveweight.spec.layout import Piece

@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn import functional
 
 from liveweight.engine.models.declare import Bounds, Declared, Site, columns, everything, rows
-from liveweight.engine.models.product import product
+from liveweight.engine.models.matmul import product
 
 
 class Norm(Declared):

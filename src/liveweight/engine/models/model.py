@@ -13,10 +13,10 @@ from torch import nn
 from liveweight.engine.models.attention import Rotary
 from liveweight.engine.models.declare import Declaration, Site, declarations
 from liveweight.engine.models.decoder import DecoderLayer
-from liveweight.engine.models.draft import Draft
 from liveweight.engine.models.forward import Batch, Group
 from liveweight.engine.models.layers import Norm, Vocabulary
-from liveweight.engine.models.spec import DRAFT, ModelSpec
+from liveweight.engine.models.model_spec import DRAFT, ModelSpec
+from liveweight.engine.models.mtp_draft import Draft
 from liveweight.errors import EngineConfigInvalid
 from liveweight.spec.dtype import DType
 from liveweight.spec.layout import Piece

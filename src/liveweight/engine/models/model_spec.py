@@ -13,7 +13,7 @@ import msgspec
 from liveweight.checkpoint import tensor_names
 from liveweight.engine.models.hf_config import Config, Generation, Rope
 from liveweight.errors import CheckpointInvalid, ManifestInvalid
-from liveweight.spec.decoding import from_json
+from liveweight.spec.decoders import from_json
 
 CONFIG = "config.json"
 GENERATION = "generation_config.json"

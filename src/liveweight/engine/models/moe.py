@@ -9,8 +9,8 @@ from torch.nn import functional
 from liveweight.engine.models.declare import Declared, Site, stacked
 from liveweight.engine.models.forward import Batch
 from liveweight.engine.models.layers import Replicated
+from liveweight.engine.models.matmul import product
 from liveweight.engine.models.mlp import gated
-from liveweight.engine.models.product import product
 
 
 class SparseMlp(nn.Module):

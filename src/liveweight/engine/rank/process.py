@@ -164,7 +164,7 @@ def _model(setup: Setup) -> tuple[Model, tuple[Hook, ...]]:
     import torch
 
     from liveweight.engine.models.model import build
-    from liveweight.engine.models.spec import ModelSpec
+    from liveweight.engine.models.model_spec import ModelSpec
     from liveweight.engine.rank.checkpoint_loading import load
 
     config = setup.config

@@ -16,7 +16,7 @@ from liveweight.checkpoint import CheckpointSource
 from liveweight.devices.memory import Memory
 from liveweight.engine.models.forward import Solo
 from liveweight.engine.models.model import build
-from liveweight.engine.models.spec import ModelSpec
+from liveweight.engine.models.model_spec import ModelSpec
 from liveweight.spec.layout import Layout, Placement, contiguous_strides
 from liveweight.spec.manifest import TensorSpec
 from liveweight.spec.region import Region, whole

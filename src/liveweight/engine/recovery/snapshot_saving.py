@@ -42,8 +42,8 @@ from liveweight.observe.bus import Bus
 from liveweight.rounds.replica import ReplicaRefused, WireReplica
 from liveweight.spec.deadline import Deadline
 from liveweight.spec.manifest import Manifest, Version
-from liveweight.transports.snapshot.disk.draft import SnapshotDraft
 from liveweight.transports.snapshot.disk.open_snapshot import OpenSnapshot
+from liveweight.transports.snapshot.disk.snapshot_draft import SnapshotDraft
 from liveweight.transports.snapshot.disk.store import Store
 from liveweight.wire.codec import Codec
 from liveweight.wire.credentials import Secret

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from liveweight.engine.config import EngineConfig
-from liveweight.engine.models.spec import ModelSpec
+from liveweight.engine.models.model_spec import ModelSpec
 from liveweight.errors import EngineConfigInvalid
 from liveweight.spec.dtype import DType
 

@@ -14,7 +14,7 @@ from typing import Generic, TypeVar
 import msgspec
 
 from liveweight.errors import ChannelClosed, DeadlineExceeded, MessageInvalid, WireError
-from liveweight.spec.decoding import msgpack_decoder
+from liveweight.spec.decoders import msgpack_decoder
 
 LIMIT_BYTES = 1 << 28
 _LENGTH = struct.Struct("<I")

@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 
 from liveweight.errors import CheckpointInvalid
-from liveweight.spec.decoding import from_json
+from liveweight.spec.decoders import from_json
 
 SPECIAL_NAMES = (
     "bos_token",

@@ -14,7 +14,7 @@ import msgspec
 from liveweight.engine.text.chat import ChatTemplate
 from liveweight.engine.text.files import first_line, read_text
 from liveweight.errors import CheckpointInvalid, MissingExtra, RequestInvalid
-from liveweight.spec.decoding import from_json
+from liveweight.spec.decoders import from_json
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer as Inner

@@ -27,7 +27,7 @@ from liveweight.transports.registry import TRANSPORTS
 from liveweight.wire.credentials import Secret, load_or_create_secret
 from liveweight.wire.messages.values import RoundId
 from liveweight.worker.commit import Hook
-from liveweight.worker.overwriting import InPlaceSettings
+from liveweight.worker.in_place_overwrite import InPlaceSettings
 from liveweight.worker.rank import WorkerRank
 from liveweight.worker.staging_thread import StagingSettings
 

@@ -16,7 +16,7 @@ from liveweight.lab.bench.child_process import JsonSocket
 from liveweight.lab.bench.model_shapes import parameters
 from liveweight.plan.digest_sums import lanes_to_bytes
 from liveweight.spec.deadline import Deadline
-from liveweight.spec.decoding import converted
+from liveweight.spec.decoders import converted
 from liveweight.spec.manifest import TensorSpec
 from liveweight.transports.attach import ask_source
 from liveweight.transports.nixl.arena_location import location_from

@@ -135,7 +135,7 @@ def share_of(directory: Path, rank: int, size: int) -> Memory:
     import torch
 
     from liveweight.engine.models.model import build
-    from liveweight.engine.models.spec import ModelSpec
+    from liveweight.engine.models.model_spec import ModelSpec
     from liveweight.engine.rank.checkpoint_loading import load
 
     spec = ModelSpec.read(directory)

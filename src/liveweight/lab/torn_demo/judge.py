@@ -125,7 +125,7 @@ def loaded(directory: Path) -> Model:
     import torch
 
     from liveweight.engine.models.model import build
-    from liveweight.engine.models.spec import ModelSpec
+    from liveweight.engine.models.model_spec import ModelSpec
     from liveweight.engine.rank.checkpoint_loading import load
     from liveweight.engine.rank.hooks import hooks_of
 

@@ -10,7 +10,7 @@ from typing import Annotated, Literal
 from fastapi import APIRouter, Request
 from pydantic import Field
 
-from liveweight.engine.models.spec import DRAFT
+from liveweight.engine.models.model_spec import DRAFT
 from liveweight.engine.status import PauseMode, RecoveryStatus, SavingStatus
 from liveweight.engine.updates.leader_client import RoundSummary, UpdateStatus
 from liveweight.server.admin.route import (

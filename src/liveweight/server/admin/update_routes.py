@@ -12,7 +12,7 @@ from fastapi import APIRouter, Request
 from pydantic import AfterValidator, Field, WithJsonSchema
 from typing_extensions import TypedDict  # pydantic needs this one before Python 3.12
 
-from liveweight.engine.models.spec import DRAFT
+from liveweight.engine.models.model_spec import DRAFT
 from liveweight.engine.status import PauseMode
 from liveweight.engine.updates.requested_update import RequestedVersion, UpdateResult
 from liveweight.server.admin.call_ids import call_of

@@ -26,7 +26,7 @@ from liveweight.spec.dtype import DType
 from liveweight.spec.layout import packed_regions
 from liveweight.spec.manifest import Manifest, TensorSpec
 from liveweight.spec.region import Region, whole
-from liveweight.spec.table import Table
+from liveweight.spec.row_table import Table
 from liveweight.trainer.offers.freeze_tables import Templates, digest_rows, freeze_rows
 from liveweight.trainer.sources.host_tensor import HostTensor
 from liveweight.trainer.sources.source import Source, check_tensor, one_pass, whole_pass

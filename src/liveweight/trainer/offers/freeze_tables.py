@@ -17,7 +17,7 @@ from liveweight.spec.dtype import DType
 from liveweight.spec.layout import Layout, Placement, packed_regions
 from liveweight.spec.manifest import TensorSpec
 from liveweight.spec.region import Region, count
-from liveweight.spec.table import Table
+from liveweight.spec.row_table import Table
 
 _AT = {
     name: column for column, name in enumerate(freezes.COLUMNS)

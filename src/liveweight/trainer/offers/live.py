@@ -19,7 +19,7 @@ from liveweight.plan.digests import plan_digests, row_bytes, split
 from liveweight.spec.digest import Lanes
 from liveweight.spec.layout import Layout, packed
 from liveweight.spec.manifest import Manifest
-from liveweight.spec.table import Table
+from liveweight.spec.row_table import Table
 from liveweight.trainer.offers.freeze import offered_manifest
 from liveweight.trainer.offers.freeze_tables import cut_columns
 from liveweight.trainer.sources.in_memory import ModuleSource, as_source

@@ -6,7 +6,7 @@ import msgspec
 
 from liveweight.errors import LiveWeightError, MessageInvalid, RoundFailed, Unavailable
 from liveweight.rounds.report import Report
-from liveweight.spec.decoding import from_msgpack
+from liveweight.spec.decoders import from_msgpack
 from liveweight.spec.manifest import Version
 from liveweight.wire.messages import Outcome
 from liveweight.wire.messages.values import fault_of

@@ -21,7 +21,7 @@ from liveweight.observe.events import OfferKind
 from liveweight.plan.copies import CopyPlans, split
 from liveweight.spec.deadline import Deadline
 from liveweight.spec.layout import Layout
-from liveweight.spec.table import Table
+from liveweight.spec.row_table import Table
 from liveweight.transports.attach import ask_source
 from liveweight.transports.attachment_cache import evict_oldest
 from liveweight.transports.ipc.arena import CLOSED, MappedArena, combined

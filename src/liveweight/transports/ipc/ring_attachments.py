@@ -33,7 +33,7 @@ from liveweight.wire.credentials import Secret
 from liveweight.wire.descriptors import close_all, fetch
 from liveweight.wire.limits import WireLimits
 from liveweight.wire.messages import Attached, Message
-from liveweight.wire.messages.values import Offer, RingTerms
+from liveweight.wire.messages.values import Offer, RingGeometry
 from liveweight.wire.sockets import nobody_listens
 
 _KEPT = 4
@@ -50,7 +50,7 @@ class _Attachment:
 
     layout: Layout
     pages: tuple[MappedArena, ...]
-    terms: RingTerms
+    terms: RingGeometry
 
     @property
     def generation(self) -> int:

@@ -19,7 +19,7 @@ from liveweight.plan.unpacking import InBuckets
 from liveweight.spec.digest import SEEDS, Lanes
 from liveweight.spec.layout import Layout, Placement, packed
 from liveweight.spec.region import count
-from liveweight.spec.table import Table
+from liveweight.spec.row_table import Table
 from liveweight.transports.ipc.ring_arena import sum_of
 from liveweight.transports.packing_source import PackingSource
 

@@ -22,7 +22,7 @@ from liveweight.plan.unpacking import Unpacking
 from liveweight.spec.deadline import Deadline
 from liveweight.spec.digest import Lanes
 from liveweight.spec.layout import Layout
-from liveweight.spec.table import Table
+from liveweight.spec.row_table import Table
 from liveweight.transports.ipc.arena import MappedArena, combined
 from liveweight.transports.ipc.ring_arena import sum_of
 from liveweight.transports.port import GoOn, check_generation, patient

@@ -38,7 +38,7 @@ from liveweight.wire.messages.ring import (
     Subscribed,
     Unsubscribe,
 )
-from liveweight.wire.messages.values import RingTerms, fault_of
+from liveweight.wire.messages.values import RingGeometry, fault_of
 
 _IDLE_S = 3600.0
 _STREAMS_KEPT = 64
@@ -80,7 +80,7 @@ class Ring:
         except BaseException:
             self.arena.close()
             raise
-        self.terms = RingTerms(address=listener.address, segments=settings.segments, segment_bytes=size)
+        self.terms = RingGeometry(address=listener.address, segments=settings.segments, segment_bytes=size)
         self._waker = listener.waker()
         self._thread = threading.Thread(
             target=self._serve, args=(listener,), name="liveweight-ring", daemon=True

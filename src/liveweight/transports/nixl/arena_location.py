@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from liveweight.errors import MessageInvalid
-from liveweight.spec.decoding import from_msgpack
+from liveweight.spec.decoders import from_msgpack
 from liveweight.transports.ipc.arena import DATA_OFFSET_BYTES
 
 DESCRIPTION_BYTES_MAX = 1 << 20

@@ -12,7 +12,7 @@ import numpy as np
 
 from liveweight.devices.memory import Memory
 from liveweight.spec.deadline import Deadline
-from liveweight.spec.table import Table
+from liveweight.spec.row_table import Table
 from liveweight.transports.nixl.session import SLOTS, NixlAttachment, NixlBinding, NixlSession, pause
 from liveweight.transports.port import GoOn, check_generation, patient
 from liveweight.wire.messages.values import Offer

@@ -21,7 +21,7 @@ import msgspec
 import numpy as np
 
 from liveweight.errors import ChannelClosed, LiveWeightError, MessageInvalid, Unavailable
-from liveweight.spec.decoding import msgpack_decoder
+from liveweight.spec.decoders import msgpack_decoder
 from liveweight.transports.nixl.library import NixlAgent
 from liveweight.wire.messages.values import Fault, fault_of
 

@@ -20,9 +20,9 @@ from liveweight.devices.kernels import BoundCopy, Kernels
 from liveweight.devices.memory import Memory
 from liveweight.errors import SnapshotDamaged, Unavailable
 from liveweight.plan.copies import CopyPlans
-from liveweight.spec.decoding import from_json
+from liveweight.spec.decoders import from_json
 from liveweight.spec.layout import Layout
-from liveweight.spec.table import Table
+from liveweight.spec.row_table import Table
 from liveweight.transports.port import GoOn, patient
 from liveweight.transports.snapshot.disk.atomic_files import read_all
 from liveweight.transports.snapshot.disk.block_buffer import block_memory

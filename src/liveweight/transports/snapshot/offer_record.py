@@ -19,7 +19,7 @@ import msgspec
 
 from liveweight.errors import MessageInvalid, VersionNotOffered, WrongSecret
 from liveweight.observe.events import OfferKind
-from liveweight.spec.decoding import from_json
+from liveweight.spec.decoders import from_json
 from liveweight.transports.ipc.arena import CLOSED, combined
 from liveweight.transports.snapshot.disk.names import COMMIT
 from liveweight.transports.snapshot.disk.open_snapshot import OpenSnapshot

@@ -16,7 +16,7 @@ from liveweight.devices.kernels import BoundDigest, choose
 from liveweight.errors import SnapshotDamaged
 from liveweight.plan.digests import plan_digests
 from liveweight.spec.digest import SEEDS, to_hex
-from liveweight.spec.table import Table
+from liveweight.spec.row_table import Table
 from liveweight.transports.snapshot.block_reads import OpenFiles
 from liveweight.transports.snapshot.disk.atomic_files import read_all
 from liveweight.transports.snapshot.disk.block_buffer import block_memory

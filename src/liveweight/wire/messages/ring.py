@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from liveweight.spec.layout import Layout
 from liveweight.wire.messages.body import Body
-from liveweight.wire.messages.values import RingTerms
+from liveweight.wire.messages.values import RingGeometry
 
 __all__ = [
     "BucketFilled",
     "RepackBucket",
-    "RingTerms",
+    "RingGeometry",
     "SegmentFree",
     "Subscribe",
     "Subscribed",

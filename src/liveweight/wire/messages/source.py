@@ -6,7 +6,7 @@ from liveweight.observe.events import OfferKind
 from liveweight.spec.layout import Layout
 from liveweight.spec.manifest import Manifest, Version
 from liveweight.wire.messages.body import Body
-from liveweight.wire.messages.values import Offer, RingTerms
+from liveweight.wire.messages.values import Offer, RingGeometry
 
 
 class Attach(Body, frozen=True):
@@ -25,7 +25,7 @@ class Attached(Body, frozen=True):
     layout: Layout
     memories: tuple[bytes, ...]
     descriptors: str
-    ring: RingTerms | None = None
+    ring: RingGeometry | None = None
 
 
 class GetShardLayout(Body, frozen=True):

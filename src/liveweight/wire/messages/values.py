@@ -48,7 +48,7 @@ class Offer(_Value, frozen=True):
     shards: tuple[Shard, ...] = ()
 
 
-class RingTerms(_Value, frozen=True):
+class RingGeometry(_Value, frozen=True):
     """A source's ring: the address where ranks subscribe, and the number and size of its segments, side by side in one memory."""
 
     address: str

@@ -18,7 +18,7 @@ from liveweight.devices.kernels import Kernels
 from liveweight.devices.memory import Memory
 from liveweight.errors import Torn
 from liveweight.plan.copies import COLUMNS
-from liveweight.spec.table import Table
+from liveweight.spec.row_table import Table
 from liveweight.worker.staging import cut
 
 if TYPE_CHECKING:

@@ -15,7 +15,7 @@ from liveweight.devices.kernels import Kernels
 from liveweight.devices.memory import Memory
 from liveweight.errors import LayoutInvalid, WrongState
 from liveweight.spec.layout import Layout, Piece
-from liveweight.worker.overwriting import InPlaceSettings
+from liveweight.worker.in_place_overwrite import InPlaceSettings
 from liveweight.worker.targets.swap import CHUNK_BYTES, LINK_CHUNK_BYTES, ContentSwap, point
 from liveweight.worker.targets.target import Target
 from liveweight.worker.targets.torch_layout import Parameter, Parameters, device_of, gather, layout_of

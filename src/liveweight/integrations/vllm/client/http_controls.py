@@ -15,7 +15,7 @@ from liveweight.integrations.vllm.client.controls import PauseMode
 from liveweight.integrations.vllm.middleware import CACHES
 from liveweight.server.client import PendingCall, is_url
 from liveweight.spec.deadline import Deadline
-from liveweight.spec.decoding import from_json
+from liveweight.spec.decoders import from_json
 
 MIDDLEWARE = "liveweight.integrations.vllm.middleware.Versions"
 _SHOWN = 600

@@ -17,7 +17,7 @@ from liveweight.lab.bench.rounds.ipc_rank import WAIT_S
 from liveweight.observe.bus import Bus
 from liveweight.rounds.replica import WireReplica
 from liveweight.spec.deadline import Deadline
-from liveweight.spec.decoding import converted
+from liveweight.spec.decoders import converted
 from liveweight.spec.manifest import TensorSpec
 from liveweight.spec.region import counts
 from liveweight.trainer.settings import PublisherSettings

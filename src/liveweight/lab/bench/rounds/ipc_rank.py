@@ -15,7 +15,7 @@ from liveweight.lab.bench.child_process import JsonSocket, reset_peak, resident_
 from liveweight.lab.bench.model_shapes import parameters
 from liveweight.plan.digest_sums import lanes_to_bytes
 from liveweight.spec.deadline import Deadline
-from liveweight.spec.decoding import converted
+from liveweight.spec.decoders import converted
 from liveweight.spec.manifest import TensorSpec
 from liveweight.transports.ipc.reader import IpcReader
 from liveweight.transports.registry import mode

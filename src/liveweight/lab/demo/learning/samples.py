@@ -10,7 +10,7 @@ import msgspec
 
 from liveweight.errors import MessageInvalid
 from liveweight.lab.demo.learning.task import SortDigits
-from liveweight.spec.decoding import from_json
+from liveweight.spec.decoders import from_json
 
 NONE_OF_OURS = -(1 << 30)
 """The version of weights that this run did not publish, such as those an engine was started with: older than any bound allows."""

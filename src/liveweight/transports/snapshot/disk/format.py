@@ -13,7 +13,7 @@ import msgspec
 import xxhash
 
 from liveweight.errors import LiveWeightError, SnapshotDamaged
-from liveweight.spec.decoding import from_json
+from liveweight.spec.decoders import from_json
 from liveweight.spec.manifest import Manifest, TensorSpec, Version
 from liveweight.spec.region import Region, Span, canonical, count
 

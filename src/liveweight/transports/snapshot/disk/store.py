@@ -16,9 +16,9 @@ from pathlib import Path
 
 from liveweight.errors import LayoutInvalid, SnapshotNotFound, WrongState
 from liveweight.transports.snapshot.disk.atomic_files import TEMPORARY, open_locked, out_of_space
-from liveweight.transports.snapshot.disk.draft import SnapshotDraft
 from liveweight.transports.snapshot.disk.format import CommitFile, decode_commit
 from liveweight.transports.snapshot.disk.names import COMMIT, WRITING, directory_name, sequence_of
+from liveweight.transports.snapshot.disk.snapshot_draft import SnapshotDraft
 
 _AGAIN = (errno.ENOENT, errno.EEXIST, errno.ENOTEMPTY)
 """Another process took the sequence number, or pruned meanwhile."""

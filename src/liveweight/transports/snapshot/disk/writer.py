@@ -22,7 +22,7 @@ from liveweight.plan.copies import plan_copies
 from liveweight.plan.digests import plan_digests
 from liveweight.spec.digest import SEEDS, Lanes, to_hex
 from liveweight.spec.layout import Layout
-from liveweight.spec.table import Table
+from liveweight.spec.row_table import Table
 from liveweight.transports.snapshot.disk.atomic_files import (
     FileSync,
     begin_writing,
