@@ -2,7 +2,7 @@
 
 Owns the rank's channel to the leader, the readers and the copy threads. It writes only into the shadow; the main thread makes the shadow
 live, at a boundary. The thread that holds the shadow lock owns the shadow. In a rank without a shadow the staging thread locates the
-source, and overwrites live weights when the main thread requests it (overwriting).
+source, and overwrites live weights when the main thread requests it (in_place_overwrite).
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""vLLM: live updates through its own seam for weight transfer. Nothing of vLLM is patched.
+"""vLLM: live updates through its own interface for weight transfer. Nothing of vLLM is patched.
 
-In vLLM's workers: plugin, backend, rank, target, arenas, install, seam. In the trainer, whose environment needs no vLLM: engine,
-replica, controls. The round between them is worker/'s and trainer/'s, over our wire.
+`workers/` runs in vLLM's worker processes, `client/` in the trainer's process, whose environment needs no vLLM. `plugin` is vLLM's entry
+point, `middleware` runs in vLLM's API server, `engine` is `lw.vllm(...)`. The round between client and workers is rounds/'s, over our wire.
 """
