@@ -14,10 +14,12 @@ import pytest
 import zmq
 
 from liveweight.errors import MessageInvalid, ProtocolMismatch
+from liveweight.wire.codec import MAGIC
 from liveweight.wire.credentials import client_keys, server_keys
 from liveweight.wire.limits import WireLimits
 from tests.support.wire import (
     CODEC,
+    OTHER,
     SECRET,
     Echo,
     Ping,
@@ -181,10 +183,10 @@ def test_garbage_from_holders_of_the_secret_is_counted_and_dropped(address: str)
 
 def test_a_refusal_is_not_answered_by_a_refusal(address: str) -> None:
     with Echo(address) as echo, insider(echo.address) as inside:
-        inside.send(CODEC.refusal(7))
-        inside.send(b"LW\x07\0whatever version 7 says")
+        inside.send(CODEC.refusal(OTHER))
+        inside.send(struct.pack("<2sH", MAGIC, OTHER) + b"whatever that version says")
         inside.send(CODEC.greeting)
-        assert inside.recv() == CODEC.refusal(7)
+        assert inside.recv() == CODEC.refusal(OTHER)
         assert inside.recv() == CODEC.greeting
         assert echo.listener.refused == 2
         assert isinstance(echo.listener.last_refusal, ProtocolMismatch)
