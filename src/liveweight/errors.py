@@ -12,7 +12,8 @@ LiveWeightError
 │   ├── ReplicaIncomplete      LW-108   ranks of the replica have not joined
 │   ├── WeightsExchanged       LW-109   weights changed while they were being verified
 │   ├── SnapshotNotFound       LW-110   no snapshot in any place that was searched
-│   └── SnapshotRefused        LW-111   files that could be another rank's, or not all of them
+│   ├── SnapshotRefused        LW-111   files that could be another rank's, or not all of them
+│   └── LabelInvalid           LW-112   a label that is neither text nor a number
 ├── WireError                  two processes do not understand each other
 │   ├── ProtocolMismatch       LW-201   another protocol version
 │   ├── WrongSecret            LW-202   the peer does not hold the shared secret
@@ -190,6 +191,13 @@ class SnapshotRefused(Refused):
     remedy = (
         "leave exactly one rank's files, numbered without gaps; or restore a snapshot that liveweight wrote"
     )
+
+
+class LabelInvalid(Refused):
+    """What was given as a version's label is neither a text of 1 to 256 printable characters nor an integer of 64 bits."""
+
+    code = "LW-112"
+    remedy = "give a label such as 100 or step_100"
 
 
 class WireError(LiveWeightError):

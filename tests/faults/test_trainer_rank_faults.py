@@ -3,6 +3,7 @@ deadline and name it; after that the round commits, and the loss shows at the ne
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import pytest
@@ -186,3 +187,23 @@ def test_a_failed_gather_is_run_to_its_end_by_every_rank(cluster: Cluster) -> No
         )
     assert [(answer["passes"], answer["ended"]) for answer in all_of(trainer, "passes")] == [(2, 2)] * 3
     assert_holds(ranks, 1)
+
+
+@pytest.mark.parametrize("wrong", [0, 1])
+def test_a_label_that_cannot_be_fails_the_round_at_once_on_every_rank(cluster: Cluster, wrong: int) -> None:
+    ranks = cluster.replica(1)
+    trainer = cluster.trainer_ranks(2, style="rows")
+    began_s = time.monotonic()
+    all_wrong = all_of(trainer, "publish", label=1, name=None)
+    assert [answer["error"]["code"] for answer in all_wrong] == ["LW-112"] * 2
+    calls = [
+        rank.begin("publish", label=1, name=None if number == wrong else 1)
+        for number, rank in enumerate(trainer)
+    ]
+    answers = [rank.end(call) for rank, call in zip(trainer, calls, strict=True)]
+    assert [answer["error"]["code"] for answer in answers] == ["LW-112"] * 2
+    assert "not None (NoneType)" in answers[wrong]["error"]["text"]
+    assert f"the trainer, rank {wrong}" in answers[1 - wrong]["error"]["text"]
+    assert time.monotonic() - began_s < 30.0, "long before the deadline of 60 s"
+    assert [report.get("version") for report in all_of(trainer, "publish", label=2)] == [2] * 2
+    assert_holds(ranks, 2)

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 import liveweight as lw
-from liveweight.errors import RoundFailed, VersionConflict
+from liveweight.errors import LabelInvalid, RoundFailed, VersionConflict
 from liveweight.observe.bus import Bus, Recorder
 from liveweight.observe.events import AnyEvent, LiveOfferImpossible, RoundEnded, RoundOpened, StagingBegan
 from tests.support.stepping import engine, publisher, serving
@@ -32,6 +32,24 @@ class Net(nn.Module):
 
 def new_weight(value: float) -> nn.Parameter:
     return nn.Parameter(torch.full((4, 3), value), requires_grad=False)
+
+
+# Labels that cannot be.
+
+
+def test_a_label_that_no_engine_could_read_is_refused_before_anything_begins(short_path: Path) -> None:
+    live, net, engine_bus, rounds = engine(), Net(), Bus(), Recorder()
+    with (
+        engine_bus.subscribe(rounds),
+        serving(live, short_path, engine_bus) as address,
+        publisher(net, address, short_path) as sender,
+    ):
+        for label in (None, 1.5, True, "", "two\nlines", 2**63):
+            with pytest.raises(LabelInvalid, match="a label"):
+                sender.publish(label)  # type: ignore[arg-type]
+        assert not rounds.of(RoundOpened)
+        assert str(sender.publish(torch.tensor(3)).version) == "3"  # type: ignore[arg-type]
+        assert torch.equal(live["w"], net.w)
 
 
 # Live offers of memory that the parameters no longer use.

@@ -23,6 +23,7 @@ from liveweight.rounds.replica_progress import ReplicaProgress
 from liveweight.rounds.report import Report
 from liveweight.rounds.undo_and_verify import may_still_read
 from liveweight.spec.deadline import Deadline
+from liveweight.spec.label import checked_label
 from liveweight.spec.manifest import Version
 from liveweight.trainer.labels import Labels
 from liveweight.trainer.offers.port import OfferMaker
@@ -72,8 +73,9 @@ class RoundPublisher:
     def publish(self, label: str | int) -> Report:
         """Send the source's current weights as that version and wait until the engines serve it.
 
-        Raises RoundFailed (the engines still serve what they served), VersionConflict for a label that stood for other content in this
-        run, OutcomeUnknown where the engines' answer did not come in time.
+        A label is a text of 1 to 256 printable characters or an integer; LabelInvalid, at once, for anything else. Raises RoundFailed
+        (the engines still serve what they served), VersionConflict for a label that stood for other content in this run,
+        OutcomeUnknown where the engines' answer did not come in time.
         """
         if not self._replicas:
             raise WrongState(
@@ -92,6 +94,7 @@ class RoundPublisher:
         """
         if self._closing.is_set():
             raise WrongState("closed", "offer")
+        label = checked_label(label)
         if self._round is not None:
             self.wait()  # an unwaited failure is raised here
         began_s = time.monotonic()

@@ -86,7 +86,7 @@ def act(command: dict[str, Any], publisher: lw.Publisher, weights: Any) -> dict[
             return report_json(publisher.wait())
         case "publish":
             weights.load(command["label"])
-            return report_json(publisher.publish(command["label"]))
+            return report_json(publisher.publish(command.get("name", command["label"])))
         case "fail":
             weights.fails = True
             return {}

@@ -38,9 +38,11 @@ def offer(
     And the engine: liveweight serve ./model --weights-from ipc:///run/me/source.sock
     """
     from liveweight.api import Publisher
+    from liveweight.spec.label import checked_label
     from liveweight.wire.credentials import load_or_create_secret
     from liveweight.wire.default_paths import default_directory, default_secret_file
 
+    label = checked_label(version)
     secret = load_or_create_secret(default_secret_file() if secret_file is None else secret_file)
     where = f"ipc://{default_directory()}/source.sock" if address is None else address
     try:
@@ -55,7 +57,7 @@ def offer(
                 run=run,
             ) as publisher,
         ):
-            offered = publisher.offer(version)
+            offered = publisher.offer(label)
             print(f"offering {offered} at {publisher.address}, digest {offered.digest}", flush=True)
             threading.Event().wait()
     except KeyboardInterrupt:

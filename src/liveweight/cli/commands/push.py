@@ -56,9 +56,11 @@ def push(
     """
     from liveweight.api import Publisher
     from liveweight.rounds.replica import WireReplica
+    from liveweight.spec.label import checked_label
     from liveweight.wire.credentials import load_or_create_secret
     from liveweight.wire.default_paths import default_secret_file
 
+    label = checked_label(version)
     key, deadline = key_of(control_key, control_key_file, "control key"), Deadline.after(timeout)
     before = {url: EngineClient(url, key).weights(deadline) for url in urls}
     secret = load_or_create_secret(default_secret_file() if secret_file is None else secret_file)
@@ -74,7 +76,7 @@ def push(
         _ending_lines(before, lines.values()),
         Publisher(directory, engines=engines, secret=secret, run=run, timeout_s=timeout, **how) as publisher,
     ):
-        report = publisher.publish(version)
+        report = publisher.publish(label)
     _show(list(before), report)
 
 

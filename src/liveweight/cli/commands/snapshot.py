@@ -65,19 +65,21 @@ def save(
     For example: liveweight snapshot save ./model ./snapshots --version step_100 --tp 2
     """
     from liveweight.engine.recovery.checkpoint_images import checkpoint_images
+    from liveweight.spec.label import checked_label
     from liveweight.spec.manifest import Version
     from liveweight.transports.snapshot.disk.store import Store
     from liveweight.transports.snapshot.disk.writer import WriteSettings
     from liveweight.transports.snapshot.save import SavedSnapshot
     from liveweight.transports.snapshot.save import save as write
 
+    label = checked_label(version)
     images, began_s = checkpoint_images(directory, tp), time.monotonic()
     settings = WriteSettings(part_bytes=part_mb << 20)
     with _progress_line(
         "saved", sum(image.layout.placed_bytes for image in images), quiet=as_json
     ) as progress:
         saved = write(
-            Store(store), Version(run=run, label=version), images, settings=settings, progress=progress
+            Store(store), Version(run=run, label=label), images, settings=settings, progress=progress
         )
     if isinstance(saved, SavedSnapshot):  # nobody cancels it here
         _print_saved(saved, time.monotonic() - began_s, as_json)

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from liveweight.errors import (
     ChannelClosed,
     DeadlineExceeded,
+    LabelInvalid,
     LiveWeightError,
     MessageInvalid,
     OutcomeUnknown,
@@ -22,6 +23,7 @@ from liveweight.rounds.fleet import Fleet
 from liveweight.rounds.report import Report
 from liveweight.rounds.undo_and_verify import Verification
 from liveweight.spec.deadline import Deadline
+from liveweight.spec.label import checked_label, show
 from liveweight.spec.manifest import Version
 from liveweight.trainer.settings import PublisherSettings, last_steps_s
 from liveweight.trainer.sources.gathering_source import ensure_pass
@@ -37,6 +39,8 @@ GRACE_S = 5.0
 POLL_S = 1.0
 """How long rank 0 may hold back the answer to one GetOutcome."""
 SEND_S = 5.0
+NOTHING = FrozenShard(generation=0, lanes=b"", seconds=0.0)
+"""What a rank has frozen if it could not."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,13 +81,14 @@ class OtherRank:
             if self._round is not None:
                 self.wait()
             self._number += 1
+            label = self._checked_label(label)
             version = Version(run=self.run, label=label)
             deadline = Deadline.after(self.settings.timeout_s)
             try:
                 done = self._arena.freeze(str(label))
             except LiveWeightError as error:
                 fault = fault_of(error, step="freeze", rank=self.rank)
-                self._report(label, FrozenShard(generation=0, lanes=b"", seconds=0.0), fault)
+                self._report(label, NOTHING, fault)
                 raise RoundFailed(
                     error,
                     replica=TRAINER,
@@ -129,6 +134,14 @@ class OtherRank:
         self._closed = True
         self._channel.close()
         self._arena.close()
+
+    def _checked_label(self, label: object) -> str | int:
+        """The label. An invalid one is reported to rank 0, whose round fails at once: every rank counts the same rounds."""
+        try:
+            return checked_label(label)
+        except LabelInvalid as error:
+            self._report(show(label), NOTHING, fault_of(error, step="offer", rank=self.rank))
+            raise
 
     def _report(self, label: str | int, done: FrozenShard, fault: Fault | None) -> None:
         body = ShardsFrozen(

@@ -140,7 +140,7 @@ class RankServer:
         with self._changed:
             reports = self._reports()
         for rank, report in reports.items():
-            if report.label != label:
+            if str(report.label) != str(label):
                 state = f"trainer rank {rank} offers {report.label!r} and rank 0 offers {label!r}"
                 raise RankRefused(fault_of(WrongState(state, "a round"), step="freeze", rank=rank))
         return reports

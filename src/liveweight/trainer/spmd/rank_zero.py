@@ -13,11 +13,19 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import TimeoutError as FutureTimeout
 from dataclasses import dataclass
 
-from liveweight.errors import DeadlineExceeded, LiveWeightError, OutcomeUnknown, RoundFailed, WrongState
+from liveweight.errors import (
+    DeadlineExceeded,
+    LabelInvalid,
+    LiveWeightError,
+    OutcomeUnknown,
+    RoundFailed,
+    WrongState,
+)
 from liveweight.rounds.fleet import Fleet
 from liveweight.rounds.report import Report
 from liveweight.rounds.undo_and_verify import Verification
 from liveweight.spec.deadline import Deadline
+from liveweight.spec.label import checked_label, show
 from liveweight.spec.manifest import Version
 from liveweight.trainer.fleet_publisher import FleetPublisher
 from liveweight.trainer.offers.sharded import ShardedOffers
@@ -78,10 +86,10 @@ class RankZero:
             if self._round is not None:
                 self.wait()  # an unwaited failure is raised here
             self._number += 1
-            version = Version(run=self.run, label=label)
             deadline = Deadline.after(self.settings.timeout_s)
             began_s = time.monotonic()
             self._rank_server.begin(self._number)
+            version = Version(run=self.run, label=self._checked_label(label, deadline))
             frozen = self._freeze(version, deadline)
             current = _Round(
                 number=self._number, version=version, frozen=frozen, deadline=deadline, began_s=began_s
@@ -136,6 +144,16 @@ class RankZero:
     def _wait_for_round(self) -> None:
         if self._round is not None:
             self.wait()
+
+    def _checked_label(self, label: object, deadline: Deadline) -> str | int:
+        """The label. An invalid one ends the round for all ranks, so that every rank counts the same rounds."""
+        try:
+            return checked_label(label)
+        except LabelInvalid as error:
+            failed = self._failed(fault_of(error, step="offer", rank=0), deadline)
+            version = Version(run=self.run, label=show(label))
+            self._rank_server.conclude(encode_outcome(self._number, version, failed))
+            raise
 
     def _freeze(self, version: Version, deadline: Deadline) -> ShardsFrozen:
         """Freeze this rank's shards and return its report. An error is the round's outcome for all ranks."""

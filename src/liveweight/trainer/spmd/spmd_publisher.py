@@ -26,8 +26,9 @@ class SpmdPublisher(FleetPublisher):
     def publish(self, label: str | int) -> Report:
         """Send the current weights as that version and wait until the engines serve it.
 
-        Raises RoundFailed (the engines still serve what they served), VersionConflict for a label that stood for other content in this
-        run, OutcomeUnknown where the engines' answer, or rank 0's, did not come in time.
+        A label is a text of 1 to 256 printable characters or an integer; LabelInvalid, at once, for anything else. Raises RoundFailed
+        (the engines still serve what they served), VersionConflict for a label that stood for other content in this run,
+        OutcomeUnknown where the engines' answer, or rank 0's, did not come in time.
         """
         if self._ranked is None:
             return super().publish(label)
