@@ -8,21 +8,30 @@ from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
 
+import msgspec
 import pytest
 import torch
 
 import liveweight as lw
-from liveweight.errors import DeadlineExceeded, LayoutInvalid, ManifestInvalid, ManifestMismatch, Refused
+from liveweight.errors import (
+    DeadlineExceeded,
+    LayoutInvalid,
+    ManifestInvalid,
+    ManifestMismatch,
+    MessageInvalid,
+    Refused,
+)
 from liveweight.observe.bus import Bus, Recorder
-from liveweight.observe.events import LiveOfferImpossible, RoundOpened
+from liveweight.observe.events import LiveOfferImpossible, PeerRefused, RoundOpened
 from liveweight.rounds.replica import WireReplica
 from liveweight.spec.deadline import Deadline
 from liveweight.spec.layout import Layout, packed
 from liveweight.spec.manifest import Manifest
+from liveweight.wire.channel import Channel
 from liveweight.wire.codec import Codec
 from liveweight.wire.credentials import Secret, load_or_create_secret
 from liveweight.wire.listener import Listener
-from liveweight.wire.messages import Attached, Message, Open
+from liveweight.wire.messages import Attached, Message, Open, Refusal
 from liveweight.wire.messages.values import Offer
 from tests.support.stepping import engine, publisher, serving
 
@@ -244,3 +253,28 @@ def test_a_program_that_hands_in_no_bus_finds_the_events_in_its_log(
         sender.publish("step_1")
     assert any("committed step_1" in line for line in caplog.messages)
     assert any("kernels" in line for line in caplog.messages)
+
+
+class OtherWait(msgspec.Struct, frozen=True, tag="WaitFor"):
+    """WaitFor as nobody may send it: its round is no round."""
+
+    round: float
+    until: str = "staged"
+    wait_s: float = 60.0
+
+
+def test_a_call_that_cannot_be_decoded_is_answered_at_once_and_logged(short_path: Path) -> None:
+    bus, seen = Bus(), Recorder()
+    codec: Codec[OtherWait | Refusal] = Codec(OtherWait | Refusal)
+    with bus.subscribe(seen), serving(engine(), short_path, bus) as address:
+        secret = load_or_create_secret(short_path / "secret")
+        with Channel(address, secret, codec, deadline=Deadline.after(20.0)) as channel:
+            channel.send(OtherWait(1.5), Deadline.after(20.0))
+            deadline = Deadline.after(60.0)
+            answer = channel.request(OtherWait(1.5), deadline, "an answer")
+            assert isinstance(answer, Refusal)
+            assert deadline.waited_s() < 30.0, "long before the deadline"
+            error = answer.fault.to_error()
+            assert isinstance(error, MessageInvalid)
+            assert "Expected `object`, got `float` - at `$[1].round`" in str(error)
+        assert [(event.code, event.reason) for event in seen.of(PeerRefused)] == [("LW-203", str(error))] * 2

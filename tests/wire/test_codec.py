@@ -6,6 +6,7 @@ import random
 import struct
 import sys
 import tracemalloc
+from contextlib import suppress
 
 import msgspec
 import pytest
@@ -54,6 +55,28 @@ def test_the_bytes_of_a_frame_are_fixed() -> None:
     assert CODEC.encode(Ping(3), call=7, limits=LIMITS) == b"LW\x07\x00\x92\x07\x82\xa4type\xa4Ping\xa1n\x03"
     assert CODEC.refusal(9) == b"LW\x00\x00\x82\xa4ours\x07\xa6theirs\x09"
     assert CODEC.greeting == b"LW\x07\x00"
+
+
+@settings(deadline=None)
+@given(st.binary(max_size=200), st.booleans())
+def test_any_bytes_have_a_call_or_none_and_raise_nothing(noise: bytes, framed: bool) -> None:
+    frame = frame_of(noise) if framed else noise
+    call = CODEC.call_of(frame, limits=LIMITS)
+    assert call >= 0
+    with suppress(WireError):
+        assert CODEC.decode(frame, limits=LIMITS).call == call
+
+
+def test_the_call_of_a_frame_is_read_only_from_a_whole_envelope_of_our_version() -> None:
+    wrong = msgspec.msgpack.encode([7, {"type": "Ping", "n": "no number"}])
+    assert CODEC.call_of(frame_of(wrong), limits=LIMITS) == 7
+    assert CODEC.call_of(frame_of(wrong, OTHER), limits=LIMITS) == 0
+    assert CODEC.call_of(frame_of(wrong[:-1]), limits=LIMITS) == 0, "cut"
+    assert CODEC.call_of(frame_of(wrong + b"\0"), limits=LIMITS) == 0, "with more behind it"
+    assert CODEC.call_of(frame_of(msgspec.msgpack.encode([7, 1, 2])), limits=LIMITS) == 0, "no envelope"
+    assert CODEC.call_of(frame_of(msgspec.msgpack.encode([-7, {}])), limits=LIMITS) == 0, "no call"
+    assert CODEC.call_of(frame_of(b"\x92\x07" + b"\x91" * 4000), limits=LIMITS) == 0, "nested without end"
+    assert CODEC.call_of(frame_of(msgspec.msgpack.encode([7, "x" * 5000])), limits=LIMITS) == 0, "too large"
 
 
 def test_a_message_beyond_the_limit_is_neither_encoded_nor_decoded() -> None:

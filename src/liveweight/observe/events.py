@@ -293,7 +293,7 @@ class MarkedBehind(FleetEvent):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PeerRefused(Event):
-    """A channel turned a peer away before any message of it was read. `code` is the error's."""
+    """A listener turned a peer away, or could not read a message of it. `code` is the error's."""
 
     code: str
     reason: str

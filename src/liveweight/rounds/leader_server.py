@@ -30,6 +30,7 @@ from liveweight.wire.codec import Codec
 from liveweight.wire.credentials import Secret
 from liveweight.wire.listener import Incoming, Listener
 from liveweight.wire.messages import Join, Message, Open
+from liveweight.wire.messages.body import refuse_call
 
 IDLE_S = 60.0
 WATCH_S = 0.2
@@ -59,7 +60,9 @@ class LeaderServer:
         self._watch: ProcessWatch[int] = ProcessWatch()
         self._next_check_s = 0.0
         self._closing = False
-        listener: Listener[Message] = Listener(address, secret, Codec(Message), takes_over=takes_over)
+        listener: Listener[Message] = Listener(
+            address, secret, Codec(Message), takes_over=takes_over, refuse=refuse_call, bus=bus
+        )
         self.address, self._waker = listener.address, listener.waker()
         self._thread = threading.Thread(  # from here on the listener is the thread's
             target=self._run, args=(listener,), name="liveweight-leader", daemon=True

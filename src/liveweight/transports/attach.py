@@ -18,6 +18,7 @@ from liveweight.wire.credentials import Secret
 from liveweight.wire.limits import WireLimits
 from liveweight.wire.listener import Incoming, Listener
 from liveweight.wire.messages import Attach, Attached, GetShardLayout, Message, Refusal
+from liveweight.wire.messages.body import refuse_call
 from liveweight.wire.messages.values import Offer, fault_of
 
 _IDLE_S = 3600.0
@@ -42,7 +43,7 @@ class AttachServer(Generic[Request]):
         self._reply: Callable[[Request], Message] = reply
         self._request: type[Request] = request
         codec: Codec[Message] = Codec(Message)
-        self._listener = Listener(address, secret, codec, limits)
+        self._listener = Listener(address, secret, codec, limits, refuse=refuse_call)
         self._waker = self._listener.waker()
         self._thread = threading.Thread(target=self._serve, name=name, daemon=True)
 

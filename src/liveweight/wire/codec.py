@@ -34,6 +34,8 @@ NOTIFICATION = 0
 MAGIC = b"LW"
 _HEADER = struct.Struct("<2sH")
 _LAST_VERSION = 0xFFFF
+_REASON_CHARACTERS = 500
+"""How much of a decoder's error is kept: it may quote the frame."""
 
 Message = TypeVar("Message")
 
@@ -50,6 +52,14 @@ class _Refusal(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     theirs: Annotated[int, msgspec.Meta(ge=1, le=_LAST_VERSION)]
 
 
+class _Head(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """An envelope whose body is not looked at."""
+
+    call: Annotated[int, msgspec.Meta(ge=0)]
+    body: msgspec.Raw
+
+
+_heads: msgspec.msgpack.Decoder[_Head] = msgpack_decoder(_Head)
 _refusals: msgspec.msgpack.Decoder[_Refusal] = msgpack_decoder(_Refusal)
 
 
@@ -95,7 +105,17 @@ class Codec(Generic[Message]):
         try:
             return self._decoder.decode(memoryview(frame)[_HEADER.size :])
         except Exception as error:  # whatever a message's own checks, or nesting without end, may raise
-            raise MessageInvalid(f"no message of ours: {error}") from error
+            raise MessageInvalid(f"no message of ours: {error}"[:_REASON_CHARACTERS]) from error
+
+    def call_of(self, frame: bytes, *, limits: WireLimits) -> int:
+        """The call of a frame that `decode` refused, so that it can be answered: the frame is of our version and an envelope, only its body
+        is no message. 0 if it expects no answer or is no envelope. Never raises."""
+        if len(frame) > limits.message_bytes or not frame.startswith(self.greeting):
+            return NOTIFICATION
+        try:
+            return _heads.decode(memoryview(frame)[_HEADER.size :]).call
+        except Exception:  # as in `decode`
+            return NOTIFICATION
 
     def refusal(self, theirs: int) -> bytes:
         """The frame that tells a peer of version `theirs` that we do not speak it."""

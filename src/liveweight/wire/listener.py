@@ -7,6 +7,7 @@ What a message means, and who gets an answer, is decided by the caller.
 from __future__ import annotations
 
 import select
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Generic, Self
@@ -14,9 +15,11 @@ from typing import Generic, Self
 import zmq
 
 from liveweight.errors import AddressUnusable, ChannelClosed, MessageInvalid, ProtocolMismatch, WireError
+from liveweight.observe import events
+from liveweight.observe.bus import Bus
 from liveweight.spec.deadline import Deadline
 from liveweight.wire.authenticator import DOMAIN, Authenticator
-from liveweight.wire.codec import REFUSAL, Codec, Message, version_of
+from liveweight.wire.codec import NOTIFICATION, REFUSAL, Codec, Message, version_of
 from liveweight.wire.credentials import Secret, client_keys, server_keys, socket_directory
 from liveweight.wire.limits import WireLimits
 from liveweight.wire.sockets import (
@@ -52,7 +55,8 @@ class Listener(Generic[Message]):
     """Receives from all peers and answers each. Used by one thread, which also closes it; only wakers are shared.
 
     Peers are admitted to the socket by a thread of its own, but greeted in `receive`: a peer's connect ends only when
-    the owner receives. Frames that are no message of ours are counted and dropped. `close` drops what is not sent yet.
+    the owner receives. Frames that are no message of ours are counted, told to the bus and dropped; one that can be read as a call is
+    answered. `close` drops what is not sent yet.
     """
 
     def __init__(
@@ -63,14 +67,17 @@ class Listener(Generic[Message]):
         limits: WireLimits | None = None,
         *,
         takes_over: bool = False,
+        refuse: Callable[[WireError], Message] | None = None,
+        bus: Bus | None = None,
     ):
         """Listen at `ipc://path`, in a directory that is ours alone, or `tcp://host:port`, where port 0 is any. `takes_over`: also at a
-        path where another process listens, which nobody new reaches any more."""
+        path where another process listens, which nobody new reaches any more. `refuse` makes the answer to a call whose message cannot
+        be decoded; without it, the caller waits until its deadline. PeerRefused goes to `bus`."""
         self.refused = 0
         """Frames dropped because they were no message of ours."""
         self.last_refusal: WireError | None = None
         """Why the last of them was dropped."""
-        self._codec = codec
+        self._codec, self._refuse, self._bus = codec, refuse, bus
         self._limits = limits or WireLimits()
         path = unix_path(address)
         if path is not None:
@@ -190,11 +197,21 @@ class Listener(Generic[Message]):
             self.last_refusal = error
             if isinstance(error, ProtocolMismatch) and version_of(frames[0]) != REFUSAL:
                 self._answer(peer, self._codec.refusal(error.theirs))
+            elif len(frames) == 1:
+                self._answer_call(peer, frames[0], error)
+            if self._bus is not None:
+                self._bus.emit(events.PeerRefused(code=error.code, reason=str(error)))
             return None
         return Incoming(peer, envelope.call, envelope.body)
 
+    def _answer_call(self, peer: bytes, frame: bytes, error: WireError) -> None:
+        """Tell the caller why its message cannot be read, if the frame says that an answer is expected."""
+        call = self._codec.call_of(frame, limits=self._limits)
+        if call != NOTIFICATION and self._refuse is not None:
+            self._answer(peer, self._codec.encode(self._refuse(error), call=call, limits=self._limits))
+
     def _answer(self, peer: bytes, frame: bytes) -> None:
-        """Send it now or not at all: a peer that is gone or does not read needs no greeting."""
+        """Send it now or not at all: a peer that is gone or does not read needs no answer."""
         try:
             put(self._socket, peer, frame)
         except ChannelClosed:

@@ -86,7 +86,7 @@ class SnapshotSaver:
         self._replica = WireReplica(leader, secret)
         self._socket_directory = tempfile.TemporaryDirectory(prefix="liveweight-saving-")
         listener: Listener[SavingMessage] = Listener(
-            f"ipc://{self._socket_directory.name}/ranks", secret, Codec(SavingMessage)
+            f"ipc://{self._socket_directory.name}/ranks", secret, Codec(SavingMessage), bus=bus
         )
         self.address, self._waker = listener.address, listener.waker()
         self._peers: dict[int, bytes] = {}

@@ -25,7 +25,7 @@ from liveweight.wire.credentials import Secret
 from liveweight.wire.limits import WireLimits
 from liveweight.wire.listener import Incoming, Listener
 from liveweight.wire.messages import Message
-from liveweight.wire.messages.body import Refusal
+from liveweight.wire.messages.body import Refusal, refuse_call
 from liveweight.wire.messages.source import (
     AcquireReadLease,
     MemoryWanted,
@@ -92,7 +92,7 @@ class PullServer:
         self._pending_calls: list[_PendingCall] = []
         self._closing = False
         self._limits, self._codec = WireLimits(), Codec[Message](Message)
-        listener = Listener(address, secret, self._codec, self._limits)
+        listener = Listener(address, secret, self._codec, self._limits, refuse=refuse_call, bus=bus)
         self.address, self._waker = listener.address, listener.waker()
         self._thread = threading.Thread(  # from here on the listener is the thread's
             target=self._serve, args=(listener,), name="liveweight-pull-server", daemon=True

@@ -105,7 +105,9 @@ def _join_as_rank_zero(
 ) -> RankZero:
     rank_server: RankServer | None = None
     try:
-        rank_server = RankServer(_rank_server_address(ranks, settings), settings.secret, world=ranks.world)
+        rank_server = RankServer(
+            _rank_server_address(ranks, settings), settings.secret, world=ranks.world, bus=settings.bus
+        )
     finally:
         ranks.broadcast_address("" if rank_server is None else rank_server.address)
     with ExitStack() as stack:

@@ -21,6 +21,7 @@ from liveweight.errors import (
     RoundAborted,
     WrongState,
 )
+from liveweight.observe.bus import Bus
 from liveweight.spec.deadline import Deadline
 from liveweight.wire.codec import Codec
 from liveweight.wire.credentials import Secret
@@ -36,6 +37,7 @@ from liveweight.wire.messages import (
     RegisterRank,
     ShardsFrozen,
 )
+from liveweight.wire.messages.body import refuse_call
 from liveweight.wire.messages.values import Fault, fault_of
 
 IDLE_S = 3600.0
@@ -71,7 +73,7 @@ class _PendingCall:
 class RankServer:
     """The other ranks of a trainer, at its rank 0. Methods are for any thread; ranks are answered on a thread of its own."""
 
-    def __init__(self, address: str, secret: Secret, *, world: int) -> None:
+    def __init__(self, address: str, secret: Secret, *, world: int, bus: Bus | None = None) -> None:
         self._others = frozenset(range(1, world))
         self._world = world
         self._changed = threading.Condition()
@@ -86,7 +88,7 @@ class RankServer:
         self._outbox: list[tuple[bytes, Message, int]] = []
         self._watchers, self._probed_s = 0, 0.0
         self._interrupted = self._closing = False
-        listener = Listener(address, secret, Codec[Message](Message))
+        listener = Listener(address, secret, Codec[Message](Message), refuse=refuse_call, bus=bus)
         self.address, self._waker = listener.address, listener.waker()
         self._thread = threading.Thread(  # from here on the listener is the thread's
             target=self._serve, args=(listener,), name="liveweight-rank-server", daemon=True

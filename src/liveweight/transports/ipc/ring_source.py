@@ -30,6 +30,7 @@ from liveweight.wire.credentials import Secret
 from liveweight.wire.limits import WireLimits
 from liveweight.wire.listener import Incoming, Listener
 from liveweight.wire.messages import Message, Refusal
+from liveweight.wire.messages.body import refuse_call
 from liveweight.wire.messages.ring import (
     BucketFilled,
     RepackBucket,
@@ -76,7 +77,7 @@ class Ring:
         self._packing: str | None = None
         self._closing = False
         try:
-            listener = Listener(address, secret, Codec[Message](Message), self._limits)
+            listener = Listener(address, secret, Codec[Message](Message), self._limits, refuse=refuse_call)
         except BaseException:
             self.arena.close()
             raise

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import msgspec
 
+from liveweight.errors import LiveWeightError
 from liveweight.spec.manifest import Version
-from liveweight.wire.messages.values import Fault
+from liveweight.wire.messages.values import Fault, fault_of
 
 
 class Body(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag=True):
@@ -17,3 +18,8 @@ class Refusal(Body, frozen=True):
 
     fault: Fault
     serving: Version | None = None
+
+
+def refuse_call(error: LiveWeightError) -> Refusal:
+    """The answer to a call whose message could not be decoded (`Listener(refuse=)`)."""
+    return Refusal(fault=fault_of(error, step="decode"))
