@@ -22,6 +22,7 @@ from liveweight.integrations.offer_stream import Streaming
 from liveweight.observe.bus import Bus
 from liveweight.observe.events import OfferKind
 from liveweight.observe.log import logging_bus
+from liveweight.rounds.one_thread import ExclusiveCalls
 from liveweight.spec.deadline import Deadline
 from liveweight.spec.layout import Piece
 from liveweight.spec.manifest import Version
@@ -73,10 +74,11 @@ class Publisher(SpmdPublisher):
 
     `model` is a torch module, what `share_module` returned, a state dict, an HF checkpoint directory or a Source. `engines` are the
     leaders' addresses, URLs of engines that give their address for the control key, or `vllm(...)`. Manifests are compared
-    here, before training starts. Every method is for one thread. `offer="live"` lets ranks read the parameters where they lie; where
-    that is not possible the publisher says why and freezes. `offer="ring"` packs them, for each rank what it owns, into a few segments of
-    shared memory (`ring`), and needs no copy of the weights; both wait until all ranks have staged. `device` is where offers lie, and
-    must be where the ranks' weights are: by default a shared module's, else the host. `threads` are for host memory.
+    here, before training starts. Methods are for one thread at a time; `close` is for any. `offer="live"` lets ranks read the
+    parameters where they lie; where that is not possible the publisher says why and freezes. `offer="ring"` packs them, for each rank
+    what it owns, into a few segments of shared memory (`ring`), and needs no copy of the weights; both wait until all ranks have
+    staged. `device` is where offers lie, and must be where the ranks' weights are: by default a shared module's, else the host.
+    `threads` are for host memory.
 
     `transfer_mode="gdr"` or `"rdma"` (default: `"ipc"`) reaches other hosts; `host` is this host's address for their ranks, by default
     the interface towards the first engine. Of `modes=["gdr", "ipc_snapshot"]` the next one is used after a round in which one failed.
@@ -122,6 +124,7 @@ class Publisher(SpmdPublisher):
         bus: Bus | None = None,
         group: ProcessGroup | None = None,
     ) -> None:
+        self._calls = ExclusiveCalls()
         bus = logging_bus() if bus is None else bus
         held, secret_file = _secret(secret), secret if isinstance(secret, Path) else None
         reach = partial(connect, secret=held, secret_file=secret_file, key=control_key)

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 import liveweight as lw
-from liveweight.errors import LabelInvalid, RoundFailed, VersionConflict
+from liveweight.errors import LabelInvalid, RoundFailed, VersionConflict, WrongState
 from liveweight.observe.bus import Bus, Recorder
 from liveweight.observe.events import AnyEvent, LiveOfferImpossible, RoundEnded, RoundOpened, StagingBegan
 from tests.support.stepping import engine, publisher, serving
@@ -204,6 +204,86 @@ def test_the_label_of_a_failed_round_may_be_used_again_for_other_content(short_p
         source["w"].fill_(3.0)
         with pytest.raises(VersionConflict):
             sender.publish(1)
+
+
+# Threads.
+
+
+def test_a_second_thread_is_refused_while_a_round_runs_and_may_close(short_path: Path) -> None:
+    live, bus, lease = engine(), Bus(), PauseAt(StagingBegan)
+    source = {"w": torch.ones(4, 3), "b": torch.ones(3)}
+    failures: list[BaseException] = []
+
+    def publish() -> None:
+        try:
+            sender.publish(1)
+        except RoundFailed as error:
+            failures.append(error)
+
+    with bus.subscribe(lease), serving(live, short_path, bus) as address:
+        sender = publisher(source, address, short_path)
+        training = threading.Thread(target=publish, name="training")
+        training.start()
+        assert lease.reached.wait(60.0)
+        calls: dict[str, Callable[[], object]] = {
+            "publish": lambda: sender.publish(2),
+            "offer": lambda: sender.offer(2),
+            "wait": sender.wait,
+            "undo": sender.undo,
+            "verify": sender.verify,
+            "fleet": sender.fleet,
+            "catch_up": sender.catch_up,
+        }
+        for name, call in calls.items():
+            with pytest.raises(WrongState) as refused:
+                call()
+            said = f"{name} is not possible while publish runs in thread training; one thread at a time"
+            assert str(refused.value).startswith(said)
+        sender.close()
+        training.join()
+        lease.go.set()
+    assert [failure.code for failure in failures if isinstance(failure, RoundFailed)] == ["LW-603"]
+
+
+def test_threads_may_take_turns_with_a_publisher(short_path: Path) -> None:
+    live, source = engine(), {"w": torch.ones(4, 3), "b": torch.ones(3)}
+    with serving(live, short_path) as address, publisher(source, address, short_path) as sender:
+        for label in (1, 2):
+            source["w"].fill_(label)
+            training = threading.Thread(target=sender.publish, args=(label,))
+            training.start()
+            training.join()
+        assert sender.fleet().replicas[0].serving == sender.publish(2).version
+        assert torch.equal(live["w"], source["w"])
+
+
+def test_a_second_thread_is_refused_at_a_receivers_boundary(short_path: Path) -> None:
+    within, go, done = threading.Event(), threading.Event(), threading.Event()
+
+    def hook() -> None:
+        within.set()
+        go.wait(60.0)
+
+    def step() -> None:
+        while not done.is_set():
+            receiver.at_boundary(idle_s=0.01)
+
+    with (
+        lw.Receiver(
+            engine(), address=f"ipc://{short_path}/engine.sock", secret=short_path / "secret", hooks=[hook]
+        ) as receiver,
+        publisher(engine(), receiver.address, short_path) as sender,
+    ):
+        stepping = threading.Thread(target=step, name="stepping")
+        stepping.start()
+        sender.offer(1)
+        assert within.wait(60.0)
+        with pytest.raises(WrongState, match="while at_boundary runs in thread stepping"):
+            receiver.at_boundary()
+        go.set()
+        sender.wait()
+        done.set()
+        stepping.join()
 
 
 # The end.

@@ -16,6 +16,7 @@ from liveweight.errors import ChannelClosed, Torn
 from liveweight.observe.bus import Bus
 from liveweight.rounds.boundary import Boundary, BroadcastBoundary, DecisionSlot, SingleProcessBoundary
 from liveweight.rounds.leader_server import LeaderServer
+from liveweight.rounds.one_thread import ExclusiveCalls, exclusive
 from liveweight.spec.deadline import Deadline
 from liveweight.spec.manifest import Version
 from liveweight.transports.port import Reader
@@ -33,7 +34,7 @@ RESOLVE_S = 5.0
 
 
 class RankReceiver:
-    """One rank. Every method is for the main thread.
+    """One rank. Every method is for the main thread; while one is in `at_boundary` or `regroup`, another thread's call raises WrongState.
 
     Rank 0 listens at `address`, where publishers find the replica; the others connect there. A replica of several ranks broadcasts
     decisions over `group`, which must be gloo and is used for nothing else at the same time.
@@ -59,6 +60,7 @@ class RankReceiver:
         in_place: InPlaceSettings | None = None,
         timeout_s: float = 60.0,
     ) -> None:
+        self._calls = ExclusiveCalls()
         self._torn: str | None = None
         self.rank, self.world, self.version = rank, world, serving
         bus = bus or Bus()
@@ -101,6 +103,7 @@ class RankReceiver:
             stack.callback(self._worker_rank.close)
             self._resources = stack.pop_all()
 
+    @exclusive
     def at_boundary(self, idle_s: float = 0.0) -> Version | None:
         """Between two steps: carry out what was decided, on all ranks at once; returns the version that serves from here on.
 
@@ -127,6 +130,7 @@ class RankReceiver:
             raise Torn(self._torn)
         return self.version
 
+    @exclusive
     def regroup(self, group: ProcessGroup | None) -> None:
         """Use a new group, after the old one failed. Every rank calls it."""
         self._boundary = BroadcastBoundary(group, self.rank, self.world)

@@ -1,11 +1,13 @@
 """One interface for a trainer of one process and for one rank of several: the same calls, by the same names.
 
-Chooses between them when it is built. With one process it is the publisher itself; with several ranks it forwards to RankZero or OtherRank.
+Chooses between them when it is built, and refuses calls of two threads at once. With one process
+it is the publisher itself; with several ranks it forwards to RankZero or OtherRank.
 """
 
 from __future__ import annotations
 
 from liveweight.rounds.fleet import Fleet
+from liveweight.rounds.one_thread import ExclusiveCalls, exclusive
 from liveweight.rounds.report import Report
 from liveweight.rounds.undo_and_verify import Verification
 from liveweight.spec.manifest import Version
@@ -17,12 +19,15 @@ from liveweight.trainer.spmd.rank_zero import RankZero
 
 
 class SpmdPublisher(FleetPublisher):
-    """Every method is for the training loop's thread; with a group, all ranks call them in the same order."""
+    """Every method but `close` is for one thread at a time: while one runs, another thread's call raises WrongState, which names it. With a
+    group, all ranks call them in the same order."""
 
+    _calls: ExclusiveCalls
     _ranked: RankZero | OtherRank | None = None
     _fallback: TransferFallback | None = None
     _source: object = None
 
+    @exclusive
     def publish(self, label: str | int) -> Report:
         """Send the current weights as that version and wait until the engines serve it.
 
@@ -35,6 +40,7 @@ class SpmdPublisher(FleetPublisher):
         self._ranked.offer(label)
         return self._ranked.wait()
 
+    @exclusive
     def offer(self, label: str | int) -> Version:
         """Begin a round; returns as soon as the parameters of this process may change: after the freeze, or, live, when all have staged.
 
@@ -46,29 +52,39 @@ class SpmdPublisher(FleetPublisher):
         with ensure_pass(self._source):
             return super().offer(label)
 
+    @exclusive
     def wait(self) -> Report:
         """The outcome of the round that `offer` began; with a group, rank 0's, on every rank."""
         return super().wait() if self._ranked is None else self._ranked.wait()
 
+    @exclusive
     def undo(self) -> tuple[Version | None, ...]:
         """Take every engine back to the version before, and say what each serves now. With a group: on rank 0 alone."""
         return super().undo() if self._ranked is None else self._ranked.undo()
 
+    @exclusive
     def verify(self) -> Verification:
         """Compare what every engine's ranks hold now with the version that was published last. With a group: on rank 0 alone."""
         return super().verify() if self._ranked is None else self._ranked.verify()
 
+    @exclusive
     def fleet(self) -> Fleet:
         """Ask every engine how it is now, and whether it is behind. With a group: on rank 0 alone."""
         return super().fleet() if self._ranked is None else self._ranked.fleet()
 
+    @exclusive
     def catch_up(self) -> Report | None:
         """Bring engines that are behind to what was published last. None: there are none. With a group: on rank 0 alone, before the
         others offer again."""
         return super().catch_up() if self._ranked is None else self._ranked.catch_up()
 
     def close(self) -> None:
-        """Abort a round that is not committed yet, and release everything."""
+        """Abort a round that is not committed yet, and release everything. Another thread may call it while a round is waited for: the
+        round is aborted. Not at a rank other than 0, where it raises WrongState then: its channel is for one thread."""
+        if isinstance(self._ranked, OtherRank):
+            with self._calls.running("close"):
+                self._ranked.close()
+            return
         if self._ranked is not None:
             self._ranked.close()
             return
