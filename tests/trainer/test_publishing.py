@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 import liveweight as lw
-from liveweight.errors import LabelInvalid, RoundFailed, VersionConflict, WrongState
+from liveweight.errors import LabelInvalid, RoundFailed, VersionConflict, VersionNotOffered, WrongState
 from liveweight.observe.bus import Bus, Recorder
 from liveweight.observe.events import AnyEvent, LiveOfferImpossible, RoundEnded, RoundOpened, StagingBegan
 from tests.support.stepping import engine, publisher, serving
@@ -204,6 +204,36 @@ def test_the_label_of_a_failed_round_may_be_used_again_for_other_content(short_p
         source["w"].fill_(3.0)
         with pytest.raises(VersionConflict):
             sender.publish(1)
+
+
+def test_a_source_binds_a_label_when_its_version_was_read_and_not_before(short_path: Path) -> None:
+    source, secret = {"w": torch.ones(4, 3)}, short_path / "secret"
+    with (
+        lw.Publisher(
+            source, address=f"ipc://{short_path}/source.sock", secret=secret, directory=short_path / "trainer"
+        ) as sender,
+        lw.Receiver(
+            {"x": torch.zeros(1)},
+            address=f"ipc://{short_path}/engine.sock",
+            secret=secret,
+            weights_from=f"ipc://{short_path}/source.sock",
+        ) as receiver,
+    ):
+        sender.offer("a")
+        source["w"].fill_(2.0)
+        again = sender.offer("a")  # nobody has read what it was before
+        assert sender.offer("a") == again
+        assert [tensor.tolist() for _, tensor in receiver.stream("a")] == [source["w"].tolist()]
+        assert sender.offer("a") == again, "the same content"
+        source["w"].fill_(3.0)
+        with pytest.raises(VersionConflict):
+            sender.offer("a")
+        with pytest.raises(VersionNotOffered):
+            next(receiver.stream())
+        sender.offer("b")
+        assert [tensor.tolist() for _, tensor in receiver.stream()] == [source["w"].tolist()]
+        with pytest.raises(VersionConflict):
+            sender.offer("a")
 
 
 # Threads.

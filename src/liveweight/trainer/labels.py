@@ -1,7 +1,8 @@
 """Labels: what each label of one run stands for, as far as its publisher knows.
 
-A label is bound when an engine serves the version. A round that failed binds nothing: its label may be used again, for the same content
-or for other. Replicas keep the same record by the same rule (rounds/leader/membership).
+A label is bound when an engine serves the version, or was granted a read lease on it: what a reader makes of it, the source does not learn.
+A round that failed, and an offer that nobody read, bind nothing: the label may be used again, for the same content or for other.
+Replicas keep the same record by the same rule (rounds/leader/membership).
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ class Labels:
             raise VersionConflict(f"{version} was published before in this run, with other content")
 
     def bind(self, version: Version) -> None:
-        """An engine serves it: from now on the label stands for that content."""
+        """An engine serves it, or may: from now on the label stands for that content."""
         if version.digest is None:
             return
         self._digests[version.label] = version.digest

@@ -61,6 +61,7 @@ class RoundPublisher:
         if settings.quorum is not None and not 1 <= settings.quorum <= len(self._replicas):
             raise Refused(f"a quorum of {settings.quorum} of {len(self._replicas)} replicas")
         self._labels = Labels()
+        self._offered: Version | None = None
         self._boots = list(boots) or [None] * len(self._replicas)
         self._last: PublisherRound | None = None
         self._published: PublisherRound | None = None
@@ -89,7 +90,8 @@ class RoundPublisher:
         or, of engines in place, when they have committed.
 
         With a source's address, engines may pull the version from now on, until the next offer or `close`. Engines that still read the
-        version before get `release_s` to finish; then they are revoked, and their rounds fail and may be requested again.
+        version before get `release_s` to finish; then they are revoked, and their rounds fail and may be requested again. A label that
+        an engine or a stream has begun to read stands for its content: VersionConflict for other content under it.
         Without engines to drive, a live or ring offer waits until one reader (a stream) has read it.
         """
         if self._closing.is_set():
@@ -115,12 +117,15 @@ class RoundPublisher:
         """Make the offer and put it into the pull server, if there is one. If this raises, the pull server offers nothing."""
         settings, pull_server = self.settings, self._pull_server
         with nullcontext() if pull_server is None else pull_server.changing():
+            if pull_server is not None and pull_server.leased and self._offered is not None:
+                self._labels.bind(self._offered)  # whoever read it may serve it
             made = self._offers.make(
                 str(label), settings.offer, verify=settings.verify, release=self._release
             )
             version = self._version_of(label, made)
             if pull_server is not None:
                 pull_server.put(OfferedVersion(version=version, digests=made.digests, offer=made.offer))
+                self._offered = version
         return version, made
 
     def _wait_until_read(self, version: Version, made: MadeOffer) -> Version:

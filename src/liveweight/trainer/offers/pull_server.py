@@ -87,7 +87,7 @@ class PullServer:
         self._state: State = NothingOffered.EMPTY
         self._readers: dict[int, _Reader] = {}
         self._wanted: Deadline | None = None
-        self._read = False
+        self._read = self._leased = False
         self._numbers = itertools.count(1)
         self._pending_calls: list[_PendingCall] = []
         self._closing = False
@@ -128,8 +128,14 @@ class PullServer:
     def put(self, version: OfferedVersion) -> None:
         """Offer that version. Raises MessageTooLarge if it does not fit into one message."""
         self._codec.encode(self._granted(0, version), call=1, limits=self._limits)
-        self._read = False
+        self._read = self._leased = False
         self._set_state(version)
+
+    @property
+    def leased(self) -> bool:
+        """Whether anyone was granted a read lease on the version that was put last, and may serve it. Final within `changing`."""
+        with self._changed:
+            return self._leased
 
     def wait_until_read(self, deadline: Deadline) -> None:
         """Wait until one reader has released its read lease; then stop offering the version."""
@@ -213,6 +219,7 @@ class PullServer:
                 self._pending_calls.append(pending)  # the thread was woken for the change, and answers again
                 return
             self._readers[number] = reader
+            self._leased = True
         if not _send(listener, pending.peer, self._granted(number, state), pending.call):
             self._end_lease(number, pending.peer)
 
