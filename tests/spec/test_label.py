@@ -10,6 +10,7 @@ import torch
 
 from liveweight.errors import LabelInvalid
 from liveweight.spec.label import LONGEST, checked_label
+from liveweight.spec.manifest import Version
 
 
 class Step(enum.StrEnum):
@@ -69,3 +70,19 @@ def test_anything_else_is_refused_by_its_value_and_type(given: object, said: str
         checked_label(given)
     assert said in str(refused.value)
     assert len(str(refused.value)) < 200
+
+
+def test_versions_are_compared_by_the_text_of_their_labels() -> None:
+    number, text = Version(run="r", label=10, digest="a"), Version(run="r", label="10", digest="a")
+    assert number == text
+    assert not number != text  # noqa: SIM202
+    assert hash(number) == hash(text)
+    assert number.same_name(text)
+    for other in (
+        Version(run="s", label=10, digest="a"),
+        Version(run="r", label=1, digest="a"),
+        Version(run="r", label=10, digest="b"),
+        "10",
+    ):
+        assert number != other
+        assert not number == other  # noqa: SIM201

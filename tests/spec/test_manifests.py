@@ -128,7 +128,8 @@ def test_run_and_label_name_a_version() -> None:
     one = Version(run="r", label=1, digest="0" * 32)
     assert one.same_name(Version(run="r", label=1))
     assert not one.same_name(Version(run="s", label=1))
-    assert not one.same_name(Version(run="r", label="1"))
+    assert one.same_name(Version(run="r", label="1")), "labels are compared as text"
+    assert not one.same_name(Version(run="r", label=2))
 
 
 def test_a_group_may_be_left_out_whole_or_not_at_all() -> None:

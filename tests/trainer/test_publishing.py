@@ -52,6 +52,24 @@ def test_a_label_that_no_engine_could_read_is_refused_before_anything_begins(sho
         assert torch.equal(live["w"], net.w)
 
 
+def test_a_number_and_its_text_are_one_label(short_path: Path) -> None:
+    live, net = engine(), Net()
+    with serving(live, short_path) as address, publisher(net, address, short_path, run="r") as sender:
+        first = sender.publish(10)
+        again = sender.publish("10")
+        assert (again.unchanged, again.version) == (True, first.version)
+        assert not sender.fleet().behind
+        net.w = new_weight(2.0)
+        with pytest.raises(VersionConflict):
+            sender.publish("10")
+        with (
+            publisher(net, address, short_path, run="r") as successor,
+            pytest.raises(RoundFailed, match="LW-104"),
+        ):
+            successor.publish("10")
+        assert torch.equal(live["w"], torch.ones(4, 3))
+
+
 # Live offers of memory that the parameters no longer use.
 
 

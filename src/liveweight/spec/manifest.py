@@ -149,7 +149,10 @@ def content_digest(names: bytes, digests: bytes) -> str:
 
 
 class Version(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Which weights: the trainer's run, a label within it, and the digest of the content where it is known."""
+    """Which weights: the trainer's run, a label within it, and the digest of the content where it is known.
+
+    Labels are compared as text: `10` and `"10"` are one label, since commands, HTTP and files know only texts.
+    """
 
     run: str
     label: str | int
@@ -162,7 +165,18 @@ class Version(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 
     def same_name(self, other: Version) -> bool:
         """Whether run and label, which identify a version within a run, are the same."""
-        return self.run == other.run and self.label == other.label
+        return self.run == other.run and str(self.label) == str(other.label)
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Version):
+            return NotImplemented
+        return self.same_name(other) and self.digest == other.digest
+
+    def __ne__(self, other: object) -> bool:
+        return not self == other  # a Struct has one of its own, which compares fields
+
+    def __hash__(self) -> int:
+        return hash((self.run, str(self.label), self.digest))
 
     def __str__(self) -> str:
         return str(self.label)

@@ -19,11 +19,11 @@ class Labels:
     """The labels of one run. Checked before a round, bound after it."""
 
     def __init__(self) -> None:
-        self._digests: OrderedDict[str | int, str] = OrderedDict()
+        self._digests: OrderedDict[str, str] = OrderedDict()
 
     def check(self, version: Version) -> None:
         """Refuse a label that stands for other content. Content that is not known yet is never refused."""
-        known = self._digests.get(version.label)
+        known = self._digests.get(str(version))
         if known is not None and version.digest not in (None, known):
             raise VersionConflict(f"{version} was published before in this run, with other content")
 
@@ -31,6 +31,6 @@ class Labels:
         """An engine serves it, or may: from now on the label stands for that content."""
         if version.digest is None:
             return
-        self._digests[version.label] = version.digest
+        self._digests[str(version)] = version.digest
         while len(self._digests) > REMEMBERED:
             self._digests.popitem(last=False)

@@ -149,7 +149,7 @@ class Ledger:
 
     def __init__(self) -> None:
         self._manifests: OrderedDict[str, ManifestFit] = OrderedDict()
-        self._labels: OrderedDict[tuple[str, str | int], str] = OrderedDict()
+        self._labels: OrderedDict[tuple[str, str], str] = OrderedDict()
         self._kept: OrderedDict[Version, tuple[str, ...]] = OrderedDict()
 
     def describe(
@@ -192,7 +192,7 @@ class Ledger:
         """Refuse an offer that cannot be verified as asked, or whose label stood for other content."""
         if self.digests(body) is None and body.verify and body.offer.kind != "ring":
             raise ManifestInvalid("a verified round needs the digests of its tensors")
-        known = self._labels.get((body.version.run, body.version.label))
+        known = self._labels.get((body.version.run, str(body.version)))
         if known is not None and body.version.digest not in (None, known):
             raise VersionConflict(f"{body.version} of this run was published before with other content")
 
@@ -211,6 +211,6 @@ class Ledger:
         """Note the content of a label once the version serves, here or, as a joining rank says, before. A known label stays as it is."""
         if version is None or version.digest is None or not version.content_known:
             return
-        self._labels.setdefault((version.run, version.label), version.digest)
+        self._labels.setdefault((version.run, str(version)), version.digest)
         while len(self._labels) > LABELS:
             self._labels.popitem(last=False)
