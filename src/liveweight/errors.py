@@ -53,12 +53,22 @@ from collections.abc import Iterator, Sequence
 from typing import Self
 
 NAMES_SHOWN = 8
+NAME_CHARACTERS = 240
+"""How much of one name, or of what is said about it, an error shows."""
 
 
 def _listed(names: Sequence[str]) -> str:
-    shown = ", ".join(names[:NAMES_SHOWN])
+    shown = ", ".join(map(_cut, names[:NAMES_SHOWN]))
     more = len(names) - NAMES_SHOWN
     return f"{shown} and {more} more" if more > 0 else shown
+
+
+def _cut(text: str) -> str:
+    """The text, or its beginning and its end if it is too long."""
+    if len(text) <= NAME_CHARACTERS:
+        return text
+    half = NAME_CHARACTERS // 2
+    return f"{text[:half]}…{text[-half:]}"
 
 
 class LiveWeightError(Exception):

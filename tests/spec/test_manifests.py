@@ -107,6 +107,49 @@ def test_differences_are_named_in_both_directions() -> None:
     )
 
 
+def manifest_of(*names: str) -> Manifest:
+    return Manifest(tensors=tuple(TensorSpec(name=name, dtype=DType.FLOAT32, shape=(2,)) for name in names))
+
+
+def test_a_mismatch_of_many_names_shows_some_of_both_sides_and_the_closest_offered_one() -> None:
+    names = [f"model.layers.{number}.mlp.weight" for number in range(500)]
+    with pytest.raises(ManifestMismatch) as caught:
+        compare(manifest_of(*names), manifest_of(*(f"policy.{name}" for name in reversed(names))))
+    text = str(caught.value)
+    assert "model.layers.0.mlp.weight missing (closest offered: policy.model.layers.0.mlp.weight)" in text
+    assert "policy.model.layers.499.mlp.weight unexpected" in text
+    assert text.endswith("and 992 more")
+    assert len(caught.value.differences) == 1000
+
+
+@pytest.mark.parametrize(
+    ("missing", "offered", "closest"),
+    [
+        ("model.norm.weight", ["model.norms.weight", "head.bias"], "model.norms.weight"),
+        ("model.norm.weight", ["weight", "norm.weight"], "norm.weight"),
+        ("scale", ["a.scale", "scales"], "a.scale"),
+        ("model.norm.weight", ["x"], None),
+        ("model.norm.weight", ["a"], None),
+    ],
+)
+def test_the_closest_offered_name_shares_its_end_or_looks_alike(
+    missing: str, offered: list[str], closest: str | None
+) -> None:
+    with pytest.raises(ManifestMismatch) as caught:
+        compare(manifest_of(missing, "same"), manifest_of("same", *offered))
+    hint = "" if closest is None else f" (closest offered: {closest})"
+    assert caught.value.differences[0] == f"{missing} missing{hint}"
+
+
+def test_the_text_of_a_mismatch_is_bounded_whatever_the_names() -> None:
+    with pytest.raises(ManifestMismatch) as caught:
+        compare(
+            manifest_of(*(f"{number}.{'a' * 50_000}" for number in range(20))),
+            manifest_of(*(f"{number}.{'b' * 50_000}" for number in range(20))),
+        )
+    assert len(str(caught.value)) < 3000
+
+
 def test_ties_match_where_they_can() -> None:
     untied = (
         msgspec.structs.replace(EMBED, aliases=()),

@@ -7,21 +7,25 @@ import json
 import subprocess
 import sys
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, cast
 
 import pytest
 import torch
+import torch.distributed as dist
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
+import liveweight as lw
 from liveweight.checkpoint import INDEX, SINGLE, CheckpointSource
 from liveweight.errors import LiveWeightError, ManifestInvalid, Refused, Unavailable
 from liveweight.spec.dtype import DType
 from liveweight.spec.manifest import Manifest, TensorSpec
 from liveweight.spec.tensor_names import clean
+from liveweight.trainer.sources.dtensor_shards import Shards
 from liveweight.trainer.sources.in_memory import IteratorSource, ModuleSource, StateDictSource, as_source
+from liveweight.trainer.sources.renamed_source import for_engines
 from liveweight.trainer.sources.source import Source, check_tensor, one_pass, whole_pass
 from liveweight.trainer.sources.tensors import torch_dtypes
 from tests.arch.source_tree import SRC
@@ -137,6 +141,111 @@ def test_a_compiled_module_has_the_names_of_the_bare_one() -> None:
     assert isinstance(compiled, nn.Module)
     assert next(iter(compiled.state_dict())).startswith("_orig_mod.")
     assert names_of(as_source(compiled)) == list(Net().state_dict())
+
+
+@pytest.fixture
+def one_rank_group() -> Iterator[None]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def compiled(module: nn.Module) -> nn.Module:
+    return cast(nn.Module, torch.compile(module, backend="eager"))
+
+
+def as_peft_wraps(module: nn.Module) -> nn.Module:
+    return wrapped(wrapped(module, "model"), "base_model")
+
+
+WRAPPINGS: list[tuple[Callable[[nn.Module], nn.Module], ...]] = [
+    (nn.parallel.DistributedDataParallel,),
+    (nn.DataParallel,),
+    (nn.parallel.DistributedDataParallel, compiled),
+    (compiled, nn.parallel.DistributedDataParallel),
+    (as_peft_wraps, nn.parallel.DistributedDataParallel, compiled),
+    (as_peft_wraps, compiled, nn.parallel.DistributedDataParallel),
+]
+
+
+@pytest.mark.parametrize(
+    "wrappings", WRAPPINGS, ids=lambda wrappings: "_".join(one.__name__ for one in wrappings)
+)
+@pytest.mark.usefixtures("one_rank_group")
+def test_wrappers_in_any_order_leave_the_names_of_the_bare_module(
+    wrappings: tuple[Callable[[nn.Module], nn.Module], ...],
+) -> None:
+    model: nn.Module = Net()
+    for wrapping in wrappings:
+        model = wrapping(model)
+    assert names_of(as_source(model)) == list(Net().state_dict())
+    assert [spec.name for spec in Shards(model).specs] == list(Net().state_dict())
+    with lw.share_module(model) as shared:
+        assert shared.names == list(Net().state_dict())
+
+
+@pytest.mark.usefixtures("one_rank_group")
+def test_a_child_that_is_called_module_keeps_its_name_inside_ddp_and_outside() -> None:
+    def model() -> nn.Module:
+        return wrapped(nn.Linear(2, 2), "module")
+
+    assert names_of(as_source(model())) == ["module.weight", "module.bias"]
+    ddp = nn.parallel.DistributedDataParallel(model())
+    assert names_of(as_source(ddp)) == ["module.weight", "module.bias"]
+
+
+ITERATOR = "iterator"
+
+
+def by_name(names: Sequence[str], kind: str) -> Source:
+    tensors = {name: torch.full((2,), float(number)) for number, name in enumerate(names)}
+    if kind != ITERATOR:
+        return as_source(tensors)
+    metadata = [(name, tensor.dtype, tensor.shape) for name, tensor in tensors.items()]
+    return IteratorSource(metadata, tensors.items)
+
+
+def manifest_of(names: Sequence[str]) -> Manifest:
+    return Manifest(tensors=tuple(TensorSpec(name=name, dtype=DType.FLOAT32, shape=(2,)) for name in names))
+
+
+@pytest.mark.parametrize("kind", ["mapping", ITERATOR])
+@pytest.mark.parametrize(
+    ("offered", "expected", "names"),
+    [
+        (["module.a", "module.b"], ["a", "b"], ["a", "b"]),
+        (["module.module.a"], ["a"], ["a"]),
+        (["module.module.a"], ["module.a"], ["module.a"]),
+        (["module.a", "module.b"], ["module.a", "c"], ["module.a", "module.b"]),
+        (["module.a", "b"], ["a", "b"], ["module.a", "b"]),
+        (["module.a"], ["x"], ["module.a"]),
+        (["module.a"], None, ["a"]),
+        (["module.module.a"], None, ["module.a"]),
+    ],
+)
+def test_names_lose_the_prefix_of_ddp_only_if_all_have_it_and_the_engine_expects_them_without(
+    kind: str, offered: list[str], expected: list[str] | None, names: list[str]
+) -> None:
+    source = for_engines(by_name(offered, kind), None if expected is None else manifest_of(expected))
+    assert names_of(source) == names
+    given = a_pass(source, source.manifest())
+    assert [float(tensor[0]) for tensor in given] == list(range(len(offered)))
+
+
+def test_the_state_dict_of_ddp_around_peft_loses_both_prefixes() -> None:
+    source = as_source({"module.base_model.model.a.base_layer.weight": torch.zeros(2)})
+    assert names_of(for_engines(source, manifest_of(["a.weight"]))) == ["a.weight"]
+
+
+def test_shards_of_a_mapping_lose_the_prefix_of_ddp_for_an_engine_that_expects_that() -> None:
+    tensor = torch.zeros(2)
+    shards = Shards({"module.a": tensor, "module.b": tensor})
+    plan = shards.cut(manifest_of(["a", "b"]))
+    assert plan is not None
+    assert [spec.names for spec, _ in plan.parts] == [("a", "b")]
+    kept = Shards({"module.a": tensor}).cut(manifest_of(["module.a"]))
+    assert kept is not None
+    assert [spec.name for spec in kept.offered] == ["module.a"]
 
 
 def test_tied_weights_come_once_under_the_name_registered_first() -> None:

@@ -5,6 +5,8 @@ A manifest says what is offered; it holds no bytes of weights. Its digests are m
 
 from __future__ import annotations
 
+import difflib
+import itertools
 import math
 import re
 from collections import Counter
@@ -18,6 +20,10 @@ from liveweight.spec.decoders import from_json, from_msgpack
 from liveweight.spec.dtype import DType
 
 FORMAT = 1
+FIRST_OF_EACH = 2
+"""How many missing, unexpected and differing names stand first in a mismatch; errors show eight in all."""
+CLOSE_AMONG = 1000
+"""How many offered names are searched for one that looks like a missing one: each takes some microseconds."""
 _DIGEST = re.compile(r"[0-9a-f]{32}")
 
 
@@ -198,9 +204,11 @@ def left_out(offered: Manifest, optional: Iterable[OptionalGroup]) -> tuple[Opti
 def compare(expected: Manifest, offered: Manifest, optional: Iterable[OptionalGroup] = ()) -> None:
     """Raise ManifestMismatch with every name that an engine misses, does not know, or wants in another dtype or shape.
 
-    A group of `optional` tensors that is left out whole is not missed.
+    A few of each kind come first, so that a text that is cut off still has names of both sides. A missing name that stands there says
+    which unexpected one is closest to it. A group of `optional` tensors that is left out whole is not missed.
     """
-    differences = []
+    missing: list[str] = []
+    differing: list[str] = []
     offers, expects = offered.by_name(), expected.by_name()
     spared = {name for group in left_out(offered, optional) for name in group.tensors}
     for want in expected:
@@ -208,18 +216,44 @@ def compare(expected: Manifest, offered: Manifest, optional: Iterable[OptionalGr
             case None if want.name in spared:
                 pass
             case None:
-                differences.append(f"{want.name} missing")
+                missing.append(want.name)
             case have if (have.dtype, have.shape) != (want.dtype, want.shape):
-                differences.append(f"{want.name} expected {want.describe()}, offered {have.describe()}")
+                differing.append(f"{want.name} expected {want.describe()}, offered {have.describe()}")
             case _:
                 pass
-    for have in offered:
-        wanted = {expects[name].name for name in have.names if name in expects}
-        if not wanted:
-            differences.append(f"{have.name} unexpected")
-    differences += _split_ties(expected, offered)
-    if differences:
-        raise ManifestMismatch(differences)
+    unexpected = [have.name for have in offered if not any(name in expects for name in have.names)]
+    differing += _split_ties(expected, offered)
+    if missing or unexpected or differing:
+        kinds = (
+            differing,
+            [
+                _missing(name, unexpected) if place < FIRST_OF_EACH else f"{name} missing"
+                for place, name in enumerate(missing)
+            ],
+            [f"{name} unexpected" for name in unexpected],
+        )
+        first = [text for kind in kinds for text in kind[:FIRST_OF_EACH]]
+        raise ManifestMismatch([*first, *(text for kind in kinds for text in kind[FIRST_OF_EACH:])])
+
+
+def _missing(name: str, unexpected: Sequence[str]) -> str:
+    closest = _closest(name, unexpected)
+    return f"{name} missing" if closest is None else f"{name} missing (closest offered: {closest})"
+
+
+def _closest(name: str, offered: Sequence[str]) -> str | None:
+    """The offered name that shares the most last components with this one, or else looks like it. None: none is like it."""
+    parts = name.split(".")[::-1]
+    shared = [_common(parts, other.split(".")[::-1]) for other in offered]
+    most = max(shared, default=0)
+    if most > 1 or most == len(parts):
+        return offered[shared.index(most)]
+    return next(iter(difflib.get_close_matches(name, offered[:CLOSE_AMONG], 1)), None)
+
+
+def _common(one: Sequence[str], other: Sequence[str]) -> int:
+    """How many components are the same, from the beginning."""
+    return sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], zip(one, other, strict=False)))
 
 
 def _split_ties(expected: Manifest, offered: Manifest) -> Iterator[str]:

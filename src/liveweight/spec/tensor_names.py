@@ -5,12 +5,16 @@ Owns the wrappers' spellings and the refusal of adapter tensors. Which tensors a
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Container, Iterable, Sequence
 
 from liveweight.errors import ManifestInvalid
 
 WRAPPERS = frozenset({"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"})
 """Path components that torch.compile, FSDP1 and activation checkpointing put between a module and its name."""
+
+DATA_PARALLEL_PREFIX = "module."
+"""What DistributedDataParallel and DataParallel put before every name. A model may have a child of that name, so a name alone does not
+say whether a wrapper put it there."""
 
 PEFT_PREFIX = "base_model.model."
 PEFT_LAYER = "base_layer"
@@ -70,3 +74,20 @@ def clean_all(names: Iterable[str]) -> list[str]:
         if other is not name:
             raise ManifestInvalid(f"{other} and {name} are both called {clean(name)} without their wrappers")
     return list(originals)
+
+
+def without_data_parallel(names: Sequence[str], expected: Container[str] | None) -> Sequence[str]:
+    """Clean names without the `module.` of DDP, where only names are known (a state dict, an iterator).
+
+    The prefix goes only if every name has it. If the engine's names are known (`expected`), it also goes only if not one of the names is
+    among them as it is and one of them is without the prefix: a model's own child called `module` keeps its name. Otherwise the names come
+    back unchanged, so that an error shows what was offered.
+    """
+    found = names
+    while all(name.startswith(DATA_PARALLEL_PREFIX) for name in found):
+        if expected is not None and any(name in expected for name in found):
+            return found
+        found = clean_all(name.removeprefix(DATA_PARALLEL_PREFIX) for name in found)
+        if expected is None:
+            return found
+    return found if expected is not None and any(name in expected for name in found) else names

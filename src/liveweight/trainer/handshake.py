@@ -22,6 +22,7 @@ from liveweight.spec.manifest import Manifest, OptionalGroup, Version, compare
 from liveweight.trainer.offers.freeze import CASTABLE
 from liveweight.trainer.offers.port import OfferMaker
 from liveweight.trainer.settings import PATIENCE
+from liveweight.trainer.sources.renamed_source import for_engines
 from liveweight.trainer.sources.source import Source
 from liveweight.trainer.sources.stacked_experts import checkpoint_manifest
 from liveweight.transports.registry import Mode
@@ -109,7 +110,10 @@ def check_arguments(
 def handshake_without_engines(source: Source, dtype: str | None) -> HandshakeResult:
     """The result for a source without engines to ask: the source's own tensors as checkpoints name them. Floats are in `dtype`, if it is
     given; other tensors keep their dtypes."""
-    own, known = checkpoint_manifest(source.manifest()), {castable.value: castable for castable in CASTABLE}
+    own, known = (
+        checkpoint_manifest(for_engines(source, None).manifest()),
+        {castable.value: castable for castable in CASTABLE},
+    )
     if dtype is None:
         return HandshakeResult(expected=own, optional=())
     wanted = known.get(dtype.removeprefix("torch."))

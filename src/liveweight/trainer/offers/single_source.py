@@ -26,6 +26,7 @@ from liveweight.trainer.offers.freeze import Freezer, offered_manifest
 from liveweight.trainer.offers.live import SharedModule, live_digest, moved_since, why_not_live
 from liveweight.trainer.offers.ring import RingOffers, RingTransportSource
 from liveweight.trainer.offers.transfer_fallback import OpenMode, TransferFallback
+from liveweight.trainer.sources.renamed_source import for_engines
 from liveweight.trainer.sources.source import Source
 from liveweight.trainer.sources.stacked_experts import SplitSource, split_layout, splits_for
 from liveweight.transports.packing_source import RingSettings
@@ -65,6 +66,7 @@ class SingleSourceOffers:
         bus: Bus,
         ring: RingSettings | None = None,
     ) -> None:
+        source = for_engines(source, expected)
         splits = splits_for(source.manifest(), expected)
         whole, source = source, SplitSource(source, splits) if splits else source
         own = source.manifest()

@@ -21,6 +21,7 @@ from liveweight.spec.tensor_names import clean_all
 from liveweight.trainer.offers.freeze import Part, offered_manifest
 from liveweight.trainer.sources.dtensor_placements import Index, cuts_of, held, local_of
 from liveweight.trainer.sources.module_walker import ModuleWalker
+from liveweight.trainer.sources.renamed_source import data_parallel_names, for_engines, renamed
 from liveweight.trainer.sources.source import Source
 from liveweight.trainer.sources.stacked_experts import Splits, SplitSource, split_manifest, splits_for
 from liveweight.trainer.sources.tensors import StorageKey, is_distributed, spec_of, storage_key
@@ -85,15 +86,16 @@ class Shards:
     @property
     def specs(self) -> tuple[TensorSpec, ...]:
         """The full tensors of which this rank has a part, or an empty one."""
-        return tuple({piece.spec.name: piece.spec for piece in self._pieces}.values())
+        return _specs(self._pieces)
 
     def cut(self, expected: Manifest) -> ShardPlan | None:
         """What to freeze for engines that expect that; None where this rank holds nothing."""
         if not self._pieces:
             return None
-        specs = Manifest(tensors=self.specs)
+        held_pieces = self._pieces_for(expected)
+        specs = Manifest(tensors=_specs(held_pieces))
         splits = splits_for(specs, expected)
-        pieces = [part for piece in self._pieces for part in _split(piece, splits)]
+        pieces = [part for piece in held_pieces for part in _split(piece, splits)]
         full = offered_manifest(split_manifest(specs, splits), expected).by_name()
         own = Manifest(tensors=tuple(piece.local_spec() for piece in pieces))
         offered = Manifest(
@@ -104,6 +106,15 @@ class Shards:
         )
         parts = tuple((full[piece.spec.name], piece.region) for piece in pieces)
         return ShardPlan(source=_LocalSource(self, pieces, own), own=own, offered=offered, parts=parts)
+
+    def _pieces_for(self, expected: Manifest) -> list[_Piece]:
+        """The pieces under the names that engines expect: those of a mapping without DDP's `module.`, if a wrapper put it there."""
+        if self._module_walker is not None:
+            return self._pieces
+        own = Manifest(tensors=self.specs)
+        specs = renamed(own, data_parallel_names(own, expected))
+        new = {before.name: after for before, after in zip(own, specs, strict=True)}
+        return [dataclasses.replace(piece, spec=new[piece.spec.name]) for piece in self._pieces]
 
     def locals(self) -> list[torch.Tensor]:
         """What lies here now, one tensor per name; ManifestInvalid where a tensor is placed or tied otherwise than it was."""
@@ -149,6 +160,10 @@ class Shards:
         return [_aliased(piece, aliases.get(piece.number, ())) for piece in found]
 
 
+def _specs(pieces: Sequence[_Piece]) -> tuple[TensorSpec, ...]:
+    return tuple({piece.spec.name: piece.spec for piece in pieces}.values())
+
+
 class _LocalSource:
     """The local tensors of a rank, part by part."""
 
@@ -171,6 +186,7 @@ class _LocalSource:
 
 def cut_whole(source: Source, expected: Manifest) -> ShardPlan:
     """All of a source that gives whole tensors."""
+    source = for_engines(source, expected)
     splits = splits_for(source.manifest(), expected)
     source = SplitSource(source, splits) if splits else source
     own = source.manifest()

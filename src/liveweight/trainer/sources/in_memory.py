@@ -83,7 +83,8 @@ class StateDictSource:
 class IteratorSource:
     """Tensors that are made one by one, such as gathered shards: a list of what will come, and a factory of passes.
 
-    A tensor is read before the next one is asked for, and not kept: the iterator may reuse its memory. Names are taken as they are.
+    A tensor is read before the next one is asked for, and not kept: the iterator may reuse its memory. Names are taken as they are;
+    only the `module.` of DDP goes, if every name has it and the engine expects the names without it.
     """
 
     held = False

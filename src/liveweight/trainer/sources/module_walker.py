@@ -5,6 +5,7 @@ Owns the walk and the check that the tree has not changed since. It keeps the mo
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, TypeAlias, cast
@@ -25,7 +26,11 @@ _Node: TypeAlias = "tuple[str, _Tensors, int, _Tensors, int, _Modules, tuple[tor
 
 @dataclass(slots=True)
 class ModuleWalker:
-    """What `state_dict` would hold, in its order, as (dictionary, key) pairs."""
+    """What `state_dict` would hold, in its order, as (dictionary, key) pairs.
+
+    Names are without the `module.` of DistributedDataParallel and DataParallel, which are known by their types: a child of a model that is
+    called `module` keeps its name. Other wrappers have spellings of their own, which spec/tensor_names strips.
+    """
 
     names: list[str] = field(default_factory=list)
     _slots: list[tuple[_Tensors, str]] = field(default_factory=list)
@@ -85,8 +90,16 @@ class ModuleWalker:
             if key in ADAPTERS:
                 check_merged(module, prefix + key)
                 self._merged.append((prefix + key, module))
+            elif key == "module" and _is_data_parallel(module):
+                self._enter(child, prefix)
             else:
                 self._enter(child, f"{prefix}{key}.")
+
+
+def _is_data_parallel(module: torch.nn.Module) -> bool:
+    """Whether it is a DistributedDataParallel or a DataParallel, which hold the model as their child `module`."""
+    parallel = sys.modules["torch.nn.parallel"]
+    return isinstance(module, (parallel.DistributedDataParallel, parallel.DataParallel))
 
 
 def _parts(module: torch.nn.Module) -> tuple[_Tensors, _Tensors, _Modules]:
