@@ -481,17 +481,25 @@ class RoundFailed(LiveWeightError):
         waited_s: float,
         serving: str | None,
         next_mode: str | None = None,
+        answers: bool = True,
     ) -> None:
-        """`next_mode`: the transfer mode of the next attempt, where another one failed here."""
+        """`next_mode`: the transfer mode of the next attempt, where another one failed here. `answers`: whether the replica answered; if it
+        did not, `serving` is what it served at its last answer."""
         who = replica if rank is None else f"{replica}, rank {rank}"
         again = "a retry may help" if cause.retryable else "a retry will not help"
         again = again if next_mode is None else f"the next attempt uses {next_mode}"
         still = f"Still serving {serving or 'no version of ours'}; {again}"
+        if not answers:
+            known = (
+                "what it serves is not known" if serving is None else f"it was last known to serve {serving}"
+            )
+            still = f"It does not answer; {known}; {again}"
         if isinstance(cause, Torn):
             still = "It serves nothing until a full round, or a snapshot, has healed it"
         super().__init__(f"{cause.code} {step} failed at {who} after {waited_s:.1f} s: {cause}. {still}.")
         self.cause, self.replica, self.rank, self.step = cause, replica, rank, step
         self.waited_s, self.serving, self.next_mode = waited_s, serving, next_mode
+        self.answers = answers
         self.code, self.retryable = cause.code, cause.retryable or next_mode is not None
 
     def with_next_mode(self, name: str) -> RoundFailed:
@@ -504,6 +512,7 @@ class RoundFailed(LiveWeightError):
             waited_s=self.waited_s,
             serving=self.serving,
             next_mode=name,
+            answers=self.answers,
         )
 
 

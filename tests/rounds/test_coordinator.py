@@ -194,6 +194,29 @@ def test_an_outcome_that_cannot_be_learned_is_unknown_not_failed(error: LiveWeig
         coordinator(Engine(fails={"commit": error, "replica_state": GONE}))
 
 
+@pytest.mark.parametrize("step", ["open", "staged", "vote"])
+@pytest.mark.parametrize("error", [GONE, DeadlineExceeded("an answer", 5.0)], ids=["gone", "silent"])
+def test_a_replica_that_does_not_answer_is_not_said_to_serve(step: str, error: LiveWeightError) -> None:
+    with pytest.raises(RoundFailed) as failed:
+        coordinator(Engine(fails={step: error}), quorum=1, patience=Deadline.after(0.2))
+    text = str(failed.value)
+    known = "what it serves is not known" if step == "open" else "it was last known to serve 1"
+    assert f"It does not answer; {known}; a retry may help" in text
+    assert "Still serving" not in text
+    assert not failed.value.answers
+    assert not failed.value.with_next_mode("gdr").answers
+
+
+def test_a_replica_that_answers_still_serves_if_another_one_or_the_source_is_gone() -> None:
+    def trainer_rank_gone() -> None:
+        raise ChannelClosed("trainer rank 1 is gone")
+
+    with pytest.raises(RoundFailed, match=r"trainer rank 1 is gone\. Still serving 1"):
+        coordinator(Engine(slow=1), poll=trainer_rank_gone)
+    with pytest.raises(RoundFailed, match=r"no memory\. Still serving 1"):
+        coordinator(Engine(fails={"staged": refusal(0)}))
+
+
 def test_votes_that_outlast_the_lease_fail_the_round_and_nobody_commits() -> None:
     slow, other = Engine(vote_takes=Deadline.after(60.0)), Engine(name="b")
     with pytest.raises(RoundFailed) as failed:

@@ -7,6 +7,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -103,6 +104,38 @@ def test_a_live_offer_that_is_not_possible_says_why_and_freezes(short_path: Path
         assert report.offer == "frozen"
         assert torch.equal(live["w"], source["w"])
     assert "not a torch module" in recorder.of(LiveOfferImpossible)[0].reason
+
+
+def test_the_reason_for_freezing_instead_is_said_once_until_it_changes(short_path: Path) -> None:
+    bus, recorder = Bus(), Recorder()
+    net = torch.nn.Linear(3, 4)
+    live = {name: torch.zeros_like(tensor) for name, tensor in net.state_dict().items()}
+    private = net.weight.detach().clone()
+    with (
+        bus.subscribe(recorder),
+        serving(live, short_path) as address,
+        lw.share_module(net) as shared,
+        publisher(shared, address, short_path, offer="live", bus=bus) as sender,
+    ):
+        arena = net.weight.data
+        reasons = []
+        for step, data in enumerate([arena, private, private, private, arena, private]):
+            net.weight.data = data
+            reasons.append((sender.publish(step).offer, len(recorder.of(LiveOfferImpossible))))
+    assert reasons == [("live", 0), ("frozen", 1), ("frozen", 1), ("frozen", 1), ("live", 1), ("frozen", 2)]
+
+
+@pytest.mark.parametrize("given", [None, 3, "a/path", [torch.zeros(1)]], ids=repr)
+def test_a_receiver_of_what_holds_no_weights_says_what_is_accepted(given: Any, short_path: Path) -> None:
+    with pytest.raises(
+        Refused, match=r"a torch module, a mapping of names to tensors, or a Target, not builtins"
+    ):
+        lw.Receiver(given, address=f"ipc://{short_path}/engine.sock", secret=short_path / "secret")
+
+
+def test_a_publisher_of_what_holds_no_weights_says_what_is_accepted(short_path: Path) -> None:
+    with pytest.raises(Refused, match=r"a torch module.*or a Source, not from builtins\.NoneType"):
+        publisher(None, f"ipc://{short_path}/nobody.sock", short_path)
 
 
 def test_an_fp32_trainer_is_cast_to_the_engines_dtype(short_path: Path) -> None:

@@ -76,6 +76,8 @@ class Engine:
         self._sleep = self._make_sleep()
         self._requested_updates = update_services.requested_updates(self._pauses, self._resources)
         self._verifier = update_services.verifier(self._resources)
+        if update_services.leader is not None:
+            update_services.leader.report_not_serving(self._not_serving)
         self._thread = threading.Thread(
             target=self._engine_loop.run, args=(self._resources.close,), name="engine", daemon=True
         )
@@ -117,6 +119,14 @@ class Engine:
             self._engine_loop.scheduler.add(sequence)
         self._engine_loop.ranks.wake()
         return number
+
+    def _not_serving(self) -> str | None:
+        """What it does with new requests if it does not serve them. Called on the leader's thread, without the loop's lock."""
+        if self._awaiting.reason is not None:
+            return f"takes no requests: {self._awaiting.reason}"
+        if self.paused != "running":
+            return f"{self.paused}: new requests wait"
+        return None
 
     def cancel(self, request: int) -> None:
         """End a request with what it has, soon. Nothing happens if it ended already."""

@@ -12,6 +12,8 @@ from liveweight.spec.manifest import Version
 State: TypeAlias = Literal["running", "asleep", "torn", "pending_weights", "stopping", "failed", "stopped"]
 """`asleep`: memory was released; `torn`: an update in place failed, and no weights may serve; `pending_weights`: a rank was lost, and the
 replacement ranks do not hold the version yet, or the engine waits for a publisher."""
+PENDING = "pending weights"
+"""How an engine's update status begins while its ranks are being started again."""
 Pausing: TypeAlias = Literal["running", "draining", "paused"]
 PauseMode: TypeAlias = Literal["keep", "wait", "abort"]
 """What a pause does to requests that run: they stop and go on later; they finish first; they end with what they have."""

@@ -189,7 +189,8 @@ class SourceFrozen(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LiveOfferImpossible(Event):
-    """The parameters cannot be read, or for a ring packed, where they lie; the source freezes instead."""
+    """The parameters cannot be read, or for a ring packed, where they lie; the source freezes instead. Emitted when the reason changes,
+    with the first version that it holds for."""
 
     version: str
     reason: str

@@ -141,7 +141,8 @@ def _source(
             froze = f"{event.size_bytes} bytes of {event.version} in {event.took_s:.3f} s"
             return DEBUG, f"trainer rank {event.rank}: froze {froze}"
         case ev.LiveOfferImpossible():
-            return WARNING, f"no {event.kind} offer of {event.version}: {event.reason}; freezing instead"
+            why = f"no {event.kind} offer of {event.version}: {event.reason}"
+            return WARNING, f"{why}; freezing instead, said again only if the reason changes"
         case ev.ModeFailed():
             failed = f"transfer mode {event.mode} failed ({event.code} {event.reason})"
             return WARNING, f"{failed}; the next attempt uses {event.following}"

@@ -146,9 +146,16 @@ class RoundCoordinator:
             if self.closing():
                 raise RoundAborted("the publisher was closed")
             if phase == "staged":
-                self.poll()
+                self._poll(progress)
             if self._patience.over:
                 raise self._late(progress, progress.reached, phase)
+
+    def _poll(self, progress: ReplicaProgress) -> None:
+        """What fails here is the source. The replica answered, so the error is not that of a silent one."""
+        try:
+            self.poll()
+        except LiveWeightError as error:
+            raise ReplicaRefused(fault_of(error, step="stage"), progress.serving) from error
 
     @property
     def _patience(self) -> Deadline:
@@ -205,7 +212,7 @@ class RoundCoordinator:
             return
         if replica_state.round == progress.round_id:
             return  # still at it
-        progress.unanswered, progress.serving = False, replica_state.serving
+        progress.unanswered, progress.silent, progress.serving = False, False, replica_state.serving
         if replica_state.serving is not None and replica_state.serving.same_name(self.order.version):
             progress.committed = m.Committed(
                 serving=replica_state.serving, undo=replica_state.undo, stall_s=0.0
@@ -239,7 +246,7 @@ class RoundCoordinator:
             progress.fail(refused.fault)
         except LiveWeightError as error:
             waited_s = error.waited_s if isinstance(error, DeadlineExceeded) else 0.0
-            progress.readers = isinstance(error, DeadlineExceeded | ChannelClosed)
+            progress.silent = progress.readers = isinstance(error, DeadlineExceeded | ChannelClosed)
             progress.fail(fault_of(error, step=name, waited_s=waited_s))
 
     def _failure(self) -> RoundFailed:
@@ -261,6 +268,7 @@ class RoundCoordinator:
             step=fault.step,
             waited_s=fault.waited_s or time.monotonic() - self._began_s,
             serving=None if progress.serving is None else str(progress.serving),
+            answers=not progress.silent,
         )
 
     def _abort(self) -> None:

@@ -15,8 +15,9 @@ from liveweight.wire.messages import ReplicaState
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplicaStatus:
-    """One replica's status. `boot` names its incarnation; `restarted`: the publisher knew another one. `behind`: it does not serve the
-    fleet's version, or cannot be asked; `fault` then says why."""
+    """One replica's status, `state` in words. `boot` names its incarnation; `restarted`: the publisher knew another one. `behind`: it does
+    not serve the fleet's version, or cannot be asked; `fault` then says why. `not_serving`: what it does with requests while it does not
+    serve them, as when it is paused or waits for weights."""
 
     name: str
     serving: Version | None
@@ -25,6 +26,7 @@ class ReplicaStatus:
     restarted: bool
     behind: bool
     fault: LiveWeightError | None = None
+    not_serving: str | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,8 +90,16 @@ def _replica_state(
     return ReplicaStatus(
         name=name,
         serving=answer.serving,
-        state=answer.state,
+        state=_described(answer),
         boot=answer.boot,
         restarted=boot not in (None, answer.boot),
         behind=version is not None and answer.serving != version,
+        not_serving=answer.not_serving,
     )
+
+
+def _described(answer: ReplicaState) -> str:
+    """The replica's state in words. It is not called serving if its engine does not serve."""
+    if answer.not_serving is None:
+        return answer.state
+    return f"{answer.state.replace('serving', 'holding', 1)}; {answer.not_serving}"

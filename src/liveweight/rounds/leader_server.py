@@ -9,6 +9,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
+from collections.abc import Callable
 
 from liveweight.errors import ChannelClosed, DeadlineExceeded
 from liveweight.observe.bus import Bus
@@ -88,6 +89,10 @@ class LeaderServer:
     def note_handshake(self, token: str) -> None:
         """Report this token in `ReplicaState.met` from now on: a controller of the engine sent it to the engine. For any thread."""
         self._leader.membership.handshakes.append(token)
+
+    def report_not_serving(self, not_serving: Callable[[], str | None]) -> None:
+        """Report what this returns in `ReplicaState.not_serving` from now on. It is called on the leader's thread."""
+        self._leader.not_serving = not_serving
 
     def close(self) -> None:
         """End the thread; peers learn that the replica is gone."""

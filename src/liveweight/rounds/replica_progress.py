@@ -17,7 +17,7 @@ from liveweight.wire.messages.values import Fault, RoundId
 @dataclass(slots=True)
 class ReplicaProgress:
     """How far one replica has come. `serving`: the version it served at its last answer; `fault`: why it left the round, at `failed_s`;
-    `unanswered`: it was told to commit and has not answered.
+    `silent`: it left because it did not answer; `unanswered`: it was told to commit and has not answered.
 
     `boot` is the replica's incarnation as far as it is known; `restarted`: in this round it was another one than before.
     """
@@ -30,6 +30,7 @@ class ReplicaProgress:
     in_place: bool = False
     fault: Fault | None = None
     failed_s: float = 0.0
+    silent: bool = False
     unanswered: bool = False
     reached: m.Progress | None = None
     committed: m.Committed | None = None

@@ -14,17 +14,22 @@ from urllib.parse import SplitResult, urlsplit
 
 import msgspec
 
+from liveweight.engine.status import PENDING
 from liveweight.errors import (
     ChannelClosed,
     KeyRefused,
     LiveWeightError,
     MessageInvalid,
+    WeightsPending,
     WireError,
     WrongState,
     catalogue,
 )
 from liveweight.spec.deadline import Deadline
 from liveweight.spec.decoders import from_json
+
+LOOPBACK = ("127.0.0.1", "::1", "localhost")
+"""The hosts of URLs that are this host."""
 
 ANSWER_BYTES_MAX = 64 << 20
 GRACE_S = 2.0
@@ -48,13 +53,21 @@ def wire_address(url: str, key: str | None, deadline: Deadline) -> str:
 
 
 def leader_of(url: str, weights: Mapping[str, Any]) -> str:
-    """The leader's address in an engine's `/v1/weights` answer. ChannelClosed if it cannot be reached from this host."""
-    address = weights.get("address")
+    """The leader's address in an engine's `/v1/weights` answer. ChannelClosed if it cannot be reached from this host, WeightsPending while
+    the engine's ranks, and its leader with them, are being started again."""
+    address, state = weights.get("address"), weights.get("state")
+    if isinstance(state, str) and state.startswith(PENDING):
+        raise WeightsPending(f"{url} is {state}: its ranks are being started again")
     if address is None:
         raise WrongState("it serves without live updates", f"an update of {url}")
     if not isinstance(address, str):
         raise MessageInvalid(f"{url} is no engine of ours: its address is no text")
     if address.startswith("ipc://") and not Path(address.removeprefix("ipc://")).exists():
+        if urlsplit(url).hostname in LOOPBACK:
+            raise ChannelClosed(
+                f"{url} takes updates at {address}, and nobody listens there now: its ranks are being started again, or it is in a "
+                "container that does not share that directory"
+            )
         raise ChannelClosed(f"{url} takes updates at {address}, which is not on this host")
     return address
 

@@ -12,6 +12,7 @@ import pytest
 import liveweight as lw
 from liveweight.engine.config import EngineConfig, Updates
 from liveweight.engine.engine import Engine
+from liveweight.engine.serving.awaiting_weights import STARTED
 from liveweight.engine.serving.step_stream import weights_text
 from liveweight.errors import DeadlineExceeded, WrongState
 from tests.support.engine.engines import (
@@ -279,3 +280,27 @@ def test_updates_cost_no_collective_in_the_normal_state(
         assert counts[name][0]["join"] == steps
         counts[name] = [{kind: n / steps for kind, n in of_rank.items()} for of_rank in counts[name]]
     assert counts["on"] == counts["off"]
+
+
+def test_a_fleet_does_not_call_an_engine_serving_that_takes_no_requests(
+    start: Start, publisher: Any, models: Models
+) -> None:
+    engine = start(models.directory(), tp=1, await_weights=True)
+    trainer = publisher(engine, models.directory(seed=1))
+
+    def state() -> tuple[str, str | None]:
+        (status,) = trainer.fleet().replicas
+        return status.state, status.not_serving
+
+    refusing = f"takes no requests: {STARTED}"
+    assert state() == (f"holding initial; {refusing}", refusing)
+    trainer.publish(1)
+    assert state() == ("serving 1", None)
+    engine.pause("keep", WITHIN_S)
+    assert state() == ("holding 1; paused: new requests wait", "paused: new requests wait")
+    engine.resume()
+    assert state() == ("serving 1", None)
+    engine.sleep(["kv_cache"], WITHIN_S)
+    assert state()[0].startswith("asleep at 1")
+    engine.wake(["kv_cache"], WITHIN_S)
+    assert state() == ("serving 1", None)

@@ -26,9 +26,10 @@ from liveweight.errors import (
     RankLost,
     RoundAborted,
     RoundOpen,
+    WeightsPending,
     WrongState,
 )
-from liveweight.server.client import EngineClient, wire_address
+from liveweight.server.client import EngineClient, leader_of, wire_address
 from liveweight.server.request_guard import CONTROL_PATHS, AccessRules
 from liveweight.spec.deadline import Deadline
 from liveweight.spec.manifest import Version
@@ -364,11 +365,26 @@ def test_a_client_says_what_is_wrong_(live: Served[EchoEngine]) -> None:
         wire_address("http://127.0.0.1:1", None, soon)
     with pytest.raises(MessageInvalid, match="is no engine of ours"):
         wire_address(f"{live.url}/somewhere", None, soon)
-    with pytest.raises(ChannelClosed, match="not on this host"):
+    with pytest.raises(
+        ChannelClosed, match=r"nobody listens there now: its ranks are being started again, or"
+    ):
         wire_address(live.url, None, soon)
+    elsewhere = {"address": "ipc:///run/nowhere/engine.sock", "state": "serving initial"}
+    with pytest.raises(ChannelClosed, match="which is not on this host"):
+        leader_of("http://trainer-7:8000", elsewhere)
     live.engine.objection = RoundOpen("echo", "trainer/1")
     with pytest.raises(RoundOpen, match=r"echo is in a round of trainer/1$"):
         EngineClient(f"{live.url}/").undo(soon)
+
+
+def test_an_engine_whose_ranks_are_being_started_again_is_not_said_to_be_elsewhere(
+    live: Served[EchoEngine],
+) -> None:
+    live.engine.reported = dataclasses.replace(
+        live.engine.reported, state="pending weights (rank 1 died)", serving=None
+    )
+    with pytest.raises(WeightsPending, match=r"pending weights \(rank 1 died\): its ranks are being started"):
+        wire_address(live.url, None, Deadline.after(20))
 
 
 def test_a_client_waits_no_longer_than_its_deadline() -> None:

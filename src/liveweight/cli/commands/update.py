@@ -86,6 +86,6 @@ def _steps(answer: Mapping[str, Any], ranks: int) -> list[str]:
 def _problem(error: LiveWeightError, before: Mapping[str, Any]) -> str:
     """What went wrong, and which version serves: as the engine reports it, or, if nothing was begun, the version before."""
     text = f"{error.code} {error}".removesuffix(".")
-    if isinstance(error, OutcomeUnknown) or "Still serving" in text:
+    if isinstance(error, OutcomeUnknown) or "Still serving" in text or "It does not answer" in text:
         return f"{text}."
     return f"{text}. Still serving {label_of(before['version'])}."

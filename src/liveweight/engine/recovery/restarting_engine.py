@@ -25,7 +25,7 @@ from liveweight.engine.serving.engine_loop import OnFailure
 from liveweight.engine.serving.rank_processes import Launch, launch
 from liveweight.engine.serving.requests import Sampling, Sink
 from liveweight.engine.serving.sleeping import SleepResult, Tag
-from liveweight.engine.status import PauseMode, Pausing, RecoveryStatus, State, Status
+from liveweight.engine.status import PENDING, PauseMode, Pausing, RecoveryStatus, State, Status
 from liveweight.engine.updates.leader_client import UpdateStatus
 from liveweight.engine.updates.requested_update import RequestedVersion, UpdateResult
 from liveweight.engine.updates.verifying import VerificationRequest, VerificationResult
@@ -132,7 +132,7 @@ class RestartingEngine:
                 if recovery is not None and update_status.serving != recovery.version:
                     recovery = replace(recovery, behind=None)  # a later round has installed another version
                 return replace(update_status, recovery=recovery)
-        state = f"pending weights ({pending})"
+        state = f"{PENDING} ({pending})"
         return UpdateStatus(state=state, serving=None, undo=None, round=None, rounds=(), recovery=recovery)
 
     def undo(self, timeout_s: float) -> Version | None:

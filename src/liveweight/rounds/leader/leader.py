@@ -7,6 +7,8 @@ threads and clocks are leader_server's; how all ranks learn of a decision at one
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import msgspec
 
 from liveweight.errors import ChannelClosed, DeadlineExceeded, LiveWeightError, Torn, WrongState
@@ -67,6 +69,8 @@ class Leader:
         )
         self._notices = Notices(self._record, round_end)
         self._state_calls: list[WaitingCall] = []
+        self.not_serving: Callable[[], str | None] = lambda: None
+        """What the replica's engine does with requests if it does not serve them. Called on the leader's thread."""
 
     @property
     def state(self) -> states.State:
@@ -228,6 +232,7 @@ class Leader:
             optional=self.membership.optional,
             kept=record.ledger.kept(record.serving),
             torn=None if record.torn is None else record.torn.cause,
+            not_serving=self.not_serving(),
             serving_s=max(0.0, now_s - record.since_s),
             met=tuple(self.membership.handshakes),
         )

@@ -80,6 +80,7 @@ class SingleSourceOffers:
         self._kernels, self._shared, self._threads, self._bus = kernels, shared, threads, bus
         self._never_live = why_not_live(whole, expected, shared)
         self._invalidated = False
+        self._said: tuple[OfferKind, str] | None = None
         self._freezer = Freezer(own, self.manifest, kernels)
         self.structure = self._freezer.layout.fingerprint
         """The name that rounds use for the manifest: the same only for the same tensors in the same order."""
@@ -126,12 +127,14 @@ class SingleSourceOffers:
             reason = self._why_not_live()
             if reason is None and self._shared is not None:
                 made = self._live(label, self._shared, digest=verify)
+                self._said = None
                 self.current = made.offer
                 return made
             return self.freeze(label, reason or "nothing is shared", release=release)
         if kind == "ring":
             reason = self._ring.why_not()
             if reason is None:
+                self._said = None
                 return self._packed(label, digest=verify)
             return self.freeze(label, reason, release=release, kind=kind)
         return self._frozen(label, release=release)
@@ -159,8 +162,11 @@ class SingleSourceOffers:
     def freeze(
         self, label: str, reason: str, *, release: Callable[[], None], kind: OfferKind = "live"
     ) -> MadeOffer:
-        """Fall back to a frozen offer; `reason` says why a live or ring offer is not possible."""
-        self._bus.emit(events.LiveOfferImpossible(version=label, reason=reason, kind=kind))
+        """Fall back to a frozen offer; `reason` says why a live or ring offer is not possible. The reason is emitted once, and again only
+        after it changed or such an offer was possible."""
+        if self._said != (kind, reason):
+            self._said = kind, reason
+            self._bus.emit(events.LiveOfferImpossible(version=label, reason=reason, kind=kind))
         return self._frozen(label, release=release)
 
     def end(self, offer: Offer) -> None:

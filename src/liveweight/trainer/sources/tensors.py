@@ -62,7 +62,10 @@ def _problem(tensor: object) -> str | None:
     if torch.nn.parameter.is_lazy(tensor):
         return "is not initialised yet: run the module once before it is published"
     if is_distributed(tensor):
-        return "is a DTensor: this source takes whole tensors only; give it full_tensor()s, or an unsharded model"
+        return (
+            "is a DTensor, of which this process may hold only a part: make a publisher on every rank and pass group= "
+            "(an iterator gives full_tensor()s)"
+        )
     if hasattr(tensor, "__tensor_flatten__"):
         return f"is a {type(tensor).__name__}, whose bytes are not a plain tensor's"
     if tensor.layout != torch.strided:

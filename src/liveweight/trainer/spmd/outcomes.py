@@ -20,7 +20,12 @@ def encode_outcome(number: int, version: Version, end: Report | BaseException) -
         case RoundFailed(cause=cause):
             fault = fault_of(cause, step=end.step, rank=end.rank, waited_s=end.waited_s)
             return Outcome(
-                number=number, version=version, fault=fault, replica=end.replica, serving=end.serving
+                number=number,
+                version=version,
+                fault=fault,
+                replica=end.replica,
+                serving=end.serving,
+                answers=end.answers,
             )
         case LiveWeightError():
             return Outcome(number=number, version=version, fault=fault_of(end, step="round"))
@@ -46,4 +51,5 @@ def decode_outcome(outcome: Outcome) -> Report:
         step=fault.step,
         waited_s=fault.waited_s,
         serving=outcome.serving,
+        answers=outcome.answers,
     )

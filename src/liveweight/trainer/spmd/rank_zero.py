@@ -222,6 +222,7 @@ class RankZero:
             waited_s=failed.waited_s,
             serving=failed.serving,
             next_mode=failed.next_mode,
+            answers=failed.answers,
         )
 
     def _failed(self, fault: Fault, deadline: Deadline) -> RoundFailed:

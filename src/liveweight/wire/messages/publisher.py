@@ -31,7 +31,8 @@ class ReplicaState(Body, frozen=True):
     """A replica's state: the tensors that it expects, the version that it serves, and its open round.
 
     `serving_s` is for how long it has served that version. `optional` are the groups of tensors that an offer may leave out; `kept`, by
-    name, those that the serving version left out. `torn` says why nothing may serve, if an update in place failed. `met` are the last
+    name, those that the serving version left out. `not_serving` says what an engine does with requests while it does not serve
+    them. `torn` says why nothing may serve, if an update in place failed. `met` are the last
     handshake tokens that controllers sent to the engine of this leader: a controller that finds its own token knows that the leader belongs
     to the engine, and not to one that outlived its server.
     """
@@ -46,6 +47,7 @@ class ReplicaState(Body, frozen=True):
     optional: tuple[OptionalGroup, ...] = ()
     kept: tuple[str, ...] = ()
     torn: str | None = None
+    not_serving: str | None = None
     serving_s: float = 0.0
     met: tuple[str, ...] = ()
 

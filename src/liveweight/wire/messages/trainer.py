@@ -75,7 +75,8 @@ class OutcomePending(Body, frozen=True):
 
 
 class Outcome(Body, frozen=True):
-    """How a round ended, as rank 0 knows it: a report in msgpack; or what failed, where (`replica`: in a round), what still serves."""
+    """How a round ended, as rank 0 knows it: a report in msgpack; or what failed, where (`replica`: in a round), what still serves.
+    `answers`: whether that replica answered."""
 
     number: int
     version: Version
@@ -83,6 +84,7 @@ class Outcome(Body, frozen=True):
     fault: Fault | None = None
     replica: str | None = None
     serving: str | None = None
+    answers: bool = True
 
 
 class Probe(Body, frozen=True):

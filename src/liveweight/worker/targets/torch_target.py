@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Literal, TypeAlias, get_args
 from liveweight.devices.device import CPU, Device, open_device
 from liveweight.devices.kernels import Kernels
 from liveweight.devices.memory import Memory
-from liveweight.errors import LayoutInvalid, WrongState
+from liveweight.errors import LayoutInvalid, Refused, WrongState
 from liveweight.spec.layout import Layout, Piece
 from liveweight.worker.in_place_overwrite import InPlaceSettings
 from liveweight.worker.targets.swap import CHUNK_BYTES, LINK_CHUNK_BYTES, ContentSwap, point
@@ -259,6 +259,11 @@ def as_target(
         built = module_target(given, pieces, exchange=exchange, device=device, shadow=shadow)
     elif isinstance(given, Mapping):
         built = TensorTarget(given, exchange=exchange, device=device, shadow=shadow)
+    elif not callable(getattr(given, "swap", None)):
+        raise Refused(
+            "a receiver's weights are a torch module, a mapping of names to tensors, or a Target, "
+            f"not {type(given).__module__}.{type(given).__qualname__}"
+        )
     elif shadow == "host":
         raise ValueError(
             f"a Target of one's own decides itself where its shadow lies, and {shadow} was asked for"
