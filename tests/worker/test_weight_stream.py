@@ -16,7 +16,14 @@ import torch
 import liveweight as lw
 from liveweight.devices.kernels import choose_kernels
 from liveweight.devices.memory import Memory
-from liveweight.errors import ChannelClosed, DigestMismatch, Refused, VersionNotOffered, WrongState
+from liveweight.errors import (
+    ChannelClosed,
+    DeadlineExceeded,
+    DigestMismatch,
+    Refused,
+    VersionNotOffered,
+    WrongState,
+)
 from liveweight.observe.events import OfferKind
 from liveweight.plan.digest_sums import lanes_from_bytes
 from liveweight.spec.deadline import Deadline
@@ -56,8 +63,7 @@ def source(short_path: Path, mode: str, kind: OfferKind, **options: Any) -> Iter
         directory=short_path / "t",
         transfer_mode=mode,
         offer=kind,
-        timeout_s=30.0,
-        **options,
+        **{"timeout_s": 30.0, **options},
     ) as publisher:
         yield publisher
     if isinstance(shared, SharedModule):
@@ -65,10 +71,10 @@ def source(short_path: Path, mode: str, kind: OfferKind, **options: Any) -> Iter
 
 
 @contextmanager
-def receiving(short_path: Path) -> Iterator[lw.Receiver]:
+def receiving(short_path: Path, name: str = "receiver") -> Iterator[lw.Receiver]:
     with lw.Receiver(
         {"own": torch.zeros(2)},
-        address=f"ipc://{short_path}/receiver.sock",
+        address=f"ipc://{short_path}/{name}.sock",
         secret=SECRET,
         weights_from=f"ipc://{short_path}/source.sock",
     ) as receiver:
@@ -76,10 +82,10 @@ def receiving(short_path: Path) -> Iterator[lw.Receiver]:
 
 
 @contextmanager
-def offered(publisher: lw.Publisher, label: int) -> Iterator[Future[Any]]:
+def offered(publisher: lw.Publisher, label: int, readers: int = 1) -> Iterator[Future[Any]]:
     """Offer in another thread, as a trainer would: a live or a ring offer returns when it was read."""
     with ThreadPoolExecutor(1) as pool:
-        future = pool.submit(publisher.offer, label)
+        future = pool.submit(publisher.offer, label, readers=readers)
         yield future
         future.result(60)
 
@@ -113,6 +119,55 @@ def test_every_tensor_arrives_once_under_each_of_its_names(
 
 def streams() -> list[str]:
     return [thread.name for thread in threading.enumerate() if thread.name == "liveweight-stream"]
+
+
+PASSING = [(mode, kind) for mode, kind in CELLS if kind != "frozen"]
+
+
+@pytest.mark.parametrize(("mode", "kind"), PASSING)
+def test_an_offer_stands_until_as_many_have_read_it_as_it_was_made_for(
+    short_path: Path, mode: str, kind: OfferKind
+) -> None:
+    wanted = Net().state_dict()
+    with (
+        leaving_nothing(),
+        source(short_path, mode, kind) as publisher,
+        receiving(short_path, "first") as first,
+        receiving(short_path, "second") as second,
+    ):
+        for label in (1, 2):
+            with offered(publisher, label, readers=2) as offer:
+                for receiver in (first, second):
+                    assert not offer.done()
+                    found = collected(receiver, label)
+                    assert all(torch.equal(found[name], tensor) for name, tensor in wanted.items())
+            with pytest.raises(VersionNotOffered):
+                dict(first.stream(label))
+
+
+def test_an_offer_that_too_few_have_read_ends_at_its_deadline_and_says_how_many(short_path: Path) -> None:
+    with source(short_path, "ipc", "ring", timeout_s=3.0) as publisher, receiving(short_path) as receiver:
+        with (
+            pytest.raises(DeadlineExceeded, match=r"3 readers of .*source\.sock offers \(1 have read it\)"),
+            offered(publisher, 1, readers=3),
+        ):
+            collected(receiver, 1)
+        with offered(publisher, 2):
+            assert collected(receiver, 2)
+
+
+def test_a_number_of_readers_is_for_publishers_without_engines(short_path: Path) -> None:
+    held = {"own": torch.zeros(2)}
+    with source(short_path, "ipc", "ring") as publisher, pytest.raises(Refused, match="readers=0"):
+        publisher.offer(1, readers=0)
+    with (
+        lw.Receiver(held, address=f"ipc://{short_path}/engine.sock", secret=SECRET) as engine,
+        lw.Publisher(
+            held, engines=[engine.address], secret=SECRET, directory=short_path / "t", offer="ring"
+        ) as publisher,
+        pytest.raises(Refused, match=r"readers=2.*without engines"),
+    ):
+        publisher.offer(1, readers=2)
 
 
 @pytest.mark.parametrize("how", ["break", "error", "close", "garbage", "never begun"])

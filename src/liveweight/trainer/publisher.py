@@ -85,15 +85,20 @@ class RoundPublisher:
         self.offer(label)
         return self.wait()
 
-    def offer(self, label: str | int) -> Version:
+    def offer(self, label: str | int, *, readers: int = 1) -> Version:
         """Begin a round; returns as soon as the parameters may change: after the freeze; live or a ring, when all ranks have staged,
         or, of engines in place, when they have committed.
 
         With a source's address, engines may pull the version from now on, until the next offer or `close`. Engines that still read the
         version before get `release_s` to finish; then they are revoked, and their rounds fail and may be requested again. A label that
         an engine or a stream has begun to read stands for its content: VersionConflict for other content under it.
-        Without engines to drive, a live or ring offer waits until one reader (a stream) has read it.
+        Without engines to drive, a live or ring offer stands until `readers` engines or streams have read it. DeadlineExceeded says how
+        many have, if it was not all of them within the publisher's `timeout_s`. A frozen one does not wait.
         """
+        if readers < 1 or (readers > 1 and self._replicas):
+            raise Refused(
+                f"readers={readers}: it is a number from 1, for a publisher without engines; named engines are counted as they stage"
+            )
         if self._closing.is_set():
             raise WrongState("closed", "offer")
         label = checked_label(label)
@@ -102,7 +107,7 @@ class RoundPublisher:
         began_s = time.monotonic()
         version, made = self._make_offer(label)
         if not self._replicas:
-            return self._wait_until_read(version, made)
+            return self._wait_until_read(version, made, readers)
         try:
             current = self._begin_round(version, made, began_s)
             if made.offer.kind != "frozen":
@@ -128,11 +133,11 @@ class RoundPublisher:
                 self._offered = version
         return version, made
 
-    def _wait_until_read(self, version: Version, made: MadeOffer) -> Version:
-        """Without engines to drive: a live or ring offer stands until one engine or stream has read it."""
+    def _wait_until_read(self, version: Version, made: MadeOffer, readers: int) -> Version:
+        """Without engines to drive: a live or ring offer stands until that many engines or streams have read it."""
         if self._pull_server is not None and made.offer.kind != "frozen":
             try:
-                self._pull_server.wait_until_read(Deadline.after(self.settings.timeout_s))
+                self._pull_server.wait_until_read(Deadline.after(self.settings.timeout_s), readers)
                 self._release()
             finally:
                 self._offers.end(made.offer)

@@ -87,7 +87,8 @@ class PullServer:
         self._state: State = NothingOffered.EMPTY
         self._readers: dict[int, _Reader] = {}
         self._wanted: Deadline | None = None
-        self._read = self._leased = False
+        self._reads = 0
+        self._leased = False
         self._numbers = itertools.count(1)
         self._pending_calls: list[_PendingCall] = []
         self._closing = False
@@ -128,7 +129,9 @@ class PullServer:
     def put(self, version: OfferedVersion) -> None:
         """Offer that version. Raises MessageTooLarge if it does not fit into one message."""
         self._codec.encode(self._granted(0, version), call=1, limits=self._limits)
-        self._read = self._leased = False
+        with self._changed:
+            self._reads = 0
+            self._leased = False
         self._set_state(version)
 
     @property
@@ -137,12 +140,16 @@ class PullServer:
         with self._changed:
             return self._leased
 
-    def wait_until_read(self, deadline: Deadline) -> None:
-        """Wait until one reader has released its read lease; then stop offering the version."""
+    def wait_until_read(self, deadline: Deadline, readers: int = 1) -> None:
+        """Wait until that many readers have released their read leases; then stop offering the version. DeadlineExceeded says how many
+        have."""
         try:
             with self._changed:
-                if not self._changed.wait_for(lambda: self._read, deadline.remaining_s()):
-                    raise deadline.exceeded(f"somebody to read what {self.address} offers")
+                if not self._changed.wait_for(lambda: self._reads >= readers, deadline.remaining_s()):
+                    waited_for = f"{readers} readers" if readers > 1 else "a reader"
+                    raise deadline.exceeded(
+                        f"{waited_for} of what {self.address} offers ({self._reads} have read it)"
+                    )
         finally:
             self._set_state(NothingOffered.EMPTY)
 
@@ -236,7 +243,7 @@ class PullServer:
     def _released(self, number: int, peer: bytes) -> ReadLeaseReleased:
         with self._changed:
             known = self._end_lease(number, peer)
-            self._read |= known
+            self._reads += known
         return ReadLeaseReleased(revoked=not known)
 
     def _probe(self, listener: Listener[Message]) -> None:

@@ -6,6 +6,7 @@ it is the publisher itself; with several ranks it forwards to RankZero or OtherR
 
 from __future__ import annotations
 
+from liveweight.errors import Refused
 from liveweight.rounds.fleet import Fleet
 from liveweight.rounds.one_thread import ExclusiveCalls, exclusive
 from liveweight.rounds.report import Report
@@ -41,16 +42,23 @@ class SpmdPublisher(FleetPublisher):
         return self._ranked.wait()
 
     @exclusive
-    def offer(self, label: str | int) -> Version:
+    def offer(self, label: str | int, *, readers: int = 1) -> Version:
         """Begin a round; returns as soon as the parameters of this process may change: after the freeze, or, live, when all have staged.
 
         With a source's address, engines may pull the version from now on, until the next offer or `close`. With a group, the version's
         digest is known when all ranks have frozen their shards: the report has it.
+
+        Without engines, a live or ring offer stands until `readers` engines or streams have read it. DeadlineExceeded says how many have,
+        if it was not all of them within the publisher's `timeout_s`.
         """
         if self._ranked is not None:
+            if readers != 1:
+                raise Refused(
+                    "readers is for a publisher without engines, and a trainer of several ranks drives its own"
+                )
             return self._ranked.offer(label)
         with ensure_pass(self._source):
-            return super().offer(label)
+            return super().offer(label, readers=readers)
 
     @exclusive
     def wait(self) -> Report:
