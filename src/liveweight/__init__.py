@@ -17,7 +17,9 @@ if TYPE_CHECKING:
     from liveweight.spec.manifest import TensorSpec, Version
     from liveweight.spec.region import box, whole
     from liveweight.trainer.sources.gathering_source import GatheringSource
+    from liveweight.trainer.sources.in_memory import IteratorSource
     from liveweight.transports.packing_source import RingSettings
+    from liveweight.wire.credentials import Secret
 
 _HOMES = {
     "LiveWeightError": "liveweight.errors",
@@ -25,11 +27,13 @@ _HOMES = {
     "DType": "liveweight.spec.dtype",
     "Piece": "liveweight.spec.layout",
     "GatheringSource": "liveweight.trainer.sources.gathering_source",
+    "IteratorSource": "liveweight.trainer.sources.in_memory",
     "Publisher": "liveweight.api",
     "Receiver": "liveweight.api",
     "Report": "liveweight.rounds.report",
     "RingSettings": "liveweight.transports.packing_source",
     "RoundFailed": "liveweight.errors",
+    "Secret": "liveweight.wire.credentials",
     "TensorSpec": "liveweight.spec.manifest",
     "Torn": "liveweight.errors",
     "Verification": "liveweight.rounds.undo_and_verify",
@@ -44,6 +48,7 @@ _HOMES = {
 __all__ = [
     "DType",
     "GatheringSource",
+    "IteratorSource",
     "LiveWeightError",
     "OutcomeUnknown",
     "Piece",
@@ -52,6 +57,7 @@ __all__ = [
     "Report",
     "RingSettings",
     "RoundFailed",
+    "Secret",
     "TensorSpec",
     "Torn",
     "Verification",
