@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
 from typing import Any
 
 import openai
 import pytest
 
+from liveweight.server.openai.generation_requests import completion_requests
+from liveweight.server.openai.request_types import CompletionRequest
 from tests.support.engine.echo_engine import CHOSEN, LAYERS, EchoEngine
 
 TEXT = "the quick brown fox 東京 🙂 jumps"
@@ -158,6 +161,20 @@ def test_seeds_wrap_and_without_one_choices_differ(client: openai.OpenAI, engine
     assert client.completions.create(seed=-5, **wish).choices[0].text
     texts = {choice.text for choice in client.completions.create(n=32, **wish).choices}
     assert len(texts) > 2
+
+
+def test_without_a_seed_every_choice_of_every_prompt_has_one_of_its_own(engine: EchoEngine) -> None:
+    ids = [5, 6, 7]
+    body = CompletionRequest.model_validate({"prompt": [ids] * 16, "n": 4})
+    requests = asyncio.run(completion_requests(body, engine))
+    assert [request.prompt for request in requests] == [ids] * 64
+    assert len({request.sampling.seed for request in requests}) == 64
+
+
+def test_with_a_seed_equal_prompts_have_equal_seeds(engine: EchoEngine) -> None:
+    body = CompletionRequest.model_validate({"prompt": [[5, 6], [7], [5, 6]], "n": 2, "seed": 2**64 - 1})
+    requests = asyncio.run(completion_requests(body, engine))
+    assert [request.sampling.seed for request in requests] == [2**64 - 1, 0] * 3
 
 
 def test_prompts_may_be_texts_or_ids_one_or_several(client: openai.OpenAI, engine: EchoEngine) -> None:

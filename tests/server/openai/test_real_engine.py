@@ -164,6 +164,15 @@ def test_every_choice_is_what_its_seed_gives_alone(real: Running) -> None:
     assert len({choice.text for choice in alone}) == 4
 
 
+def test_equal_prompts_differ_without_a_seed_and_repeat_with_one(real: Running) -> None:
+    wish: dict[str, Any] = {"prompt": [[1, 2, 3]] * 64, "max_tokens": 8, "extra_body": {"ignore_eos": True}}
+    free = [tuple(choice.token_ids) for choice in real.complete(**wish).choices]
+    assert len(free) == 64
+    assert len(set(free)) >= 60
+    seeded = [[choice.token_ids for choice in real.complete(seed=9, **wish).choices] for _ in range(2)]
+    assert seeded[0] == seeded[1] == [seeded[0][0]] * 64
+
+
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_stop_string_ends_a_real_answer_before_it(real: Running, stream: bool) -> None:
     wish: dict[str, Any] = {"prompt": TEXTS[0], "max_tokens": 32, "temperature": 0}

@@ -79,15 +79,22 @@ def _requests(
     wanted: Sequence[int],
     logprobs: int | None,
 ) -> list[EngineRequest]:
-    """Every prompt as often as there are choices; a choice's seed does not depend on the prompts beside it."""
+    """Every prompt as often as there are choices.
+
+    Choice k of a prompt has the request's seed plus k, whatever prompts stand beside it. Without a seed every choice of every prompt
+    draws one of its own, so equal prompts have different answers.
+    """
     for prompt, tokens in zip(prompts, wanted, strict=True):
         _check_length(len(prompt), tokens, engine.context, param)
-    seed = secrets.randbits(64) if body.seed is None else body.seed
     return [
-        EngineRequest(prompt=prompt, sampling=_sampling(body, tokens, (seed + choice) % _SEEDS, logprobs))
+        EngineRequest(prompt=prompt, sampling=_sampling(body, tokens, _seed(body, choice), logprobs))
         for prompt, tokens in zip(prompts, wanted, strict=True)
         for choice in range(body.choices)
     ]
+
+
+def _seed(body: GenerateRequest, choice: int) -> int:
+    return secrets.randbits(64) if body.seed is None else (body.seed + choice) % _SEEDS
 
 
 def _check_length(prompt: int, wanted: int, context: int, param: str) -> None:
