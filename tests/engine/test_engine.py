@@ -14,6 +14,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -157,6 +158,32 @@ def test_a_good_draft_is_taken_more_than_half_of_the_time_and_changes_no_token(
     assert counts.accepted_tokens > counts.drafted_tokens / 2
     assert counts.steps < plain.status().counts.steps * 0.75
     assert plain.status().counts.drafted_tokens == 0
+
+
+@pytest.mark.parametrize("draft", [False, True])
+def test_an_engine_set_to_processed_logprobs_reports_them_also_of_accepted_drafts(
+    start: Start,
+    models: Models,
+    transformers_logits: Callable[[Path], Logits],
+    tmp_path: Path,
+    draft: bool,
+) -> None:
+    directory = with_good_draft(models.directory(mtp=True), tmp_path / "good")
+    logits = transformers_logits(directory)
+    engine = start(directory, logprobs_mode="processed_logprobs", draft=draft)
+    sampling = Sampling(max_tokens=40, temperature=0.3, top_k=2, seed=8, ignore_eos=True, logprobs=4)
+    raw = msgspec.structs.replace(sampling, logprobs_mode="raw_logprobs")
+    prompts = some_prompts(6, seed=4)
+    for how, heat, kept in ((sampling, 0.3, 2), (raw, 1.0, 4)):
+        for prompt, answer in zip(prompts, answers(engine, prompts, how), strict=True):
+            table = logits([*prompt, *answer.ids])[len(prompt) - 1 : -1] / heat
+            for row, token in zip(table, answer.tokens, strict=True):
+                norm = float((row.topk(2).values if kept == 2 else row).logsumexp(-1))
+                assert token.logprob == pytest.approx(float(row[token.id]) - norm, abs=1e-3)
+                assert len(token.top) == kept
+                for other, logprob in token.top:
+                    assert logprob == pytest.approx(float(row[other]) - norm, abs=1e-3)
+    assert (engine.status().counts.accepted_tokens > 0) == draft
 
 
 def with_good_draft(original: Path, directory: Path) -> Path:

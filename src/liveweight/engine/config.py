@@ -7,6 +7,7 @@ from typing import Literal, TypeAlias
 import msgspec
 
 from liveweight.engine.rank.hooks import check_name
+from liveweight.engine.serving.requests import LogprobsMode
 from liveweight.errors import EngineConfigInvalid
 from liveweight.transports.registry import check_installed, mode
 from liveweight.transports.snapshot.disk.parts import PART_BYTES
@@ -89,7 +90,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
     `threads` are torch's, of each rank: more than one pays only on an idle machine; on a busy one they wait for each other and cost a
     multiple. `kv_bytes` is shared by all ranks; `batch_tokens` bounds one step and so the chunk of a prompt that is filled at once;
-    `draft` turns speculative decoding by the checkpoint's MTP layer on, where it has one. `hooks`, each a
+    `draft` turns speculative decoding by the checkpoint's MTP layer on, where it has one. `logprobs_mode` is for requests that name
+    none. `hooks`, each a
     `module:function` that ranks import and call with their model, follow every change of weights, also the load at the start. Without
     `updates` the weights stay as they were loaded; with `await_weights` no request is taken before a publisher has brought a version.
     Without `restarts` the engine ends with the first rank that is lost. Weights of an engine that sleeps lie below `sleep_directory`; None:
@@ -111,6 +113,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     overlap: bool = True
     prefix_cache: bool = True
     draft: bool = True
+    logprobs_mode: LogprobsMode = "raw_logprobs"
     hooks: tuple[str, ...] = ()
     updates: Updates | None = None
     await_weights: bool = False

@@ -13,6 +13,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Self
 
+import msgspec
+
 from liveweight.engine.config import EngineConfig
 from liveweight.engine.models.model_spec import ModelSpec
 from liveweight.engine.serving.awaiting_weights import AwaitingWeights
@@ -110,6 +112,8 @@ class Engine:
             raise RequestInvalid(f"the prompt has token ids outside the vocabulary of {self.vocab}")
         if sampling.routing and not self.spec.sparse_layers:
             raise RequestInvalid("routed experts were asked for, and the model has none")
+        if sampling.logprobs_mode is None:
+            sampling = msgspec.structs.replace(sampling, logprobs_mode=self.config.logprobs_mode)
         number = next(self._numbers)
         sequence = Running(number, list(prompt), sampling, sink, TextStream(self.tokenizer, sampling.stop))
         with self._engine_loop.lock:

@@ -6,6 +6,8 @@ from typing import Any, Literal, NotRequired
 
 from typing_extensions import TypedDict  # pydantic needs this one before Python 3.12
 
+from liveweight.engine.serving.requests import LogprobsMode
+
 
 class Problem(TypedDict):
     """What went wrong. `param` is the field at fault, `code` a word or an LW code that stays the same.
@@ -135,13 +137,14 @@ class ChatAnswer(ResponseEnvelope):
 
 
 class ModelAnswer(TypedDict):
-    """A model that is served here."""
+    """A model that is served here. `logprobs_mode` is for requests that name none."""
 
     id: str
     object: Literal["model"]
     created: int
     owned_by: str
     max_model_len: int
+    logprobs_mode: LogprobsMode
 
 
 class ModelsAnswer(TypedDict):

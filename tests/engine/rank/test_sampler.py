@@ -5,19 +5,34 @@ from __future__ import annotations
 import math
 from collections import Counter
 
+import msgspec
 import pytest
 import torch
 
 from liveweight.engine.rank.sampler import sample, uniform
+from liveweight.engine.serving.requests import LogprobsMode
 from liveweight.engine.serving.step_stream import Draw
 
 LOGITS = torch.tensor([2.0, 1.0, 0.5, 0.0, -1.0, -3.0])
 
 
 def draw(
-    temperature: float = 1.0, top_p: float = 1.0, top_k: int = 0, seed: int = 0, logprobs: int | None = None
+    temperature: float = 1.0,
+    top_p: float = 1.0,
+    top_k: int = 0,
+    seed: int = 0,
+    logprobs: int | None = None,
+    logprobs_mode: LogprobsMode = "raw_logprobs",
 ) -> Draw:
-    return Draw(temperature, top_p, top_k, seed, logprobs, False)
+    return Draw(
+        temperature=temperature,
+        top_p=top_p,
+        top_k=top_k,
+        seed=seed,
+        logprobs=logprobs,
+        logprobs_mode=logprobs_mode,
+        routing=False,
+    )
 
 
 def frequencies(how: Draw, trials: int = 6_000) -> dict[int, float]:
@@ -36,7 +51,7 @@ def expected(how: Draw) -> dict[int, float]:
     for token in best:
         kept.append(token)
         mass += weights[token] / total
-        if mass >= how.top_p - 1e-12:
+        if how.top_p < 1.0 and mass >= how.top_p - 1e-12:
             break
     total = sum(weights[token] for token in kept)
     return {token: weights[token] / total for token in kept}
@@ -99,6 +114,67 @@ def test_logprobs_are_of_the_model_and_only_where_asked_for() -> None:
     assert [value for _, value in first.top] == pytest.approx(logprobs[:2].tolist(), abs=1e-6)
     assert (second.logprob, second.top, third.top) == (None, (), ())
     assert third.logprob == pytest.approx(float(logprobs[third.token]), abs=1e-6)
+
+
+PROCESSED = [
+    draw(temperature=0.7),
+    draw(temperature=1.6, top_k=3),
+    draw(temperature=0.9, top_p=0.7),
+    draw(temperature=2.0, top_p=0.9, top_k=4),
+    draw(top_k=1),
+    draw(temperature=0.05, top_k=4),
+]
+
+
+@pytest.mark.parametrize("how", PROCESSED, ids=str)
+def test_processed_logprobs_are_of_what_tokens_are_drawn_from(how: Draw) -> None:
+    how = msgspec.structs.replace(how, logprobs=5, logprobs_mode="processed_logprobs")
+    wanted = expected(how)
+    for choice in sample(LOGITS.expand(200, -1), [how] * 200, range(200)):
+        assert choice.logprob is not None
+        assert choice.logprob == pytest.approx(math.log(wanted[choice.token]), abs=1e-6)
+        assert [token for token, _ in choice.top] == list(wanted)[:5]
+        assert [value for _, value in choice.top] == pytest.approx(
+            [math.log(wanted[token]) for token, _ in choice.top], abs=1e-6
+        )
+
+
+@pytest.mark.parametrize("temperature", [0.3, 0.7, 1.0, 1.5])
+def test_processed_logprobs_without_cuts_are_the_softmax_over_temperature(temperature: float) -> None:
+    torch.manual_seed(7)
+    logits = 4 * torch.randn(50, 5_000)
+    how = draw(temperature=temperature, logprobs=20, logprobs_mode="processed_logprobs")
+    table = torch.log_softmax(logits / temperature, dim=-1)
+    for row, choice in enumerate(sample(logits, [how] * 50, range(50))):
+        assert choice.logprob == pytest.approx(float(table[row, choice.token]), abs=1e-5)
+        assert [value for _, value in choice.top] == pytest.approx(
+            table[row].topk(20).values.tolist(), abs=1e-5
+        )
+
+
+def test_greedy_rows_have_the_models_logprobs_in_both_modes() -> None:
+    raw, processed = sample(
+        LOGITS.expand(2, -1),
+        [
+            draw(temperature=0.0, logprobs=3),
+            draw(temperature=0.0, logprobs=3, top_k=2, logprobs_mode="processed_logprobs"),
+        ],
+        [1, 1],
+    )
+    assert raw == processed
+    assert raw.logprob == pytest.approx(float(LOGITS.log_softmax(-1)[0]), abs=1e-6)
+
+
+@pytest.mark.parametrize("temperature", [1e-320, 1e-6, 1e-3])
+@pytest.mark.parametrize("top_p", [0.5, 1.0])
+def test_a_chosen_token_never_has_probability_zero(temperature: float, top_p: float) -> None:
+    torch.manual_seed(3)
+    logits = 30 * torch.randn(20, 300)
+    how = draw(temperature=temperature, top_p=top_p, logprobs=20, logprobs_mode="processed_logprobs")
+    for choice in sample(logits, [how] * 20, range(20)):
+        assert choice.logprob is not None
+        assert math.isfinite(choice.logprob)
+        assert all(math.isfinite(value) for _, value in choice.top)
 
 
 def test_the_deciding_numbers_are_spread_evenly_and_differ_by_seed_and_position() -> None:

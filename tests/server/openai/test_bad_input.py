@@ -74,6 +74,7 @@ CASES = {
     "top_k": completion("top_k", top_k=-2),
     "n 0": completion("n", n=0),
     "n 65": completion("n", n=65),
+    "logprobs mode": completion("logprobs_mode", logprobs_mode="raw_logits"),
     "seed": completion("seed", seed=2**64),
     "seed as text": completion("seed", seed="x"),
     "empty stop": completion("stop[0]", stop=""),

@@ -280,6 +280,7 @@ def test_the_model_is_listed_and_found_by_name(client: openai.OpenAI, engine: Ec
     assert [model.id for model in listed] == [engine.name]
     assert client.models.retrieve(engine.name).id == engine.name
     assert (listed[0].model_extra or {})["max_model_len"] == engine.context
+    assert (listed[0].model_extra or {})["logprobs_mode"] == "raw_logprobs"
     with pytest.raises(openai.NotFoundError, match="nothing"):
         client.models.retrieve("nothing")
 

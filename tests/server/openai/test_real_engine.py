@@ -15,6 +15,7 @@ import httpx
 import numpy as np
 import openai
 import pytest
+import torch
 
 from liveweight.engine.engine import Engine
 from tests.engine.test_engine import with_good_draft
@@ -137,6 +138,43 @@ def test_logprobs_of_chats_are_those_of_transformers(real: Running) -> None:
         assert entry.logprob == pytest.approx(float(row[token]), abs=1e-3)
         best = [float(value) for value in row.topk(4).values]
         assert [other.logprob for other in entry.top_logprobs] == pytest.approx(best, abs=1e-3)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.7, 1.4])
+def test_processed_logprobs_are_those_of_transformers_over_temperature(
+    real: Running, temperature: float
+) -> None:
+    wish: dict[str, Any] = {"max_tokens": 24, "temperature": temperature, "seed": 6, "logprobs": 3}
+    for mode in ("raw_logprobs", "processed_logprobs"):
+        extra = {"logprobs_mode": mode}
+        choice = real.complete(prompt=TEXTS[0], extra_body=extra, **wish).choices[0]
+        heat = temperature if mode == "processed_logprobs" and temperature > 0 else 1.0
+        prompt = real.reference.encode(TEXTS[0])
+        table = real.reference.logits([*prompt, *choice.token_ids])[len(prompt) - 1 : -1]
+        table = torch.log_softmax(table / heat, dim=-1)
+        expected = [float(row[token]) for row, token in zip(table, choice.token_ids, strict=True)]
+        assert choice.logprobs.token_logprobs == pytest.approx(expected, abs=1e-4)
+
+
+def test_processed_logprobs_of_chats_leave_out_what_was_cut_off(real: Running) -> None:
+    extra = {"logprobs_mode": "processed_logprobs", "top_k": 3, "return_token_ids": True}
+    answer: Any = real.client.chat.completions.create(
+        model=real.engine.name,
+        messages=HELLO,
+        max_tokens=16,
+        seed=4,
+        logprobs=True,
+        top_logprobs=8,
+        extra_body=extra,
+    )
+    choice = answer.choices[0]
+    table = real.reference.logits([*answer.prompt_token_ids, *choice.token_ids])[
+        len(answer.prompt_token_ids) - 1 : -1
+    ]
+    for row, entry in zip(table, choice.logprobs.content, strict=True):
+        kept = row.topk(3).values.log_softmax(-1)
+        assert [other.logprob for other in entry.top_logprobs] == pytest.approx(kept.tolist(), abs=1e-4)
+        assert min(abs(entry.logprob - float(value)) for value in kept) < 1e-4
 
 
 def test_streams_say_what_plain_answers_say(real: Running) -> None:

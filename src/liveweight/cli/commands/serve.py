@@ -54,6 +54,12 @@ BatchTokens = Annotated[int, typer.Option(min=1, help="Tokens in one step, at mo
 Overlap = Annotated[bool, typer.Option("--overlap/--no-overlap", help="Schedule a step ahead.")]
 Draft = Annotated[bool, typer.Option("--draft/--no-draft", help="Use the model's MTP layer, if it has one.")]
 Prefixes = Annotated[bool, typer.Option("--prefix-cache/--no-prefix-cache", help="Share common beginnings.")]
+LogprobsMode = Annotated[
+    Literal["raw_logprobs", "processed_logprobs"],
+    typer.Option(
+        help="Of requests that name none: logprobs of the model's own distribution, or of the one that tokens are drawn from."
+    ),
+]
 Threads = Annotated[int, typer.Option(min=1, help="Threads of each rank.")]
 Grace = Annotated[float, typer.Option(min=0, help="Seconds that running requests have at the end.")]
 BodyMb = Annotated[int, typer.Option(min=1, help="Larger requests are refused.")]
@@ -183,6 +189,7 @@ def serve(
     overlap: Overlap = True,
     draft: Draft = True,
     prefix_cache: Prefixes = True,
+    logprobs_mode: LogprobsMode = "raw_logprobs",
     threads: Threads = 1,
     grace: Grace = 30.0,
     max_body_mb: BodyMb = 8,

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 _AS_THEY_ARE = (
     *("served_name", "tp", "dtype", "context", "max_running", "threads"),
-    *("max_waiting", "batch_tokens", "overlap", "draft", "prefix_cache"),
+    *("max_waiting", "batch_tokens", "overlap", "draft", "prefix_cache", "logprobs_mode"),
 )
 
 

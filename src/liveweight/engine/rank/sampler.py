@@ -1,12 +1,15 @@
 """Choosing tokens: from logits and each row's settings to ids and logprobs. The same on every rank, and whatever else is in the batch.
 
 A row uses one number between 0 and 1, which follows from its seed and the position of the token. So a request draws the same tokens
-alone or in company, after being taken back and filled again, and with or without a draft. Logprobs are of the model's own
-distribution, before temperature and cuts.
+alone or in company, after being taken back and filled again, and with or without a draft.
+
+Raw logprobs are of the model's own distribution. Processed logprobs are of the one that the token was drawn from: after temperature and
+cuts, normalised again. A greedy row (temperature 0) has no temperature and no cuts, so both are the same there.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -39,37 +42,63 @@ def uniform(seed: int, position: int) -> float:
 
 def sample(logits: torch.Tensor, draws: Sequence[Draw], positions: Sequence[int]) -> list[SampledToken]:
     """One choice per row of `logits` [rows, vocab], float32; `positions` are those of the tokens to choose."""
-    tokens = logits.argmax(dim=-1).tolist()
-    warm = [row for row, draw in enumerate(draws) if draw.temperature > 0 and draw.top_k != 1]
-    plain = [row for row in warm if draws[row].top_p >= 1.0 and not draws[row].top_k]
-    if plain:
-        for row, token in zip(plain, _plain(logits, draws, positions, plain), strict=True):
-            tokens[row] = token
-    for row in set(warm) - set(plain):
-        tokens[row] = _cut(logits[row], draws[row], uniform(draws[row].seed, positions[row]))
-    if all(draw.logprobs is None for draw in draws):
-        return [SampledToken(token=token) for token in tokens]
-    return _with_logprobs(logits, tokens, [draw.logprobs for draw in draws])
+    choices = [SampledToken(token=token) for token in logits.argmax(dim=-1).tolist()]
+    warm = [row for row, draw in enumerate(draws) if draw.temperature > 0]
+    whole = [row for row in warm if draws[row].top_p >= 1.0 and not draws[row].top_k]
+    if whole:
+        for row, choice in zip(whole, _from_all(logits, draws, positions, whole), strict=True):
+            choices[row] = choice
+    for row in sorted(set(warm) - set(whole)):
+        number = uniform(draws[row].seed, positions[row])
+        choices[row] = _from_best(logits[row], draws[row], number, choices[row].token)
+    for row, draw in enumerate(draws):
+        if draw.logprobs is not None and (draw.logprobs_mode == "raw_logprobs" or draw.temperature == 0):
+            choices[row] = _with_logprobs(choices[row].token, logits[row].log_softmax(dim=-1), draw.logprobs)
+    return choices
 
 
-def _plain(
+def _from_all(
     logits: torch.Tensor, draws: Sequence[Draw], positions: Sequence[int], rows: Sequence[int]
-) -> list[int]:
-    """Rows that draw from the whole distribution, together."""
+) -> list[SampledToken]:
+    """Rows that draw from the whole distribution, together; with their logprobs, if these are processed ones."""
     import torch
 
-    heat = torch.tensor([draws[row].temperature for row in rows], dtype=torch.float64).unsqueeze(1)
-    mass = torch.softmax(logits[list(rows)].double() / heat, dim=-1).cumsum_(dim=-1)
-    wanted = torch.tensor([[uniform(draws[row].seed, positions[row])] for row in rows], dtype=torch.float64)
-    found = torch.searchsorted(mass, wanted * mass[:, -1:], right=True).squeeze(1)
-    return [int(token) for token in found.clamp_(max=logits.shape[-1] - 1).tolist()]
+    scaled = _scaled(logits[list(rows)], [draws[row].temperature for row in rows])
+    mass = torch.softmax(scaled, dim=-1).cumsum_(dim=-1)
+    numbers = torch.tensor([[uniform(draws[row].seed, positions[row])] for row in rows], dtype=torch.float64)
+    choices = []
+    for at, (row, token) in enumerate(zip(rows, _decided(mass, numbers).squeeze(1).tolist(), strict=True)):
+        draw = draws[row]
+        if draw.logprobs is None or draw.logprobs_mode == "raw_logprobs":
+            choices.append(SampledToken(token=token))
+        else:
+            choices.append(_with_logprobs(token, scaled[at].log_softmax(dim=-1), draw.logprobs))
+    return choices
 
 
-def _cut(logits: torch.Tensor, draw: Draw, wanted: float) -> int:
-    """A row that draws from the most likely tokens only. A short list is enough, if it holds all of them."""
+def _from_best(logits: torch.Tensor, draw: Draw, number: float, likeliest: int) -> SampledToken:
+    """A row that draws from the most likely tokens only; with its logprobs, if these are processed ones."""
     import torch
 
-    scaled = logits.double() / draw.temperature
+    count = None if draw.logprobs_mode == "raw_logprobs" else draw.logprobs
+    if draw.top_k == 1:
+        if count is None:
+            return SampledToken(token=likeliest)
+        return SampledToken(token=likeliest, logprob=0.0, top=((likeliest, 0.0),) if count else ())
+    best, ids = _best(_scaled(logits.unsqueeze(0), [draw.temperature])[0], draw)
+    mass = torch.softmax(best, dim=-1).cumsum_(dim=-1)
+    index = int(_decided(mass, torch.tensor([number], dtype=torch.float64)))
+    if count is None:
+        return SampledToken(token=int(ids[index]))
+    logprobs = best.log_softmax(dim=-1)
+    top = _possible(ids[:count], logprobs[:count])
+    return SampledToken(token=int(ids[index]), logprob=float(logprobs[index]), top=top)
+
+
+def _best(scaled: torch.Tensor, draw: Draw) -> tuple[torch.Tensor, torch.Tensor]:
+    """What the cuts leave of a row, the likeliest first, and its ids. A short list is enough, if it holds all of them."""
+    import torch
+
     total, vocab = torch.logsumexp(scaled, dim=-1), scaled.shape[-1]
     count = min(draw.top_k or _SHORTLIST, vocab)
     while True:
@@ -78,23 +107,40 @@ def _cut(logits: torch.Tensor, draw: Draw, wanted: float) -> int:
         if draw.top_k or count == vocab or float(mass[-1]) >= draw.top_p:
             break
         count = min(count * 8, vocab)
+    if draw.top_p >= 1.0:
+        return best, ids
     limit = draw.top_p * float(mass[-1]) if draw.top_k else draw.top_p
     kept = min(int((mass < limit).sum()) + 1, count)
-    mass = mass[:kept]
-    index = int(torch.searchsorted(mass, wanted * mass[-1], right=True))
-    return int(ids[min(index, kept - 1)])
+    return best[:kept], ids[:kept]
 
 
-def _with_logprobs(
-    logits: torch.Tensor, tokens: Sequence[int], counts: Sequence[int | None]
-) -> list[SampledToken]:
-    choices = []
-    for row, (token, count) in enumerate(zip(tokens, counts, strict=True)):
-        if count is None:
-            choices.append(SampledToken(token=token))
-            continue
-        logprobs = logits[row].log_softmax(dim=-1)
-        best = logprobs.topk(min(count, logprobs.shape[-1])) if count else None
-        top = () if best is None else tuple(zip(best.indices.tolist(), best.values.tolist(), strict=True))
-        choices.append(SampledToken(token=token, logprob=float(logprobs[token]), top=top))
-    return choices
+def _scaled(logits: torch.Tensor, temperatures: Sequence[float]) -> torch.Tensor:
+    """Rows in float64, divided by their temperatures. The largest of a row becomes 0 first, so that none overflows."""
+    import torch
+
+    heat = torch.tensor(temperatures, dtype=torch.float64).unsqueeze(1)
+    return (logits.double() - logits.amax(dim=-1, keepdim=True)) / heat
+
+
+def _decided(mass: torch.Tensor, numbers: torch.Tensor) -> torch.Tensor:
+    """Where cumulative mass first exceeds that share of its end. A token without mass is never chosen, also where rounding would
+    reach the end."""
+    import torch
+
+    end = mass[..., -1:].contiguous()
+    found = torch.searchsorted(mass, torch.minimum(numbers * end, torch.nextafter(end, -end)), right=True)
+    return found.clamp_(max=mass.shape[-1] - 1)  # logits that are no numbers have no place
+
+
+def _with_logprobs(token: int, logprobs: torch.Tensor, count: int) -> SampledToken:
+    """The token with its logprob, and the `count` likeliest of the row."""
+    if not count:
+        return SampledToken(token=token, logprob=float(logprobs[token]))
+    best = logprobs.topk(min(count, logprobs.shape[-1]))
+    return SampledToken(token=token, logprob=float(logprobs[token]), top=_possible(best.indices, best.values))
+
+
+def _possible(ids: torch.Tensor, logprobs: torch.Tensor) -> tuple[tuple[int, float], ...]:
+    """Alternatives as values, without those of probability 0."""
+    pairs = zip(ids.tolist(), logprobs.tolist(), strict=True)
+    return tuple((token, logprob) for token, logprob in pairs if logprob != -math.inf)

@@ -11,6 +11,8 @@ from liveweight.errors import LiveWeightError, RequestInvalid
 
 Finish: TypeAlias = Literal["stop", "length", "abort"]
 """Why an answer ended: a stop token or string; its length; somebody ended it, with the tokens it had."""
+LogprobsMode: TypeAlias = Literal["raw_logprobs", "processed_logprobs"]
+"""Of which distribution logprobs are: the model's own, or the one that the token was drawn from. The words are vLLM's."""
 MAX_LOGPROBS = 20
 _SEEDS = 1 << 64
 
@@ -19,7 +21,8 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     """How tokens are chosen and when to end. Temperature 0 is greedy; `top_k` 0 and `top_p` 1 leave the distribution whole.
 
     The token at a position depends on the request's own tokens and on `seed`, never on what else runs.
-    `logprobs` counts the alternatives reported per token, 0 for the chosen one alone, None for no logprobs.
+    `logprobs` counts the alternatives reported per token, 0 for the chosen one alone, None for no logprobs. `logprobs_mode` None is the
+    engine's own.
     """
 
     max_tokens: int
@@ -31,6 +34,7 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
     logprobs: int | None = None
+    logprobs_mode: LogprobsMode | None = None
     routing: bool = False
 
     def __post_init__(self) -> None:

@@ -83,7 +83,15 @@ class Sequence:
     def draw(self) -> Draw:
         """What the ranks must know of its sampling."""
         s = self.sampling
-        return Draw(s.temperature, s.top_p, s.top_k, s.seed, s.logprobs, s.routing)
+        return Draw(
+            temperature=s.temperature,
+            top_p=s.top_p,
+            top_k=s.top_k,
+            seed=s.seed,
+            logprobs=s.logprobs,
+            logprobs_mode=s.logprobs_mode or "raw_logprobs",
+            routing=s.routing,
+        )
 
     def take(self, drawn: Drawn, weights: str, ends: frozenset[int]) -> Delta | None:
         """Add what a step drew; the piece of the answer that follows from it, the last one with its finish."""

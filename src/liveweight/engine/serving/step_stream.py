@@ -12,6 +12,7 @@ from typing import TypeAlias
 import msgspec
 
 from liveweight.engine.config import EngineConfig
+from liveweight.engine.serving.requests import LogprobsMode
 from liveweight.spec.layout import Layout
 from liveweight.spec.manifest import Manifest, Version
 from liveweight.wire.messages.values import Fault, Offer
@@ -39,6 +40,7 @@ class Draw(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=T
     top_k: int
     seed: int
     logprobs: int | None
+    logprobs_mode: LogprobsMode
     routing: bool
 
 

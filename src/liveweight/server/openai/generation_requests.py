@@ -119,5 +119,6 @@ def _sampling(body: GenerateRequest, max_tokens: int, seed: int, logprobs: int |
         stop_token_ids=tuple(body.stop_token_ids or ()),
         ignore_eos=bool(body.ignore_eos),
         logprobs=logprobs,
+        logprobs_mode=body.logprobs_mode,
         routing=bool(body.return_routed_experts),
     )

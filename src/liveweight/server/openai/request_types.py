@@ -7,7 +7,7 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 from pydantic import BaseModel, ConfigDict, Field, GetJsonSchemaHandler, model_validator
 from pydantic_core import CoreSchema
 
-from liveweight.engine.serving.requests import MAX_LOGPROBS
+from liveweight.engine.serving.requests import MAX_LOGPROBS, LogprobsMode
 from liveweight.server.field_types import Content, Prompts, Stops, Text, Variables, wrong
 from liveweight.server.openai import ignored_fields
 
@@ -50,6 +50,7 @@ class GenerateRequest(Strict):
     temperature: Annotated[float, Field(ge=0, le=100)] | None = None
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
     top_k: Annotated[int, Field(ge=-1, lt=2**31)] | None = None
+    logprobs_mode: LogprobsMode | None = None
     seed: Annotated[int, Field(ge=-(2**63), lt=2**64)] | None = None
     stop: Stops | None = None
     stop_token_ids: Annotated[list[Annotated[int, Field(ge=0)]], Field(max_length=64)] | None = None

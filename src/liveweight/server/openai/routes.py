@@ -97,4 +97,5 @@ def _model(context: RouteContext) -> ModelAnswer:
         "created": context.created,
         "owned_by": "liveweight",
         "max_model_len": context.engine.context,
+        "logprobs_mode": context.engine.config.logprobs_mode,
     }
