@@ -100,7 +100,7 @@ def test_wrappers_are_stripped_wherever_they_occur_and_nothing_else(raw: str, na
     [
         ("base_model.model.a.lora_A.default.weight", "merge_adapter"),
         ("a.lora_embedding_B.default", "merge_adapter"),
-        ("base_model.model.head.modules_to_save.default.weight", "merge_and_unload"),
+        ("base_model.model.head.modules_to_save.default.weight", "PEFT module itself"),
     ],
 )
 def test_an_adapters_tensor_is_refused_with_what_to_do(raw: str, remedy: str) -> None:

@@ -57,12 +57,13 @@ def check_no_adapter(name: str, parts: Iterable[str]) -> None:
     for part in parts:
         if part in ADAPTERS:
             raise ManifestInvalid(
-                f"{name} belongs to an adapter ({part}), and engines take whole weights: merge it first, "
-                "with merge_adapter() around every publish of the module, or once with merge_and_unload()"
+                f"{name} belongs to an adapter ({part}), and engines take whole weights: publish the PEFT "
+                "module itself, whose LoRA is merged on the way; of a sharded or a shared one, call merge_adapter() before every publish"
             )
         if part in COPIES:
             raise ManifestInvalid(
-                f"{name} is one of two copies of a module ({part}): publish the model that merge_and_unload() returns"
+                f"{name} is one of two copies of a module ({part}): publish the PEFT module itself, of which the active copy is taken, "
+                "or a state dict that has that copy under the module's own name"
             )
 
 

@@ -23,6 +23,7 @@ from liveweight.spec.row_table import Table
 from liveweight.trainer.offers.freeze import offered_manifest
 from liveweight.trainer.offers.freeze_tables import cut_columns
 from liveweight.trainer.sources.in_memory import ModuleSource, as_source
+from liveweight.trainer.sources.merged_adapters import MergedSource
 from liveweight.trainer.sources.module_walker import ModuleWalker
 from liveweight.trainer.sources.source import Source, whole_pass
 from liveweight.trainer.sources.stacked_experts import split_manifest, splits_for
@@ -123,6 +124,8 @@ def share_module(
 
 def why_not_live(source: Source, expected: Manifest, shared: SharedModule | None) -> str | None:
     """The reason, in words, why ranks cannot read this source where it lies; None if they can."""
+    if isinstance(source, MergedSource):
+        return "adapters are merged into new tensors for every version"
     if not isinstance(source, ModuleSource):
         return "the source is not a torch module"
     if shared is None:

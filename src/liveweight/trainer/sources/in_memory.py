@@ -17,6 +17,7 @@ from liveweight.checkpoint import CheckpointSource
 from liveweight.errors import ManifestInvalid, Refused
 from liveweight.spec.dtype import DType
 from liveweight.spec.manifest import Manifest, TensorSpec
+from liveweight.trainer.sources.merged_adapters import MergedSource, has_adapters
 from liveweight.trainer.sources.module_walker import ModuleWalker
 from liveweight.trainer.sources.source import Source
 from liveweight.trainer.sources.tensors import AnyTensor, spec_dtype
@@ -108,7 +109,7 @@ def as_source(given: object) -> Source:
     """A source from a torch module, a mapping of tensors, the path of an HF checkpoint directory, or a source itself."""
     torch = sys.modules.get("torch")  # where torch is not loaded, nothing is a module of it
     if torch is not None and isinstance(given, torch.nn.Module):
-        return ModuleSource(given)
+        return MergedSource(given) if has_adapters(given) else ModuleSource(given)
     match given:
         case Mapping():
             return StateDictSource(given)

@@ -90,13 +90,13 @@ class ModuleWalker:
             if key in ADAPTERS:
                 check_merged(module, prefix + key)
                 self._merged.append((prefix + key, module))
-            elif key == "module" and _is_data_parallel(module):
+            elif key == "module" and is_data_parallel(module):
                 self._enter(child, prefix)
             else:
                 self._enter(child, f"{prefix}{key}.")
 
 
-def _is_data_parallel(module: torch.nn.Module) -> bool:
+def is_data_parallel(module: torch.nn.Module) -> bool:
     """Whether it is a DistributedDataParallel or a DataParallel, which hold the model as their child `module`."""
     parallel = sys.modules["torch.nn.parallel"]
     return isinstance(module, (parallel.DistributedDataParallel, parallel.DataParallel))

@@ -13,6 +13,7 @@ import msgspec
 from liveweight.spec.manifest import Manifest
 from liveweight.spec.tensor_names import without_data_parallel
 from liveweight.trainer.sources.in_memory import ModuleSource
+from liveweight.trainer.sources.merged_adapters import MergedSource
 from liveweight.trainer.sources.source import Source
 from liveweight.trainer.sources.tensors import AnyTensor
 
@@ -38,7 +39,7 @@ class RenamedSource:
 
 def for_engines(source: Source, expected: Manifest | None) -> Source:
     """The source under the names that engines expect (None: no engine is known): without DDP's `module.`, if a wrapper put it there."""
-    if isinstance(source, ModuleSource):
+    if isinstance(source, ModuleSource | MergedSource):
         return source
     names = data_parallel_names(source.manifest(), expected)
     return RenamedSource(source, names) if names else source

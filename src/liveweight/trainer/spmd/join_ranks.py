@@ -28,6 +28,7 @@ from liveweight.trainer.offers.sharded import ShardedOffers
 from liveweight.trainer.settings import PublisherSettings
 from liveweight.trainer.sources.dtensor_shards import ShardPlan, Shards, cut_whole
 from liveweight.trainer.sources.in_memory import ModuleSource, StateDictSource, as_source
+from liveweight.trainer.sources.merged_adapters import MergedSource
 from liveweight.trainer.sources.source import Source
 from liveweight.trainer.spmd.other_rank import OtherRank
 from liveweight.trainer.spmd.process_group import TrainerGroup
@@ -210,7 +211,7 @@ class _RankWeights:
     @classmethod
     def of(cls, model: object, rank: int) -> _RankWeights:
         source = as_source(model)
-        if isinstance(source, ModuleSource):
+        if isinstance(source, ModuleSource) or (isinstance(source, MergedSource) and source.sharded):
             return cls(model=model, shards=Shards(source.module), source=None)
         if isinstance(source, StateDictSource) and isinstance(model, Mapping):
             return cls(model=model, shards=Shards(model), source=None)
