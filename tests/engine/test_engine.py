@@ -42,6 +42,7 @@ from tests.support.engine.engines import (
     first_difference,
     forking,
     greedy,
+    penalised,
 )
 from tests.support.processes.fork_server import Zygote
 from tests.support.processes.stopping import stop
@@ -127,11 +128,58 @@ def test_a_request_gets_the_same_tokens_in_whatever_company(
     assert (status.running, status.waiting, status.blocks_free) == (0, 0, status.blocks_total)
 
 
+@pytest.mark.parametrize("mtp", [False, True])
+@pytest.mark.parametrize("how", WAYS)
+def test_a_repetition_penalty_is_over_all_tokens_in_whatever_company(
+    start: Start, models: Models, transformers_logits: Callable[[Path], Logits], how: str, mtp: bool
+) -> None:
+    engine = start(models.directory(mtp=mtp), **WAYS[how])
+    logits = transformers_logits(models.directory())
+    prompts = some_prompts(8, longest=60, seed=1)
+    sampling = greedy(24, repetition_penalty=1.6)
+    asked = [ask(engine, prompt, sampling) for prompt in prompts]
+    beside = [ask(engine, prompt, greedy(24)) for prompt in prompts]
+    again = answers(engine, prompts, sampling)  # pages of the prompts are in the prefix cache now
+    for prompt, answer in zip([*prompts, *prompts], [*asked, *again], strict=True):
+        assert answer.wait().finish == "length"
+        assert first_difference(penalised(logits, 1.6), prompt, answer.ids) is None
+    for prompt, answer in zip(prompts, beside, strict=True):
+        assert first_difference(logits, prompt, answer.wait().ids) is None
+    assert [answer.ids for answer in asked] != [answer.ids for answer in beside]
+    assert (engine.status().counts.preemptions > 0) == (how == "with pages that run out")
+
+
+@pytest.mark.parametrize("penalty", [0.5, 1.3])
+def test_the_token_after_an_accepted_draft_has_seen_it(
+    start: Start,
+    models: Models,
+    transformers_logits: Callable[[Path], Logits],
+    tmp_path: Path,
+    penalty: float,
+) -> None:
+    directory = with_good_draft(models.directory(mtp=True, tied=False), tmp_path / "good")
+    engine, logits = start(directory), penalised(transformers_logits(directory), penalty)
+    sampling = greedy(24, repetition_penalty=penalty, logprobs=0, logprobs_mode="processed_logprobs")
+    prompts = some_prompts(8, seed=3)
+    for prompt, answer in zip(prompts, answers(engine, prompts, sampling), strict=True):
+        assert first_difference(logits, prompt, answer.ids) is None
+        table = logits([*prompt, *answer.ids])[len(prompt) - 1 : -1].log_softmax(-1)
+        for row, token in zip(table, answer.tokens, strict=True):
+            assert token.logprob == pytest.approx(float(row[token.id]), abs=1e-4)
+    assert engine.status().counts.accepted_tokens > 0
+
+
 def test_a_seed_gives_the_same_tokens_in_whatever_company(start: Start, models: Models) -> None:
     prompts = some_prompts(6, seed=2)
     hows = [
         Sampling(
-            max_tokens=20, temperature=1.0, seed=number, top_p=0.9 if number % 2 else 1.0, ignore_eos=True
+            max_tokens=20,
+            temperature=1.0,
+            seed=number,
+            top_p=0.9 if number % 2 else 1.0,
+            min_p=0.02 if number % 3 == 0 else 0.0,
+            repetition_penalty=1.4 if number > 2 else 1.0,
+            ignore_eos=True,
         )
         for number in range(6)
     ]

@@ -4,12 +4,23 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from collections.abc import Sequence
 
 import msgspec
+import numpy as np
 import pytest
 import torch
+from transformers import (
+    MinPLogitsWarper,
+    RepetitionPenaltyLogitsProcessor,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
 
-from liveweight.engine.rank.sampler import sample, uniform
+from liveweight.engine.rank.sampler import SampledToken, uniform
+from liveweight.engine.rank.sampler import sample as sample_rows
+from liveweight.engine.rank.slots import SeenTokens
 from liveweight.engine.serving.requests import LogprobsMode
 from liveweight.engine.serving.step_stream import Draw
 
@@ -20,6 +31,8 @@ def draw(
     temperature: float = 1.0,
     top_p: float = 1.0,
     top_k: int = 0,
+    min_p: float = 0.0,
+    repetition_penalty: float = 1.0,
     seed: int = 0,
     logprobs: int | None = None,
     logprobs_mode: LogprobsMode = "raw_logprobs",
@@ -28,11 +41,19 @@ def draw(
         temperature=temperature,
         top_p=top_p,
         top_k=top_k,
+        min_p=min_p,
+        repetition_penalty=repetition_penalty,
+        seen=(),
         seed=seed,
         logprobs=logprobs,
         logprobs_mode=logprobs_mode,
         routing=False,
     )
+
+
+def sample(logits: torch.Tensor, draws: Sequence[Draw], positions: Sequence[int]) -> list[SampledToken]:
+    """Rows without a repetition penalty."""
+    return sample_rows(logits, draws, positions, [None] * len(draws))
 
 
 def frequencies(how: Draw, trials: int = 6_000) -> dict[int, float]:
@@ -43,8 +64,11 @@ def frequencies(how: Draw, trials: int = 6_000) -> dict[int, float]:
 
 
 def expected(how: Draw) -> dict[int, float]:
-    """The definition, token by token: temperature, then the k best, then the smallest set that reaches p."""
+    """The definition, token by token: temperature, what reaches min_p, the k best, then the smallest set that reaches p."""
     weights = {token: math.exp(float(value) / how.temperature) for token, value in enumerate(LOGITS)}
+    weights = {
+        token: weight for token, weight in weights.items() if weight >= how.min_p * max(weights.values())
+    }
     best = sorted(weights, key=lambda token: -weights[token])[: how.top_k or None]
     total = sum(weights[token] for token in best)
     kept, mass = [], 0.0
@@ -68,6 +92,10 @@ def expected(how: Draw) -> dict[int, float]:
         draw(top_p=0.9, top_k=3, temperature=2.0),
         draw(top_p=0.01),
         draw(top_k=100),
+        draw(min_p=0.3),
+        draw(min_p=0.2, temperature=2.0, top_k=3),
+        draw(min_p=0.2, top_p=0.75),
+        draw(min_p=1.0),
     ],
     ids=str,
 )
@@ -122,6 +150,8 @@ PROCESSED = [
     draw(temperature=0.9, top_p=0.7),
     draw(temperature=2.0, top_p=0.9, top_k=4),
     draw(top_k=1),
+    draw(temperature=1.3, min_p=0.1),
+    draw(temperature=1.3, min_p=0.1, top_k=4, top_p=0.8),
     draw(temperature=0.05, top_k=4),
 ]
 
@@ -175,6 +205,80 @@ def test_a_chosen_token_never_has_probability_zero(temperature: float, top_p: fl
         assert choice.logprob is not None
         assert math.isfinite(choice.logprob)
         assert all(math.isfinite(value) for _, value in choice.top)
+
+
+PENALISED = [
+    draw(repetition_penalty=1.5),
+    draw(repetition_penalty=0.6, temperature=0.7),
+    draw(repetition_penalty=1.2, temperature=1.3, min_p=0.05),
+    draw(repetition_penalty=1.2, temperature=0.8, top_k=40),
+    draw(repetition_penalty=2.0, temperature=1.1, top_p=0.8),
+    draw(repetition_penalty=1.1, temperature=0.9, min_p=0.02, top_k=60, top_p=0.9),
+]
+
+
+@pytest.mark.parametrize("how", PENALISED, ids=str)
+def test_distributions_are_those_of_transformers_own_processors(how: Draw) -> None:
+    torch.manual_seed(11)
+    logits = 3 * torch.randn(8, 1000)
+    tokens = torch.randint(0, 1000, (8, 300))
+    scores = RepetitionPenaltyLogitsProcessor(how.repetition_penalty)(tokens, logits.clone())
+    scores = TemperatureLogitsWarper(how.temperature)(tokens, scores)
+    if how.min_p:
+        scores = MinPLogitsWarper(how.min_p)(tokens, scores)
+    if how.top_k:
+        scores = TopKLogitsWarper(how.top_k)(tokens, scores)
+    if how.top_p < 1.0:
+        scores = TopPLogitsWarper(how.top_p)(tokens, scores)
+    wanted = scores.log_softmax(-1)
+    how = msgspec.structs.replace(how, logprobs=1000, logprobs_mode="processed_logprobs")
+    seen = [SeenTokens(row.tolist()).ids for row in tokens]
+    for row, choice in enumerate(sample_rows(logits, [how] * 8, range(8), seen)):
+        assert choice.logprob == pytest.approx(float(wanted[row, choice.token]), abs=1e-5)
+        table = torch.full((1000,), -math.inf)
+        table[[token for token, _ in choice.top]] = torch.tensor([value for _, value in choice.top])
+        assert torch.equal(table.isinf(), wanted[row].isinf())
+        assert torch.allclose(table, wanted[row], rtol=0, atol=1e-5)
+
+
+def test_a_penalty_is_of_its_own_row_and_raw_logprobs_are_before_it() -> None:
+    plain, penalised, processed = sample_rows(
+        LOGITS.expand(3, -1),
+        [
+            draw(temperature=0.0, logprobs=2),
+            draw(temperature=0.0, logprobs=2, repetition_penalty=4.0),
+            draw(temperature=0.0, logprobs=2, repetition_penalty=4.0, logprobs_mode="processed_logprobs"),
+        ],
+        [1, 1, 1],
+        [None, np.array([0, 4, 0]), np.array([0, 4, 0])],
+    )
+    assert (plain.token, penalised.token, processed.token) == (0, 1, 1)
+    assert [token for token, _ in penalised.top] == [0, 1]
+    assert penalised.logprob == pytest.approx(float(LOGITS.log_softmax(-1)[1]), abs=1e-6)
+    after = torch.tensor([0.5, 1.0, 0.5, 0.0, -4.0, -3.0]).log_softmax(-1)
+    assert processed.logprob == pytest.approx(float(after[1]), abs=1e-6)
+
+
+@pytest.mark.parametrize("penalty", [1e-320, 1e-30, 1e30, 1e300])
+@pytest.mark.parametrize("temperature", [0.0, 1e-3, 1.0])
+def test_no_penalty_is_too_far_from_one(penalty: float, temperature: float) -> None:
+    how = draw(
+        repetition_penalty=penalty,
+        temperature=temperature,
+        logprobs=3,
+        logprobs_mode="processed_logprobs",
+    )
+    seen = np.arange(6)
+    for choice in sample_rows(LOGITS.expand(20, -1), [how] * 20, range(20), [seen] * 20):
+        assert choice.logprob is not None
+        assert math.isfinite(choice.logprob)
+
+
+def test_seen_tokens_keep_each_token_once_however_many_come() -> None:
+    seen = SeenTokens([5, 3, 5])
+    for token in [3, *range(1000), 7]:
+        seen.add(token)
+    assert sorted(seen.ids.tolist()) == list(range(1000))
 
 
 def test_the_deciding_numbers_are_spread_evenly_and_differ_by_seed_and_position() -> None:

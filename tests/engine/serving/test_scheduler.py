@@ -20,7 +20,7 @@ from liveweight.engine.serving.counters import SchedulerLimits
 from liveweight.engine.serving.requests import Sampling
 from liveweight.engine.serving.scheduler import Scheduler
 from liveweight.engine.serving.sequence import Sequence
-from liveweight.engine.serving.step_stream import Step, StepDone
+from liveweight.engine.serving.step_stream import Draw, Fill, Step, StepDone
 from liveweight.errors import QueueFull, RankLost, RequestInvalid
 from tests.support.engine.oracle import EOS, Answer, Cells, Oracle, Silent, continued
 
@@ -50,10 +50,10 @@ class World:
         self.stream: deque[Step] = deque()
         self.numbers = 0
 
-    def ask(self, prompt: list[int], count: int) -> tuple[int, Answer]:
+    def ask(self, prompt: list[int], count: int, **more: Any) -> tuple[int, Answer]:
         self.numbers += 1
         answer = Answer()
-        sampling = Sampling(max_tokens=count, temperature=0.0)
+        sampling = Sampling(max_tokens=count, temperature=0.0, **more)
         self.scheduler.add(Sequence(self.numbers, list(prompt), sampling, answer.take, Silent()))
         return self.numbers, answer
 
@@ -156,6 +156,30 @@ def test_a_request_that_had_to_give_way_goes_on_where_it_was() -> None:
     for prompt, count, answer in asked:
         assert answer.tokens == continued(prompt, count)
     assert_everything_came_back(world)
+
+
+@pytest.mark.parametrize("luck", [None, 0.5])
+def test_a_slot_begins_with_every_token_of_a_request_with_a_repetition_penalty(luck: float | None) -> None:
+    world = World(blocks=8, max_running=3, luck=luck, batch_tokens=8)
+    prompts = ([1, 2, 3, 1, 2, 3, 1, 2, 3], [1, 2, 3, 1, 2, 3, 1, 2, 4], [5, 5])
+    asked = [(prompt, world.ask(prompt, 20, repetition_penalty=1.5)[1]) for prompt in prompts]
+    begun: list[Draw] = []
+    while world.scheduler.running or world.scheduler.waiting:
+        if world.send():
+            rows = world.stream[-1].rows
+            begun += [row.draw for row in rows if isinstance(row, Fill) and row.draw is not None]
+        else:
+            assert world.answer()
+    texts = [prompt + answer.tokens for prompt, answer in asked]
+    assert world.scheduler.counts.preemptions > 0
+    assert len(begun) == len(prompts) + world.scheduler.counts.preemptions
+    for draw in begun:
+        assert any(
+            list(draw.seen) == list(dict.fromkeys(text[:length]))
+            for text in texts
+            for length in range(len(text) + 1)
+        )
+    assert {draw.seen for draw in begun} >= {tuple(dict.fromkeys(prompt)) for prompt in prompts}
 
 
 def test_guesses_that_are_right_halve_the_steps() -> None:

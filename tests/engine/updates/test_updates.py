@@ -24,6 +24,7 @@ from tests.support.engine.engines import (
     ask,
     counting,
     greedy,
+    penalised,
 )
 from tests.support.engine.versions import Clients, mixtures, spans
 from tests.support.processes.fork_server import Zygote
@@ -129,6 +130,31 @@ def test_with_reuse_every_token_says_its_weights_and_old_pages_are_not_found_aga
     again = answers(engine, PROMPTS, greedy(24))
     assert [answer.ids for answer in again] == tokens_of(start(new, tp=2))
     assert all(answer.last is not None and not answer.last.reused_kv for answer in again)
+
+
+@pytest.mark.parametrize("kv_policy", ["recompute", "reuse"])
+def test_a_repetition_penalty_goes_on_over_a_commit(
+    start: Start,
+    publisher: Any,
+    models: Models,
+    transformers_logits: Callable[[Path], Logits],
+    kv_policy: str,
+) -> None:
+    old, new = models.directory(), models.directory(seed=0 if kv_policy == "reuse" else 1)
+    engine = start(old, tp=2, kv_policy=kv_policy)
+    asked = [(prompt, ask(engine, prompt, greedy(400, repetition_penalty=1.3))) for prompt in PROMPTS]
+    for _, answer in asked:
+        answer.piece()
+    report = publisher(engine, new).publish("new")
+    after = {
+        weights_text(engine.start): penalised(transformers_logits(old), 1.3),
+        weights_text(report.version): penalised(transformers_logits(new), 1.3),
+    }
+    for _, answer in asked:
+        assert answer.wait().finish == "length"
+        assert len(spans(answer)) == 2
+    assert mixtures(asked, after.__getitem__) == []
+    assert (engine.status().counts.preemptions > 0) == (kv_policy == "recompute")
 
 
 @pytest.mark.parametrize("who", ["engine", "publisher"])

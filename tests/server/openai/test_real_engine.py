@@ -20,7 +20,7 @@ import torch
 from liveweight.engine.engine import Engine
 from tests.engine.test_engine import with_good_draft
 from tests.server.openai.test_bad_input import BODIES, CASES, CHAT, COMPLETIONS, error_of
-from tests.support.engine.engines import WITHIN_S, Models, first_difference
+from tests.support.engine.engines import WITHIN_S, Models, first_difference, penalised
 from tests.support.processes.fork_server import Zygote
 from tests.support.processes.http_server import Served
 from tests.support.processes.real_servers import Reference, quiet, serving_model
@@ -104,6 +104,28 @@ def test_greedy_completions_are_what_transformers_generates(real: Running) -> No
     counted = sum(len(choice.token_ids) for choice in answer.choices)
     assert answer.usage.completion_tokens == counted
     assert (real.engine.status().counts.drafted_tokens > 0) == (real.engine.spec.draft_layers > 0)
+
+
+def test_greedy_answers_with_a_repetition_penalty_are_what_transformers_generates(real: Running) -> None:
+    extra = {"repetition_penalty": 1.3}
+    answer = real.complete(prompt=list(TEXTS), max_tokens=32, temperature=0, extra_body=extra)
+    for text, choice in zip(TEXTS, answer.choices, strict=True):
+        prompt = real.reference.encode(text)
+        expected = real.reference.generate(prompt, 32, repetition_penalty=1.3)
+        if choice.token_ids != expected:
+            logits = penalised(real.reference.logits, 1.3)
+            assert first_difference(logits, prompt, choice.token_ids) is None, (choice.token_ids, expected)
+
+
+def test_min_p_and_a_repetition_penalty_are_in_processed_logprobs(real: Running) -> None:
+    extra = {"repetition_penalty": 1.3, "min_p": 0.3, "logprobs_mode": "processed_logprobs"}
+    wish: dict[str, Any] = {"max_tokens": 24, "temperature": 0.8, "seed": 3, "logprobs": 20}
+    choice = real.complete(prompt=TEXTS[0], extra_body=extra, **wish).choices[0]
+    prompt = real.reference.encode(TEXTS[0])
+    table = penalised(real.reference.logits, 1.3)([*prompt, *choice.token_ids])[len(prompt) - 1 : -1] / 0.8
+    for row, token, logprob in zip(table, choice.token_ids, choice.logprobs.token_logprobs, strict=True):
+        row = row.masked_fill(row.softmax(-1) < 0.3 * row.softmax(-1).max(), -torch.inf).log_softmax(-1)
+        assert logprob == pytest.approx(float(row[token]), abs=1e-4)
 
 
 def test_greedy_chats_are_what_transformers_generates(real: Running) -> None:

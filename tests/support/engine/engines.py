@@ -157,3 +157,19 @@ def first_difference(logits: Logits, prompt: Sequence[int], tokens: Sequence[int
             f"token {index} is {token}, not {int(best.indices[0])}, by {float(best.values[0] - row[token])}"
         )
     return None
+
+
+def penalised(logits: Logits, penalty: float) -> Logits:
+    """The same after transformers' own repetition penalty, each row for the tokens up to it."""
+    from transformers import RepetitionPenaltyLogitsProcessor
+
+    def after(tokens: Sequence[int]) -> torch.Tensor:
+        process = RepetitionPenaltyLogitsProcessor(penalty)
+        table = logits(tokens)
+        rows = [
+            process(torch.tensor([list(tokens[: at + 1])]), table[at : at + 1].clone())
+            for at in range(len(tokens))
+        ]
+        return torch.cat(rows)
+
+    return after

@@ -72,11 +72,11 @@ class Reference:
         """The text of tokens, without the special ones."""
         return str(self.words.decode(list(tokens), skip_special_tokens=True))
 
-    def generate(self, prompt: Sequence[int], count: int) -> list[int]:
+    def generate(self, prompt: Sequence[int], count: int, **more: Any) -> list[int]:
         """The greedy answer."""
         given = torch.tensor([list(prompt)])
         generated = self.model.generate(
-            given, attention_mask=torch.ones_like(given), max_new_tokens=count, do_sample=False
+            given, attention_mask=torch.ones_like(given), max_new_tokens=count, do_sample=False, **more
         )
         return [int(token) for token in generated[0, len(prompt) :]]
 

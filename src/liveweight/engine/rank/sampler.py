@@ -3,8 +3,8 @@
 A row uses one number between 0 and 1, which follows from its seed and the position of the token. So a request draws the same tokens
 alone or in company, after being taken back and filled again, and with or without a draft.
 
-Raw logprobs are of the model's own distribution. Processed logprobs are of the one that the token was drawn from: after temperature and
-cuts, normalised again. A greedy row (temperature 0) has no temperature and no cuts, so both are the same there.
+The order is vLLM's: repetition penalty, temperature, min_p, top_k, top_p. Raw logprobs are of the model's own distribution, before all of
+them. Processed logprobs are of the one that the token was drawn from, normalised again. A greedy row (temperature 0) has the penalty only.
 """
 
 from __future__ import annotations
@@ -14,6 +14,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+import numpy as np
+from numpy.typing import NDArray
+
 from liveweight.engine.serving.step_stream import Draw
 
 if TYPE_CHECKING:
@@ -21,6 +24,7 @@ if TYPE_CHECKING:
 
 _MASK = (1 << 64) - 1
 _SHORTLIST = 256
+_LARGEST = 3e38
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,11 +44,20 @@ def uniform(seed: int, position: int) -> float:
     return float((z ^ (z >> 31)) >> 11) / float(1 << 53)
 
 
-def sample(logits: torch.Tensor, draws: Sequence[Draw], positions: Sequence[int]) -> list[SampledToken]:
-    """One choice per row of `logits` [rows, vocab], float32; `positions` are those of the tokens to choose."""
+def sample(
+    raw: torch.Tensor,
+    draws: Sequence[Draw],
+    positions: Sequence[int],
+    seen: Sequence[NDArray[np.int64] | None],
+) -> list[SampledToken]:
+    """One choice per row of the model's logits [rows, vocab], float32; `positions` are those of the tokens to choose.
+
+    `seen` has the tokens before each of them, for rows with a repetition penalty.
+    """
+    logits = _penalised(raw, draws, seen)
     choices = [SampledToken(token=token) for token in logits.argmax(dim=-1).tolist()]
     warm = [row for row, draw in enumerate(draws) if draw.temperature > 0]
-    whole = [row for row in warm if draws[row].top_p >= 1.0 and not draws[row].top_k]
+    whole = [row for row in warm if not _cuts(draws[row])]
     if whole:
         for row, choice in zip(whole, _from_all(logits, draws, positions, whole), strict=True):
             choices[row] = choice
@@ -52,9 +65,37 @@ def sample(logits: torch.Tensor, draws: Sequence[Draw], positions: Sequence[int]
         number = uniform(draws[row].seed, positions[row])
         choices[row] = _from_best(logits[row], draws[row], number, choices[row].token)
     for row, draw in enumerate(draws):
-        if draw.logprobs is not None and (draw.logprobs_mode == "raw_logprobs" or draw.temperature == 0):
+        if draw.logprobs is None:
+            continue
+        if draw.logprobs_mode == "raw_logprobs":
+            choices[row] = _with_logprobs(choices[row].token, raw[row].log_softmax(dim=-1), draw.logprobs)
+        elif draw.temperature == 0:
             choices[row] = _with_logprobs(choices[row].token, logits[row].log_softmax(dim=-1), draw.logprobs)
     return choices
+
+
+def _cuts(draw: Draw) -> bool:
+    return draw.top_p < 1.0 or draw.top_k > 0 or draw.min_p > 0.0
+
+
+def _penalised(
+    raw: torch.Tensor, draws: Sequence[Draw], seen: Sequence[NDArray[np.int64] | None]
+) -> torch.Tensor:
+    """Logits of tokens that were seen: above 0 divided by their row's penalty, below 0 multiplied by it."""
+    import torch
+
+    if all(tokens is None for tokens in seen):
+        return raw
+    logits = raw.clone()
+    for row, (draw, tokens) in enumerate(zip(draws, seen, strict=True)):
+        if tokens is not None:
+            ids = torch.from_numpy(tokens)
+            found, penalty = raw[row, ids].double(), draw.repetition_penalty
+            found = torch.where(found > 0, found / penalty, found * penalty)
+            logits[row, ids] = found.clamp_(
+                -_LARGEST, _LARGEST
+            ).float()  # a penalty far from 1 must not make infinity
+    return logits
 
 
 def _from_all(
@@ -99,16 +140,21 @@ def _best(scaled: torch.Tensor, draw: Draw) -> tuple[torch.Tensor, torch.Tensor]
     """What the cuts leave of a row, the likeliest first, and its ids. A short list is enough, if it holds all of them."""
     import torch
 
-    total, vocab = torch.logsumexp(scaled, dim=-1), scaled.shape[-1]
-    count = min(draw.top_k or _SHORTLIST, vocab)
+    left = scaled.shape[-1]
+    if draw.min_p > 0.0:  # before the others, as in vLLM; the largest is 0
+        scaled = scaled.masked_fill(scaled < math.log(draw.min_p), -math.inf)
+        left = int((scaled > -math.inf).sum())
+    if draw.top_p >= 1.0:
+        best, ids = torch.topk(scaled, min(draw.top_k or left, left))
+        return best, ids
+    total = torch.logsumexp(scaled, dim=-1)
+    count = min(draw.top_k or _SHORTLIST, left)
     while True:
         best, ids = torch.topk(scaled, count)
         mass = torch.exp(best - total).cumsum_(dim=-1)
-        if draw.top_k or count == vocab or float(mass[-1]) >= draw.top_p:
+        if draw.top_k or count == left or float(mass[-1]) >= draw.top_p:
             break
-        count = min(count * 8, vocab)
-    if draw.top_p >= 1.0:
-        return best, ids
+        count = min(count * 8, left)
     limit = draw.top_p * float(mass[-1]) if draw.top_k else draw.top_p
     kept = min(int((mass < limit).sum()) + 1, count)
     return best[:kept], ids[:kept]

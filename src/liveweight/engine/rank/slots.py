@@ -43,6 +43,32 @@ class StepLayout:
     tables: NDArray[np.int32]
 
 
+class SeenTokens:
+    """The tokens of one sequence, each once, for its repetition penalty: of the prompt, also where its pages came from the prefix cache,
+    and of the answer."""
+
+    def __init__(self, tokens: Sequence[int]) -> None:
+        self._known = set(tokens)
+        self._count = len(self._known)
+        self._ids = np.empty(max(64, 2 * self._count), dtype=np.int64)
+        self._ids[: self._count] = sorted(self._known)
+
+    @property
+    def ids(self) -> NDArray[np.int64]:
+        """In no order; a view that holds until the next `add`."""
+        return self._ids[: self._count]
+
+    def add(self, token: int) -> None:
+        """One that was drawn and stays."""
+        if token in self._known:
+            return
+        if self._count == len(self._ids):
+            self._ids = np.concatenate([self._ids, np.empty_like(self._ids)])
+        self._known.add(token)
+        self._ids[self._count] = token
+        self._count += 1
+
+
 class Slots:
     """All slots of a rank. Used by the rank's main thread."""
 
@@ -55,6 +81,7 @@ class Slots:
         self.last = [0] * count
         self.draft = [NO_DRAFT] * count
         self.draws: list[Draw | None] = [None] * count
+        self.seen: list[SeenTokens | None] = [None] * count  # only with a repetition penalty
 
     def lay(self, rows: Sequence[Fill | Next]) -> StepLayout:
         """The step's tokens in one row, in the order of its rows. Pages that come with a row are added to its slot."""
@@ -90,6 +117,8 @@ class Slots:
         slot = row.slot
         if isinstance(row, Fill) and row.draw is not None:
             self._held[slot], self.draft[slot], self.draws[slot] = 0, NO_DRAFT, row.draw
+            penalised = row.draw.repetition_penalty != 1.0
+            self.seen[slot] = SeenTokens(row.draw.seen) if penalised else None
         if row.blocks:
             held = self._held[slot]
             self._tables[slot, held : held + len(row.blocks)] = row.blocks

@@ -11,11 +11,14 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
+import numpy as np
+from numpy.typing import NDArray
+
 from liveweight.engine.models.forward import Batch
 from liveweight.engine.rank.attention import AttentionPlan, PagedAttention
 from liveweight.engine.rank.sampler import SampledToken, sample
 from liveweight.engine.rank.slots import Row, Slots, StepLayout
-from liveweight.engine.serving.step_stream import Drawn, Step, StepDone
+from liveweight.engine.serving.step_stream import Draw, Drawn, Step, StepDone
 
 if TYPE_CHECKING:
     import torch
@@ -68,21 +71,34 @@ class StepRunner:
         """By slot: the choices after the row's drawing tokens."""
         at: list[int] = []
         positions: list[int] = []
-        draws = []
+        draws: list[Draw] = []
+        seen: list[NDArray[np.int64] | None] = []
         for row in laid.rows:
             draw = self._slots.draws[row.slot]
+            if draw is None:
+                continue
             for index in range(row.end - row.draws, row.end):
                 at.append(index)
                 positions.append(row.position + index - row.start + 1)
                 draws.append(draw)
+            seen += self._seen(row)
         choices: dict[int, list[SampledToken]] = {row.slot: [] for row in laid.rows}
         if not at:
             return choices
         rows = hidden if len(at) == len(hidden) else hidden[at]
-        chosen = iter(sample(self._model.logits(rows), [d for d in draws if d is not None], positions))
+        chosen = iter(sample(self._model.logits(rows), draws, positions, seen))
         for row in laid.rows:
             choices[row.slot] = [next(chosen) for _ in range(row.draws)]
         return choices
+
+    def _seen(self, row: Row) -> list[NDArray[np.int64] | None]:
+        """The tokens before each of the row's choices. The choice after a guess counts only if the guess was right, so it has seen it."""
+        known = self._slots.seen[row.slot]
+        if known is None:
+            return [None] * row.draws
+        if row.draws < 2:
+            return [known.ids] * row.draws
+        return [known.ids, np.append(known.ids, self._slots.draft[row.slot])]
 
     def _settle(self, row: Row, choices: Sequence[SampledToken]) -> Drawn:
         """Take the row's tokens into its slot: all that were computed from tokens that stay."""
@@ -93,6 +109,10 @@ class StepRunner:
         if not stays:
             return Drawn()
         slots.last[slot] = stays[-1].token
+        seen = slots.seen[slot]
+        if seen is not None:
+            for choice in stays:
+                seen.add(choice.token)
         logprobs = tuple(choice.logprob for choice in stays if choice.logprob is not None)
         return Drawn(
             tokens=tuple(choice.token for choice in stays),

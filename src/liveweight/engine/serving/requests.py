@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Literal, TypeAlias
 
@@ -18,17 +19,19 @@ _SEEDS = 1 << 64
 
 
 class Sampling(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """How tokens are chosen and when to end. Temperature 0 is greedy; `top_k` 0 and `top_p` 1 leave the distribution whole.
+    """How tokens are chosen and when to end. Temperature 0 is greedy; `top_k` 0, `top_p` 1 and `min_p` 0 leave the distribution whole.
 
     The token at a position depends on the request's own tokens and on `seed`, never on what else runs.
     `logprobs` counts the alternatives reported per token, 0 for the chosen one alone, None for no logprobs. `logprobs_mode` None is the
-    engine's own.
+    engine's own. `repetition_penalty` is of tokens that the prompt or the answer has already; 1 is none.
     """
 
     max_tokens: int
     temperature: float = 1.0
     top_p: float = 1.0
     top_k: int = 0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
     seed: int = 0
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
@@ -43,6 +46,8 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
             "temperature must be between 0 and 100": 0.0 <= self.temperature <= 100.0,
             "top_p must be above 0 and at most 1": 0.0 < self.top_p <= 1.0,
             "top_k must not be negative": self.top_k >= 0,
+            "min_p must be between 0 and 1": 0.0 <= self.min_p <= 1.0,
+            "repetition_penalty must be above 0, and finite": 0.0 < self.repetition_penalty < math.inf,
             f"seed must be between 0 and {_SEEDS - 1}": 0 <= self.seed < _SEEDS,
             "a stop string must not be empty": all(self.stop),
             f"logprobs must be between 0 and {MAX_LOGPROBS}": self.logprobs is None

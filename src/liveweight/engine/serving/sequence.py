@@ -81,12 +81,15 @@ class Sequence:
         return self.keys[:full]
 
     def draw(self) -> Draw:
-        """What the ranks must know of its sampling."""
+        """What the ranks must know of its sampling, when they are to fill its tokens."""
         s = self.sampling
         return Draw(
             temperature=s.temperature,
             top_p=s.top_p,
             top_k=s.top_k,
+            min_p=s.min_p,
+            repetition_penalty=s.repetition_penalty,
+            seen=() if s.repetition_penalty == 1.0 else tuple(dict.fromkeys(self.tokens)),
             seed=s.seed,
             logprobs=s.logprobs,
             logprobs_mode=s.logprobs_mode or "raw_logprobs",

@@ -33,11 +33,17 @@ def content_of(weights: str) -> str:
 
 
 class Draw(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """How a sequence's tokens are drawn, as far as a rank must know."""
+    """How a sequence's tokens are drawn, as far as a rank must know.
+
+    `seen` has the tokens of prompt and answer so far, each once, if there is a repetition penalty. Ranks add what they draw.
+    """
 
     temperature: float
     top_p: float
     top_k: int
+    min_p: float
+    repetition_penalty: float
+    seen: tuple[int, ...]
     seed: int
     logprobs: int | None
     logprobs_mode: LogprobsMode

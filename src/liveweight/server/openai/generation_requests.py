@@ -114,6 +114,8 @@ def _sampling(body: GenerateRequest, max_tokens: int, seed: int, logprobs: int |
         temperature=1.0 if body.temperature is None else body.temperature,
         top_p=1.0 if body.top_p is None else body.top_p,
         top_k=max(0, body.top_k or 0),
+        min_p=0.0 if body.min_p is None else body.min_p,
+        repetition_penalty=1.0 if body.repetition_penalty is None else body.repetition_penalty,
         seed=seed,
         stop=tuple(body.stop or ()),
         stop_token_ids=tuple(body.stop_token_ids or ()),

@@ -15,8 +15,6 @@ IgnoredFields = Mapping[str, tuple[Any, ...]]
 _SAMPLING: IgnoredFields = {
     "frequency_penalty": (None, 0),
     "presence_penalty": (None, 0),
-    "repetition_penalty": (None, 1),
-    "min_p": (None, 0),
     "min_tokens": (None, 0),
     "logit_bias": (None, {}),
     "use_beam_search": (None, False),
