@@ -108,7 +108,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     block_tokens: int = 16
     kv_bytes: int = 1 << 30
     max_running: int = 64
-    max_waiting: int = 1024
+    max_waiting: int = 4096
     batch_tokens: int = 512
     overlap: bool = True
     prefix_cache: bool = True

@@ -14,6 +14,7 @@ from types import TracebackType
 from typing import Self
 
 from liveweight.engine.serving.requests import Delta, Sink
+from liveweight.errors import QueueFull
 from liveweight.server.engine_port import EnginePort
 from liveweight.server.openai.generation_requests import EngineRequest
 
@@ -59,6 +60,7 @@ class EngineBridge:
         """Tokens that have come so far, of all answers together."""
 
     def __enter__(self) -> Self:
+        self._check_room()
         try:
             for index, request in enumerate(self._requests):
                 sink = self._dispatcher.sink(partial(self._on_delta, index))
@@ -72,6 +74,18 @@ class EngineBridge:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._cancel()
+
+    def _check_room(self) -> None:
+        """QueueFull before the first of many is taken. Others may be quicker; then the engine refuses one, and all are cancelled."""
+        count = len(self._requests)
+        if count == 1:
+            return
+        status, config = self._engine.status(), self._engine.config
+        room = config.max_running + config.max_waiting - status.running - status.waiting
+        if count > room:
+            raise QueueFull(
+                f"{status.running} requests run and {status.waiting} wait already, which leaves room for {max(0, room)} of these {count}"
+            )
 
     @property
     def requests(self) -> tuple[int, ...]:

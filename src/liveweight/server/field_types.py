@@ -7,7 +7,7 @@ from typing import Annotated, Any, TypeAlias
 from pydantic import AfterValidator, BeforeValidator, Field, WithJsonSchema
 from pydantic_core import PydanticCustomError
 
-MAX_PROMPTS = 256
+MAX_PROMPTS = 4096
 MAX_STOPS = 16
 
 _TEXT: dict[str, Any] = {"type": "string"}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import socket
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -137,6 +138,40 @@ def test_a_rank_lost_fails_plain_requests_and_later_ones(own: Served[EchoEngine]
     answers = asyncio.run(ask())
     assert [answer.status_code for answer in answers] == [503] * 5
     assert all("rank 0" in answer.json()["error"]["message"] for answer in answers)
+
+
+@pytest.mark.parametrize(
+    ("size", "param"), [({"prompt": ["a"] * 5}, "prompt"), ({"prompt": ["a", "b"], "n": 3}, "n")], ids=str
+)
+def test_more_answers_than_there_is_ever_room_for_are_a_400_that_takes_nothing(
+    own: Served[EchoEngine], size: dict[str, Any], param: str
+) -> None:
+    with own.http() as http:
+        answer = http.post(COMPLETIONS, json=size)
+        assert http.post(COMPLETIONS, json={"prompt": ["a", "b"], "n": 2}).status_code == 200
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, param)
+    assert "takes 4 at once (2 that run and 2 that wait)" in answer.json()["error"]["message"]
+    assert sum(own.engine.status().counts.finished.values()) == 4
+
+
+def test_a_request_without_room_for_all_its_answers_begins_none(own: Served[EchoEngine]) -> None:
+    own.engine.gate.clear()
+    with own.http() as http, http.stream("POST", COMPLETIONS, json={"prompt": "a", "stream": True}):
+        answer = http.post(COMPLETIONS, json={"prompt": ["a"] * 4})
+        status = own.engine.status()
+        own.engine.gate.set()
+    assert answer.status_code == 429
+    assert "leaves room for 3 of these 4" in answer.json()["error"]["message"]
+    assert status.running + status.waiting == 1
+    assert status.counts.finished == {}
+
+
+def test_4096_prompts_are_one_request(model_dir: Path) -> None:
+    with serving(EchoEngine(EngineConfig(model=str(model_dir)))) as running, running.http() as http:
+        answer = http.post(COMPLETIONS, json={"prompt": [[5, 6]] * 4096, "max_tokens": 1}, timeout=60)
+        many = http.post(COMPLETIONS, json={"prompt": [5, 6], "n": 1024, "max_tokens": 1}, timeout=60)
+    assert [choice["index"] for choice in answer.json()["choices"]] == list(range(4096))
+    assert len(many.json()["choices"]) == 1024
 
 
 def test_a_full_queue_is_a_429_and_takes_nothing_of_the_request(own: Served[EchoEngine]) -> None:

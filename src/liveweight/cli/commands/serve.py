@@ -184,7 +184,7 @@ def serve(
     context: Context = None,
     kv_mb: KvMb = 1024,
     max_running: Running = 64,
-    max_waiting: Waiting = 1024,
+    max_waiting: Waiting = 4096,
     batch_tokens: BatchTokens = 512,
     overlap: Overlap = True,
     draft: Draft = True,

@@ -31,6 +31,7 @@ class EngineRequest:
 async def completion_requests(body: CompletionRequest, engine: EnginePort) -> list[EngineRequest]:
     """The engine requests of `/v1/completions`, those of one prompt together. BadRequest or UnknownModel if it cannot be answered."""
     _check_model(body, engine)
+    _check_count(body, len(body.prompt), engine)
     prompts = [await _ids(prompt, engine) for prompt in body.prompt]
     if body.max_tokens is None:
         wanted = [min(COMPLETION_TOKENS, max(1, engine.context - len(prompt))) for prompt in prompts]
@@ -42,6 +43,7 @@ async def completion_requests(body: CompletionRequest, engine: EnginePort) -> li
 async def chat_requests(body: ChatRequest, engine: EnginePort) -> list[EngineRequest]:
     """The engine requests of `/v1/chat/completions`. BadRequest, RequestInvalid or UnknownModel if it cannot be answered."""
     _check_model(body, engine)
+    _check_count(body, 1, engine)
     messages = [message.plain() for message in body.messages]
     size = sum(len(message["content"]) for message in messages)
     prompt = await _encode(size, lambda: engine.tokenizer.encode_chat(messages, body.chat_template_kwargs))
@@ -56,6 +58,18 @@ def _check_model(body: GenerateRequest, engine: EnginePort) -> None:
         raise UnknownModel(f"no model {body.model!r} here, only {engine.name!r}", param="model")
     if body.return_routed_experts and engine.spec.sparse_layers == 0:
         raise BadRequest("this model has no experts to route to", param="return_routed_experts")
+
+
+def _check_count(body: GenerateRequest, prompts: int, engine: EnginePort) -> None:
+    """Refuse what the engine could never take at once, before anything is tokenised or submitted."""
+    config, answers = engine.config, prompts * body.choices
+    room = config.max_running + config.max_waiting
+    if answers > room:
+        raise BadRequest(
+            f"{prompts} prompts with {body.choices} answers each are {answers} answers, and this engine takes {room} at once "
+            f"({config.max_running} that run and {config.max_waiting} that wait): send fewer, or raise --max-waiting",
+            param="n" if prompts <= room else "prompt",
+        )
 
 
 async def _ids(prompt: str | list[int], engine: EnginePort) -> list[int]:

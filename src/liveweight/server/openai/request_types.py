@@ -11,7 +11,7 @@ from liveweight.engine.serving.requests import MAX_LOGPROBS, LogprobsMode
 from liveweight.server.field_types import Content, Prompts, Stops, Text, Variables, wrong
 from liveweight.server.openai import ignored_fields
 
-MAX_CHOICES = 64
+MAX_CHOICES = 1024
 _STRICT = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False, protected_namespaces=())
 
 
