@@ -58,6 +58,8 @@ def test_texts_and_integers_are_labels_and_become_plain_ones(given: object, labe
         (torch.tensor([1, 2]), "(Tensor)"),
         (2**63, "at most 64 bits, not 9223372036854775808"),
         (-(2**63) - 1, "at most 64 bits"),
+        pytest.param(10**5000, "at most 64 bits", id="5000 digits"),
+        (torch.zeros(1, dtype=torch.int64, device="meta"), "(Tensor)"),
         ("", "must not be empty"),
         ("x" * (LONGEST + 1), f"has {LONGEST + 1}"),
         ("two\nlines", r"not 'two\nlines'"),

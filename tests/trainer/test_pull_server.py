@@ -186,7 +186,7 @@ def test_only_the_one_who_holds_can_release_and_hears_whether_it_was_in_time(pul
         ask = m.AcquireReadLease(requester="a", version=None, lease_s=WITHIN_S, wait_s=0.0)
         lease = one.request(ask, soon, "a hold")
         assert isinstance(lease, m.ReadLeaseGranted)
-        release = m.ReleaseReadLease(lease=lease.lease)
+        release = m.ReleaseReadLease(lease=lease.lease, read=True)
         assert other.request(release, soon, "a release") == m.ReadLeaseReleased(revoked=True)
         waiting = Waiting(pull_server)
         wanted = one.receive(soon, "the source to want its memory")

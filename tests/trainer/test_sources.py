@@ -22,7 +22,7 @@ from liveweight.checkpoint import INDEX, SINGLE, CheckpointSource
 from liveweight.errors import LiveWeightError, ManifestInvalid, Refused, Unavailable
 from liveweight.spec.dtype import DType
 from liveweight.spec.manifest import Manifest, TensorSpec
-from liveweight.spec.tensor_names import clean
+from liveweight.spec.tensor_names import clean, without_data_parallel
 from liveweight.trainer.sources.dtensor_shards import Shards
 from liveweight.trainer.sources.in_memory import IteratorSource, ModuleSource, StateDictSource, as_source
 from liveweight.trainer.sources.renamed_source import for_engines
@@ -230,6 +230,10 @@ def test_names_lose_the_prefix_of_ddp_only_if_all_have_it_and_the_engine_expects
     assert names_of(source) == names
     given = a_pass(source, source.manifest())
     assert [float(tensor[0]) for tensor in given] == list(range(len(offered)))
+
+
+def test_no_names_lose_nothing() -> None:
+    assert list(without_data_parallel([], {"a"})) == list(without_data_parallel([], None)) == []
 
 
 def test_the_state_dict_of_ddp_around_peft_loses_both_prefixes() -> None:

@@ -170,6 +170,13 @@ def test_what_a_message_of_its_own_raises_is_translated() -> None:
         codec.decode(frame_of(b"\x92\x01\x82\xa4type\xa6Choosy\xa1n\x03"), limits=LIMITS)
 
 
+def test_what_a_peer_sent_is_quoted_in_one_printable_line() -> None:
+    forged = msgspec.msgpack.encode([1, {"type": "x\n2026 ERROR forged\x1b[2J"}])
+    with pytest.raises(MessageInvalid, match="ERROR forged") as invalid:
+        CODEC.decode(frame_of(forged), limits=LIMITS)
+    assert str(invalid.value).isprintable()
+
+
 def test_decoding_near_the_end_of_the_stack_still_raises_only_our_errors() -> None:
     def at_depth(depth: int) -> None:
         if depth > 0:

@@ -24,6 +24,7 @@ from liveweight.errors import (
     VersionNotOffered,
     WrongState,
 )
+from liveweight.integrations.offer_stream import HeldOffer
 from liveweight.observe.events import OfferKind
 from liveweight.plan.digest_sums import lanes_from_bytes
 from liveweight.spec.deadline import Deadline
@@ -143,6 +144,21 @@ def test_an_offer_stands_until_as_many_have_read_it_as_it_was_made_for(
                     assert all(torch.equal(found[name], tensor) for name, tensor in wanted.items())
             with pytest.raises(VersionNotOffered):
                 dict(first.stream(label))
+
+
+def test_a_reader_that_breaks_off_has_not_read_the_offer(short_path: Path) -> None:
+    with (
+        source(short_path, "ipc", "ring") as publisher,
+        receiving(short_path, "first") as first,
+        receiving(short_path, "second") as second,
+        offered(publisher, 1, readers=2) as offer,
+    ):
+        address = f"ipc://{short_path}/source.sock"
+        with WeightStream(HeldOffer(address, SECRET, 1), timeout_s=60.0, prefetch=1, chunk_bytes=1) as stream:
+            assert next(stream)
+        assert collected(first, 1)
+        assert not offer.done()
+        assert collected(second, 1)
 
 
 def test_an_offer_that_too_few_have_read_ends_at_its_deadline_and_says_how_many(short_path: Path) -> None:
@@ -268,7 +284,7 @@ class Counting:
 
     def interrupt(self) -> None: ...
 
-    def release(self) -> None: ...
+    def release(self, *, read: bool) -> None: ...
 
     def bind(self, offer: Offer, target: Layout, shadow: Any, deadline: Deadline) -> Reading:
         self.binds += 1

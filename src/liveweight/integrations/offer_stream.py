@@ -30,6 +30,7 @@ class HeldOffer:
         self._version = None if version is None else str(version)
         self._cancel = Waker()
         self._stack = ExitStack()
+        self._lease: ReadLease | None = None
 
     def open(self, deadline: Deadline) -> ReadableOffer:
         """Acquire a read lease on the version, and open a reader of its transfer mode."""
@@ -42,7 +43,7 @@ class HeldOffer:
             deadline=deadline,
             cancel=self._cancel,
         )
-        self._stack.enter_context(lease)
+        self._lease = self._stack.enter_context(lease)
         held, kernels = lease.grant, CPU.choose().kernels
         reader = mode(held.offer.mode).reader(self._secret, kernels, CPU)
         self._stack.callback(reader.close)
@@ -59,8 +60,10 @@ class HeldOffer:
         """End the wait for a source that does not answer. For any thread."""
         self._cancel.wake()
 
-    def release(self) -> None:
-        """Release the read lease: the source may reuse the memory."""
+    def release(self, *, read: bool) -> None:
+        """Release the read lease: the source may reuse the memory. `read`: every tensor was read."""
+        if self._lease is not None:
+            self._lease.release(read=read)
         self._stack.close()
         self._cancel.close()
 

@@ -75,14 +75,15 @@ class ReadLease:
                 f"the source at {self._address} is gone while ranks read {self.grant.version}"
             ) from error
 
-    def release(self) -> None:
-        """Tell the source that nobody reads any more. Ignores a source that is gone. May be called twice."""
+    def release(self, *, read: bool = False) -> None:
+        """Tell the source that nobody reads any more, and whether everything was `read`. Ignores a source that is gone. May be called
+        twice: the first call counts."""
         if not self._active:
             return
         self._active = False
         with suppress(LiveWeightError):
             self._channel.request(
-                ReleaseReadLease(lease=self.grant.lease),
+                ReleaseReadLease(lease=self.grant.lease, read=read),
                 Deadline.after(RELEASE_S),
                 f"the source at {self._address} to take {self.grant.version} back",
                 cancellable=False,

@@ -41,8 +41,11 @@ def checked_label(label: object) -> str | int:
 
 
 def show(label: object) -> str:
-    """Any value as error messages name it: its repr, cut."""
-    return reprlib.repr(label)
+    """Any value as error messages name it: its repr, cut; or its type, if it has no repr."""
+    try:
+        return reprlib.repr(label)
+    except Exception:  # foreign code; and an int of thousands of digits has no text
+        return f"a value of type {type(label).__name__}"
 
 
 def _integer(label: object) -> int | None:
@@ -52,5 +55,7 @@ def _integer(label: object) -> int | None:
         return None
     try:
         return operator.index(label)
-    except TypeError:  # what has the method, but is no integer: a tensor of floats
+    except (
+        Exception
+    ):  # foreign code: a tensor of floats, or one without data, has the method and is no integer
         return None

@@ -85,7 +85,7 @@ def without_data_parallel(names: Sequence[str], expected: Container[str] | None)
     back unchanged, so that an error shows what was offered.
     """
     found = names
-    while all(name.startswith(DATA_PARALLEL_PREFIX) for name in found):
+    while found and all(name.startswith(DATA_PARALLEL_PREFIX) for name in found):
         if expected is not None and any(name in expected for name in found):
             return found
         found = clean_all(name.removeprefix(DATA_PARALLEL_PREFIX) for name in found)

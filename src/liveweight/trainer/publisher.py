@@ -91,8 +91,9 @@ class RoundPublisher:
 
         With a source's address, engines may pull the version from now on, until the next offer or `close`. Engines that still read the
         version before get `release_s` to finish; then they are revoked, and their rounds fail and may be requested again. A label that
-        an engine or a stream has begun to read stands for its content: VersionConflict for other content under it.
-        Without engines to drive, a live or ring offer stands until `readers` engines or streams have read it. DeadlineExceeded says how
+        an engine or a stream has begun to read stands for its content, where that is known (not of a ring): VersionConflict for other
+        content under it. Without engines to drive, a live or ring offer stands until `readers` engines or streams have read all of it;
+        one that breaks off does not count. DeadlineExceeded says how
         many have, if it was not all of them within the publisher's `timeout_s`. A frozen one does not wait.
         """
         if readers < 1 or (readers > 1 and self._replicas):

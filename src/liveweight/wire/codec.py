@@ -105,7 +105,9 @@ class Codec(Generic[Message]):
         try:
             return self._decoder.decode(memoryview(frame)[_HEADER.size :])
         except Exception as error:  # whatever a message's own checks, or nesting without end, may raise
-            raise MessageInvalid(f"no message of ours: {error}"[:_REASON_CHARACTERS]) from error
+            raise MessageInvalid(
+                f"no message of ours: {_printable(str(error))}"[:_REASON_CHARACTERS]
+            ) from error
 
     def call_of(self, frame: bytes, *, limits: WireLimits) -> int:
         """The call of a frame that `decode` refused, so that it can be answered: the frame is of our version and an envelope, only its body
@@ -128,3 +130,8 @@ def _refuser(frame: bytes) -> int:
         return _refusals.decode(memoryview(frame)[_HEADER.size :]).ours
     except Exception as error:
         raise MessageInvalid(f"no refusal of ours: {error}") from error
+
+
+def _printable(text: str) -> str:
+    """The text in one line: it quotes bytes of a peer, and goes into logs."""
+    return "".join(letter if letter.isprintable() else "?" for letter in text[:_REASON_CHARACTERS])

@@ -58,8 +58,9 @@ class OfferAccess(Protocol):
     def interrupt(self) -> None:
         """End an `open` that waits. From any thread."""
 
-    def release(self) -> None:
-        """Release the offer: nothing is read any more. Called once, in the reading thread, also after an error."""
+    def release(self, *, read: bool) -> None:
+        """Release the offer: nothing is read any more. `read`: every tensor was. Called once, by the reading thread, also after an
+        error."""
 
 
 class WeightStream:
@@ -123,6 +124,7 @@ class _Reading:
         self._access, self._deadline, self._chunk_bytes = access, deadline, chunk_bytes
         self._ready: queue.Queue[list[Named] | BaseException | None] = queue.Queue(prefetch)
         self._stopping = threading.Event()
+        self._whole = False
         self.thread = threading.Thread(target=self._run, name="liveweight-stream", daemon=True)
 
     def take(self) -> list[Named] | None:
@@ -152,11 +154,11 @@ class _Reading:
         try:
             ended = self._read()
         finally:
-            self._access.release()
+            self._access.release(read=self._whole)
         self._put(ended)
 
     def _read(self) -> BaseException | None:
-        """Read everything. Returns the error that ended it, or None."""
+        """Read everything. Returns the error that ended it, or None: it came to its end, or the caller left."""
         try:
             source, done = self._access.open(self._deadline), 0
             with CopyThreads(1) as copy_threads:
@@ -166,6 +168,7 @@ class _Reading:
                         return None
                     done += len(specs)
                     del chunk
+            self._whole = True
         except LiveWeightError as error:
             return error
         except Exception as error:

@@ -274,6 +274,25 @@ def test_no_penalty_is_too_far_from_one(penalty: float, temperature: float) -> N
         assert math.isfinite(choice.logprob)
 
 
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize(
+    "how",
+    [draw(), draw(top_k=2), draw(top_p=0.5), draw(min_p=0.3), draw(min_p=0.3, top_p=0.5, top_k=3)],
+    ids=str,
+)
+def test_a_policy_that_is_no_number_draws_some_token_and_harms_nobody(how: Draw, bad: float) -> None:
+    """Training diverges now and then. The rank must outlive that, and the other rows draw as ever."""
+    spoiled = LOGITS.clone()
+    spoiled[2] = bad
+    everywhere = torch.full_like(LOGITS, math.nan)
+    for mode in ("raw_logprobs", "processed_logprobs"):
+        asked = msgspec.structs.replace(how, logprobs=2, logprobs_mode=mode)
+        rows = sample(torch.stack([spoiled, LOGITS, everywhere]), [asked] * 3, range(3))
+        assert all(0 <= row.token < len(LOGITS) for row in rows)
+        (alone,) = sample(LOGITS.unsqueeze(0), [asked], [1])
+        assert rows[1] == alone
+
+
 def test_seen_tokens_keep_each_token_once_however_many_come() -> None:
     seen = SeenTokens([5, 3, 5])
     for token in [3, *range(1000), 7]:

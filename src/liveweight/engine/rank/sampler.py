@@ -142,8 +142,10 @@ def _best(scaled: torch.Tensor, draw: Draw) -> tuple[torch.Tensor, torch.Tensor]
 
     left = scaled.shape[-1]
     if draw.min_p > 0.0:  # before the others, as in vLLM; the largest is 0
-        scaled = scaled.masked_fill(scaled < math.log(draw.min_p), -math.inf)
-        left = int((scaled > -math.inf).sum())
+        below = scaled < math.log(
+            draw.min_p
+        )  # never true of what is no number: such a row keeps all its tokens
+        scaled, left = scaled.masked_fill(below, -math.inf), left - int(below.sum())
     if draw.top_p >= 1.0:
         best, ids = torch.topk(scaled, min(draw.top_k or left, left))
         return best, ids
@@ -165,7 +167,7 @@ def _scaled(logits: torch.Tensor, temperatures: Sequence[float]) -> torch.Tensor
     import torch
 
     heat = torch.tensor(temperatures, dtype=torch.float64).unsqueeze(1)
-    return (logits.double() - logits.amax(dim=-1, keepdim=True)) / heat
+    return logits.double().sub_(logits.amax(dim=-1, keepdim=True)).div_(heat)
 
 
 def _decided(mass: torch.Tensor, numbers: torch.Tensor) -> torch.Tensor:

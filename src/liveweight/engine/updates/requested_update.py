@@ -215,7 +215,7 @@ class RequestedUpdates:
             deadline=deadline,
             pool=pool,
             on_staged=lambda: None,
-            on_read=lease.release,
+            on_read=lambda: lease.release(read=True),
             closing=lambda: self._closing,
             poll=lease.check,
             before_vote=pause.begin,

@@ -141,7 +141,7 @@ class PullServer:
             return self._leased
 
     def wait_until_read(self, deadline: Deadline, readers: int = 1) -> None:
-        """Wait until that many readers have released their read leases; then stop offering the version. DeadlineExceeded says how many
+        """Wait until that many readers have read the version whole; then stop offering it. DeadlineExceeded says how many
         have."""
         try:
             with self._changed:
@@ -192,8 +192,8 @@ class PullServer:
                 self._pending_calls.append(
                     _PendingCall(peer=incoming.peer, call=incoming.call, body=body, ends_s=ends_s)
                 )
-            case ReleaseReadLease(lease=number):
-                _send(listener, incoming.peer, self._released(number, incoming.peer), incoming.call)
+            case ReleaseReadLease(lease=number, read=read):
+                _send(listener, incoming.peer, self._released(number, incoming.peer, read), incoming.call)
             case other:
                 error = MessageInvalid(f"a source is asked to lease a version, not {type(other).__name__}")
                 refusal = Refusal(fault=fault_of(error, step="hold"))
@@ -240,10 +240,10 @@ class PullServer:
                 self._changed.notify_all()
             return known
 
-    def _released(self, number: int, peer: bytes) -> ReadLeaseReleased:
+    def _released(self, number: int, peer: bytes, read: bool) -> ReadLeaseReleased:
         with self._changed:
             known = self._end_lease(number, peer)
-            self._reads += known
+            self._reads += known and read
         return ReadLeaseReleased(revoked=not known)
 
     def _probe(self, listener: Listener[Message]) -> None:

@@ -47,7 +47,8 @@ class _Entry:
 
 
 class MergedSource:
-    """A module with PEFT adapters, as `merge_and_unload()` of a copy would leave it: under the same names, with the same bits.
+    """A module with PEFT adapters, as `merge_and_unload()` of a copy would leave it: under the same names, with the same bits, but for
+    an adapter on one of two tied weights, which parts them.
 
     LoRA of `Linear` and `Embedding` is added on the way; of `modules_to_save` the active copy is taken. Other tuners are refused by name
     while they are not merged.

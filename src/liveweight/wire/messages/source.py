@@ -79,9 +79,10 @@ class MemoryWanted(Body, frozen=True):
 
 
 class ReleaseReadLease(Body, frozen=True):
-    """My ranks read no more. -> ReadLeaseReleased."""
+    """My ranks read no more. `read`: they have read everything. -> ReadLeaseReleased."""
 
     lease: int
+    read: bool
 
 
 class ReadLeaseReleased(Body, frozen=True):
