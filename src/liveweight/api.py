@@ -39,6 +39,7 @@ from liveweight.trainer.offers.pull_server import PullServer
 from liveweight.trainer.offers.single_source import SingleSourceOffers
 from liveweight.trainer.offers.transfer_fallback import TransferFallback, in_order
 from liveweight.trainer.settings import Behind, PublisherSettings
+from liveweight.trainer.sources.kept_tensors import Keep, plan_keep
 from liveweight.trainer.sources.module_walker import ModuleWalker
 from liveweight.trainer.spmd.join_ranks import SpmdSettings, join_ranks
 from liveweight.trainer.spmd.spmd_publisher import SpmdPublisher
@@ -93,6 +94,10 @@ class Publisher(SpmdPublisher):
 
     With `address`, engines that were started with `--weights-from` may pull the version that `offer` made last from there; `engines` may
     then be left out. Without engines, no dtypes are expected: the weights are offered in their own, or in `dtype`.
+
+    `keep` names tensors that the engines keep as they are: `"frozen"` for parameters without a gradient, patterns such as
+    `["visual.*"]`, or a mapping of names to tensors. Engines compare their own with the trainer's before the first round (KeptDiffers
+    names those that differ); of tensors that the trainer does not have, with those of the engine's start.
     """
 
     def __init__(
@@ -119,6 +124,7 @@ class Publisher(SpmdPublisher):
         replica_timeout_s: float | None = None,
         behind: Behind = "serve",
         kv_policy: KvPolicy | None = None,
+        keep: Keep | None = None,
         threads: int | None = None,
         run: str | None = None,
         bus: Bus | None = None,
@@ -157,6 +163,7 @@ class Publisher(SpmdPublisher):
                 settings=settings,
                 name=name,
                 run=run,
+                keep=keep,
                 engines=len(engines),
                 connect=lambda _: reach(engines),
             )
@@ -174,6 +181,7 @@ class Publisher(SpmdPublisher):
                 agreed = handshake(replicas, deadline, quorum)
             else:
                 agreed = handshake_without_engines(source, None if dtype is None else str(dtype))
+            kept = plan_keep(keep, source, agreed.expected)
             hosts = [own_host(host, each, replicas, address) for each in chosen]
             fallback = TransferFallback.open(chosen, hosts, sockets, held, there, bus)
             stack.callback(fallback.close)
@@ -186,12 +194,18 @@ class Publisher(SpmdPublisher):
                 threads=threads_for(threads, there),
                 bus=bus,
                 ring=ring,
+                keep=kept,
             )
             describe_to(replicas, offers, agreed, deadline)
             pull_server = None
             if address is not None:
                 pull_server = PullServer(
-                    address, held, structure=offers.structure, manifest=offers.manifest, bus=bus
+                    address,
+                    held,
+                    structure=offers.structure,
+                    manifest=offers.manifest,
+                    bus=bus,
+                    kept=kept.kept,
                 )
                 stack.callback(pull_server.close)
             super().__init__(

@@ -13,7 +13,8 @@ LiveWeightError
 │   ├── WeightsExchanged       LW-109   weights changed while they were being verified
 │   ├── SnapshotNotFound       LW-110   no snapshot in any place that was searched
 │   ├── SnapshotRefused        LW-111   files that could be another rank's, or not all of them
-│   └── LabelInvalid           LW-112   a label that is neither text nor a number
+│   ├── LabelInvalid           LW-112   a label that is neither text nor a number
+│   └── KeptDiffers            LW-113   tensors that the trainer leaves out are not what the engine has
 ├── WireError                  two processes do not understand each other
 │   ├── ProtocolMismatch       LW-201   another protocol version
 │   ├── WrongSecret            LW-202   the peer does not hold the shared secret
@@ -208,6 +209,18 @@ class LabelInvalid(Refused):
 
     code = "LW-112"
     remedy = "give a label such as 100 or step_100"
+
+
+class KeptDiffers(Refused):
+    """Tensors that the trainer leaves out (`keep`) are not what the trainer has, or not what the engine was started with."""
+
+    code = "LW-113"
+    remedy = "start the engine from the checkpoint that the trainer began with, or publish all tensors once, without keep"
+    names: tuple[str, ...] = ()
+
+    def __init__(self, names: Sequence[str], why: str) -> None:
+        super().__init__(f"kept tensors {why}: {_listed(names)}")
+        self.names = tuple(names)
 
 
 class WireError(LiveWeightError):

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import liveweight as lw
-from liveweight.errors import DigestMismatch, ManifestMismatch, Refused, RoundFailed, Torn, Unavailable
+from liveweight.errors import DigestMismatch, KeptDiffers, ManifestMismatch, Refused, RoundFailed, Torn, Unavailable
 from liveweight.integrations.vllm.client.connect import connect
 from tests.support.vllm_workers import BASE, MET, NEW, WHOLE, Started, publisher, weights
 
@@ -256,14 +256,33 @@ def test_a_vllm_that_can_not_be_told_anything_beside_its_user_rests_when_a_round
 ) -> None:
     vllm = started(2)
     vllm.concurrent = False
-    with publisher(vllm) as trainer:
+    tensors = weights(0)
+    with lw.Publisher(tensors, engines=[lw.vllm(vllm)], secret=vllm.secret) as trainer:
         for step in range(3):
             trainer.publish(step)
             assert not vllm.active
+        for tensor in tensors.values():
+            tensor.add_(1)
         vllm.workers[0].failures = [2]
         with pytest.raises(RoundFailed):
             trainer.publish("failing")
         assert not vllm.active
+
+
+def test_workers_keep_what_the_trainer_leaves_out_also_from_the_checkpoint_of_their_start(
+    started: Started,
+) -> None:
+    vllm = started(2)
+    only = {name: tensor for name, tensor in NEW.items() if "layers" in name}
+    tower = {name: tensor for name, tensor in BASE.items() if "layers" not in name}
+    differing = tower | {"lm_head.weight": NEW["lm_head.weight"]}
+    with pytest.raises(KeptDiffers, match=r"lm_head\.weight$"):
+        publisher(vllm, only, keep=differing)
+    for keep in (tower, list(tower)):
+        with publisher(vllm, only, keep=keep) as trainer:
+            trainer.publish(1)
+            assert trainer.verify().match
+        assert vllm.holds(tower | only)
 
 
 def test_workers_that_are_met_again_at_the_same_address_go_by_the_new_trainers_pace(

@@ -66,8 +66,8 @@ class Engine:
     def verify(self, body: m.Verify, deadline: Deadline) -> m.Verdict:
         raise AssertionError(f"a round does not ask for it: {body}, {deadline}")
 
-    def describe(self, structure: str, manifest: Manifest, deadline: Deadline) -> None:
-        del structure, manifest, deadline
+    def describe(self, body: m.Describe, deadline: Deadline) -> None:
+        del body, deadline
         self._do("describe")
 
     def open(self, body: m.Open, deadline: Deadline) -> m.Opened:
@@ -156,7 +156,7 @@ def coordinator(
                 verify=False,
                 timeout_s=9.0,
             ),
-            manifest=MANIFEST,
+            description=m.Describe(structure="s", manifest=MANIFEST),
             quorum=len(engines) if quorum is None else quorum,
             lease_s=lease_s,
             deadline=Deadline.after(20.0),

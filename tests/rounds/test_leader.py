@@ -25,7 +25,7 @@ from liveweight.rounds.leader.round_record import (
     WithdrawDecision,
 )
 from liveweight.rounds.states import ServingState
-from liveweight.spec.digest import Lanes, partial
+from liveweight.spec.digest import ContentDigest, Lanes, partial
 from liveweight.spec.dtype import DType
 from liveweight.spec.layout import Layout, Piece, packed, place
 from liveweight.spec.manifest import Manifest, OptionalGroup, TensorSpec, Version
@@ -64,6 +64,10 @@ def offered(label: int) -> Lanes:
         raw = values[placement.name].view(np.uint8).reshape(-1)
         memory[placement.offset_bytes : placement.offset_bytes + len(raw)] = raw
     return np.stack([partial(memory, p, s) for p, s in zip(layout.placements, MANIFEST, strict=True)])
+
+
+def version_of(label: int, *, run: str = "run") -> Version:
+    return Version(run=run, label=label, digest=ContentDigest(MANIFEST).of(offered(label)))
 
 
 def held(label: int, rank: int, world: int, *, flip: bool = False) -> bytes:
@@ -139,7 +143,7 @@ class World:
         lanes = offered(label)
         return m.Open(
             publisher=publisher,
-            version=Version(run="run", label=label, digest=f"{label:032x}"),
+            version=version_of(label),
             structure="s",
             digests=lanes_to_bytes(lanes),
             offer=OFFER,
@@ -281,15 +285,9 @@ def test_what_is_installed_already_needs_no_round() -> None:
 def test_the_same_label_with_other_content_is_refused() -> None:
     world = World()
     world.committed(1)
-    body = m.Open(
-        **{name: getattr(world.open(1), name) for name in m.Open.__struct_fields__ if name != "version"},
-        version=Version(run="run", label=1, digest="f" * 32),
-    )
-    assert world.refused(body).code == "LW-104"
-    restarted = m.Open(
-        **{name: getattr(world.open(1), name) for name in m.Open.__struct_fields__ if name != "version"},
-        version=Version(run="another run", label=1, digest="f" * 32),
-    )
+    other = other_content(world)
+    assert world.refused(other).code == "LW-104"
+    restarted = msgspec.structs.replace(other, version=Version(run="another run", label=1))
     assert world.ask(restarted, m.Opened).round is not None
 
 
@@ -339,7 +337,7 @@ def test_a_group_that_an_offer_may_leave_out_is_kept_and_not_compared() -> None:
     assert world.serving == "2 alone"
     assert kept(world) == ("norms",)
     orders = [a.body for a in world.actions if isinstance(a, NotifyRank) and isinstance(a.body, m.Stage)]
-    assert [order.keep for order in orders] == [(), (), ("norms",), ("norms",)]
+    assert [order.keep for order in orders] == [(), (), ("norm",), ("norm",)]
     again = world.ask(without_norms(world, 2), m.Opened)  # installed already
     assert (again.round, again.kept) == (None, ("norms",))
     call = world.call(m.Undo(publisher="p", timeout_s=5))
@@ -414,16 +412,16 @@ def test_a_group_of_tensors_that_nobody_owns_is_refused() -> None:
     assert "nobody's" in action.body.fault.message
 
 
-def relabelled(body: m.Open, digest: str) -> m.Open:
-    """The same label, for other content."""
-    return msgspec.structs.replace(body, version=msgspec.structs.replace(body.version, digest=digest))
+def other_content(world: World) -> m.Open:
+    """Label 1 of the same run, with the content of version 2."""
+    return msgspec.structs.replace(world.open(2), version=Version(run="run", label=1))
 
 
 def test_a_failed_round_leaves_its_label_free_for_other_content() -> None:
     world = World()
     round_id = world.ready(1)
     world.pass_time(5)  # its lease is over
-    again = world.ask(relabelled(world.open(1), "f" * 32), m.Opened).round
+    again = world.ask(other_content(world), m.Opened).round
     assert again is not None
     assert again != round_id
 
@@ -431,9 +429,9 @@ def test_a_failed_round_leaves_its_label_free_for_other_content() -> None:
 def test_a_restarted_leader_learns_from_its_ranks_what_a_label_stands_for() -> None:
     world = World()
     for rank in range(2):
-        world.join(rank, Version(run="run", label=1, digest=f"{1:032x}"))
+        world.join(rank, version_of(1))
     world.ask(m.Describe(structure="s", manifest=MANIFEST), m.Described)
-    assert world.refused(relabelled(world.open(1), "f" * 32)).code == "LW-104"
+    assert world.refused(other_content(world)).code == "LW-104"
     assert world.ask(world.open(1), m.Opened).round is None
 
 
@@ -698,7 +696,7 @@ def test_a_publisher_that_did_not_hear_of_a_lost_rank_is_told_its_name(voted: bo
 
 def test_a_successor_that_claims_an_old_version_does_not_make_the_replica_seem_whole() -> None:
     world = World()
-    one = Version(run="run", label=1, digest=f"{1:032x}")
+    one = version_of(1)
     for rank in range(2):
         world.join(rank, one)
     world.ask(m.Describe(structure="s", manifest=MANIFEST), m.Described)

@@ -10,12 +10,11 @@ import pytest
 from liveweight.observe import events
 from liveweight.rounds import states
 from liveweight.rounds.leader.round_record import NotifyRank, PutDecision, WithdrawDecision
-from liveweight.spec.manifest import Version
 from liveweight.wire import messages as m
 from liveweight.wire.messages.values import Fault, Overwritten, RoundId
-from tests.rounds.test_leader import NORMS, ONLY_W, World, held, without_norms
+from tests.rounds.test_leader import NORMS, ONLY_W, World, held, version_of, without_norms
 
-V1 = Version(run="run", label=1, digest=f"{1:032x}")
+V1 = version_of(1)
 
 
 @dataclass

@@ -32,7 +32,7 @@ from liveweight.wire.channel import Channel
 from liveweight.wire.codec import Codec
 from liveweight.wire.credentials import Secret, load_or_create_secret
 from liveweight.wire.listener import Listener
-from liveweight.wire.messages import Attached, Message, Open, Refusal
+from liveweight.wire.messages import Attached, Describe, Message, Open, Refusal
 from liveweight.wire.messages.values import Offer
 from tests.support.stepping import engine, publisher, serving
 
@@ -227,7 +227,7 @@ def test_a_source_whose_layout_is_not_the_opened_one_fails_the_round(short_path:
         closing(WireReplica(address, secret)) as replica,
     ):
         deadline = Deadline.after(30.0)
-        replica.describe("s", manifest, deadline)
+        replica.describe(Describe(structure="s", manifest=manifest), deadline)
         opened = replica.open(
             Open(
                 publisher="p",

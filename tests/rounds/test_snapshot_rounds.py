@@ -36,7 +36,7 @@ from liveweight.transports.snapshot.reader import SnapshotReader
 from liveweight.transports.snapshot.save import SavedSnapshot, save
 from liveweight.transports.snapshot.source import SnapshotSource
 from liveweight.wire.credentials import load_or_create_secret
-from liveweight.wire.messages import Open
+from liveweight.wire.messages import Describe, Open
 from tests.support.stepping import engine, publisher, serving
 from tests.support.wire import SECRET, leaving_nothing, soon
 
@@ -152,7 +152,7 @@ def test_a_snapshot_of_a_store_is_an_offer_that_a_round_reads_without_a_trainer(
         replica = WireReplica(address, load_or_create_secret(short_path / "secret"))
         try:
             manifest = commit.manifest.without_digests()
-            replica.describe("snapshot", manifest, soon())
+            replica.describe(Describe(structure="snapshot", manifest=manifest), soon())
             opened = replica.open(
                 Open(
                     publisher="recovery",

@@ -23,7 +23,7 @@ from liveweight.spec.digest import digest_array
 from liveweight.spec.manifest import Manifest, Version
 from liveweight.transports.port import GoOn, patient
 from liveweight.wire.credentials import load_or_create_secret
-from liveweight.wire.messages import Open, Verdict, Verify
+from liveweight.wire.messages import Describe, Open, Verdict, Verify
 from liveweight.wire.messages.values import Offer
 from liveweight.worker.receiver import RankReceiver
 from liveweight.worker.targets.torch_target import TensorTarget
@@ -213,7 +213,9 @@ def test_a_rank_answers_in_the_middle_of_its_staging(cluster: Cluster) -> None:
         asking(cluster) as operator,
     ):
         publisher = WireReplica(cluster.address(), secret)
-        publisher.describe("s", target.layout.manifest(), Deadline.after(WITHIN_S))
+        publisher.describe(
+            Describe(structure="s", manifest=target.layout.manifest()), Deadline.after(WITHIN_S)
+        )
         opened = publisher.open(OPEN, Deadline.after(WITHIN_S))
         assert reader.came.acquire(timeout=WITHIN_S)
         call = operator.begin()

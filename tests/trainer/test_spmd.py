@@ -72,6 +72,29 @@ def test_no_rank_ever_holds_more_than_its_shards_and_its_arena(cluster: Cluster)
         assert now["peak"] - was["now"] < whole // 2 + SLACK_BYTES, "a gather would have taken the whole"
 
 
+def test_engines_keep_what_all_ranks_leave_out_if_it_is_the_ranks_own(cluster: Cluster) -> None:
+    held = {name: torch.ones(BIG, dtype=torch.bfloat16) for name in BIGS}
+    address, over = cluster.address(), threading.Event()
+    with lw.Receiver(held, address=address, secret=cluster.secret) as receiver:
+        engine = threading.Thread(target=lambda: serve(receiver, over))
+        engine.start()
+        trainer = cluster.trainer_ranks(2, style="big", keep=["big.3.*"])
+        reports = all_of(trainer, "publish", label=2)
+        assert [report["version"] for report in reports] == [2, 2]
+        assert [rank.finish() for rank in trainer] == [0, 0]
+        values = [float(tensor[0, 0]) for tensor in held.values()]
+        held["big.3.weight"][-1, -1] = 5.0  # in the part of rank 1
+        refused = [
+            rank.expect("ready")["error"]
+            for rank in cluster.start_trainer_ranks(2, style="big", keep=["big.3.*"])
+        ]
+        over.set()
+        engine.join()
+    assert values == [2.0, 2.0, 2.0, 1.0]
+    assert {error["code"] for error in refused} == {"LW-113"}
+    assert all("big.3.weight" in error["text"] for error in refused)
+
+
 def serve(receiver: lw.Receiver, over: threading.Event) -> None:
     """An engine that takes every version, until it is over."""
     while not over.is_set():

@@ -39,7 +39,8 @@ class Words:
         self.holds, self.other = "old", "new"
         self.swaps, self._fail_at = 0, fail_at or {}
 
-    def live(self) -> Sequence[Memory]:
+    def live(self, tensors: Collection[str] | None = None) -> Sequence[Memory]:
+        del tensors
         return []
 
     def shadow(self) -> Sequence[Memory]:

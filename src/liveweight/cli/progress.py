@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from liveweight.rounds.replica import Replica
     from liveweight.spec.deadline import Deadline
-    from liveweight.spec.manifest import Manifest, Version
+    from liveweight.spec.manifest import Version
     from liveweight.wire import messages as m
     from liveweight.wire.messages.values import RoundId
 
@@ -58,9 +58,9 @@ class ProgressReplica:
         self._optional = {group.name: len(group.tensors) for group in replica_state.optional}
         return replica_state
 
-    def describe(self, structure: str, manifest: Manifest, deadline: Deadline) -> None:
+    def describe(self, body: m.Describe, deadline: Deadline) -> None:
         """See Replica."""
-        self._replica.describe(structure, manifest, deadline)
+        self._replica.describe(body, deadline)
 
     def open(self, body: m.Open, deadline: Deadline) -> m.Opened:
         """See Replica."""

@@ -25,7 +25,7 @@ from liveweight.errors import (
 from liveweight.rounds.replica import ReplicaRefused
 from liveweight.rounds.replica_progress import ReplicaProgress
 from liveweight.spec.deadline import Deadline
-from liveweight.spec.manifest import Manifest, Version
+from liveweight.spec.manifest import Version
 from liveweight.wire import messages as m
 from liveweight.wire.messages.values import Fault, fault_of
 
@@ -51,7 +51,7 @@ class RoundCoordinator:
 
     replicas: Sequence[ReplicaProgress]
     order: m.Open
-    manifest: Manifest
+    description: m.Describe
     quorum: int
     lease_s: float
     deadline: Deadline
@@ -117,8 +117,8 @@ class RoundCoordinator:
         except ReplicaRefused as refused:
             if refused.fault.code != ManifestInvalid.code:
                 raise
-            # Its ranks were replaced, or it was absent when the manifest was described.
-            progress.replica.describe(self.order.structure, self.manifest, self._patience)
+            # Its ranks were replaced, it was absent when the manifest was described, or its kept tensors have changed since.
+            progress.replica.describe(self.description, self._patience)
             opened = progress.replica.open(self.order, self._patience)
         progress.on_opened(opened)
 

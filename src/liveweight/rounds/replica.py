@@ -8,9 +8,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Protocol, TypeVar
 
+import msgspec
+
 from liveweight.errors import ChannelClosed, LiveWeightError, MessageInvalid, RoundAborted
 from liveweight.spec.deadline import Deadline
-from liveweight.spec.manifest import Manifest, Version
+from liveweight.spec.manifest import Version
 from liveweight.wire import messages as m
 from liveweight.wire.channel import Channel
 from liveweight.wire.codec import Codec
@@ -44,8 +46,8 @@ class Replica(Protocol):
     def replica_state(self, deadline: Deadline) -> m.ReplicaState:
         """The tensors it expects and the version it serves; waits until all its ranks have joined."""
 
-    def describe(self, structure: str, manifest: Manifest, deadline: Deadline) -> None:
-        """Compare manifests, in both directions, and let rounds name this one by `structure`."""
+    def describe(self, body: m.Describe, deadline: Deadline) -> None:
+        """Compare manifests, in both directions, and kept tensors with what is live; let rounds name this manifest by `structure`."""
 
     def open(self, body: m.Open, deadline: Deadline) -> m.Opened:
         """Begin a round."""
@@ -124,11 +126,10 @@ class WireReplica:
             m.GetReplicaState(wait_s=deadline.remaining_s()), m.ReplicaState, deadline, "say what it expects"
         )
 
-    def describe(self, structure: str, manifest: Manifest, deadline: Deadline) -> None:
+    def describe(self, body: m.Describe, deadline: Deadline) -> None:
         """See Replica."""
-        self._request(
-            m.Describe(structure=structure, manifest=manifest), m.Described, deadline, "compare manifests"
-        )
+        body = msgspec.structs.replace(body, timeout_s=deadline.remaining_s())
+        self._request(body, m.Described, _with_grace(deadline), "compare manifests")
 
     def open(self, body: m.Open, deadline: Deadline) -> m.Opened:
         """See Replica."""

@@ -95,7 +95,8 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     def digest(self) -> str | None:
         """The digest of the content: of every name's dtype, shape and digest, in name order. None if a tensor's is unknown.
 
-        Order and tying do not matter: two sources with the same values under the same names have the same digest.
+        Order and tying do not matter: two sources with the same values under the same names have the same digest. `named_as` gives
+        them the same names, where an engine knows a tensor by several.
         """
         digests = [tensor.digest for tensor in self.in_name_order()]
         if any(digest is None for digest in digests):
@@ -195,6 +196,20 @@ class OptionalGroup(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     tensors: tuple[str, ...]
 
 
+class KeptSet(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Tensors that a publisher leaves out on purpose, so that the engine keeps its own: `name` is what the publisher calls them.
+
+    A tensor with a digest must have that content in the engine; one without must be what the engine was started with.
+    """
+
+    name: str
+    tensors: tuple[TensorSpec, ...]
+
+    def group(self) -> OptionalGroup:
+        """As tensors that an offer may leave out."""
+        return OptionalGroup(name=self.name, tensors=tuple(spec.name for spec in self.tensors))
+
+
 def left_out(offered: Manifest, optional: Iterable[OptionalGroup]) -> tuple[OptionalGroup, ...]:
     """The groups of which an offer has nothing. One of which it has a part is no such group: the rest of it is missing."""
     offers = offered.by_name()
@@ -234,6 +249,31 @@ def compare(expected: Manifest, offered: Manifest, optional: Iterable[OptionalGr
         )
         first = [text for kind in kinds for text in kind[:FIRST_OF_EACH]]
         raise ManifestMismatch([*first, *(text for kind in kinds for text in kind[FIRST_OF_EACH:])])
+
+
+def named_as(manifest: Manifest, expected: Manifest) -> Manifest:
+    """The manifest's tensors under all names of the expected tensors that they fill, so that the same weights have one content digest,
+    whichever names of a tied tensor a source has. A tensor that fills none, or the same one as another, keeps its names."""
+    expects = expected.by_name()
+    filled = [
+        {expects[name].name: expects[name] for name in spec.names if name in expects} for spec in manifest
+    ]
+    times = Counter(name for wants in filled for name in wants)
+    return Manifest(
+        tensors=tuple(
+            _with_names(spec, [name for want in wants.values() for name in want.names])
+            if wants and all(times[name] == 1 for name in wants)
+            else spec
+            for spec, wants in zip(manifest, filled, strict=True)
+        )
+    )
+
+
+def _with_names(spec: TensorSpec, names: Sequence[str]) -> TensorSpec:
+    """The tensor under these names. Its own stays the first one, if it is among them: passes of a source go by it."""
+    first = spec.name if spec.name in names else names[0]
+    aliases = tuple(name for name in names if name != first)
+    return msgspec.structs.replace(spec, name=first, aliases=aliases)
 
 
 def _missing(name: str, unexpected: Sequence[str]) -> str:

@@ -142,9 +142,14 @@ def describe_to(
     replicas: Sequence[Replica], offers: OfferMaker, agreed: HandshakeResult, deadline: Deadline
 ) -> None:
     """Compare manifests before training starts, here and at every replica that answered. Rounds then refer to the manifest by its name."""
-    compare(agreed.expected, offers.manifest, agreed.optional)
+    body = offers.description()
+    compare(
+        agreed.expected,
+        body.manifest,
+        (*agreed.optional, *([] if body.kept is None else [body.kept.group()])),
+    )
     for replica in (one for one, boot in zip(replicas, agreed.boots, strict=True) if boot is not None):
-        _raising_error(functools.partial(replica.describe, offers.structure, offers.manifest, deadline))
+        _raising_error(functools.partial(replica.describe, body, deadline))
 
 
 def _raising_error(call: Callable[[], Answer]) -> Answer:

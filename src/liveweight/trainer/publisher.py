@@ -237,7 +237,7 @@ class RoundPublisher:
         return RoundCoordinator(
             replicas=current.replicas,
             order=order,
-            manifest=self._offers.manifest,
+            description=self._offers.description(),
             quorum=len(current.replicas) if quorum is None else quorum,
             patience=patience_of(settings, current.deadline),
             mark_behind=settings.behind == "stand_back",

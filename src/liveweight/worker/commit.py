@@ -1,7 +1,8 @@
 """A rank's part of a commit or an undo, from the decision to the known outcome. Runs on the main thread.
 
 Steps: swap shadow and live weights, run the hooks, report to the leader, receive the outcome; if it is not "keep", swap back and run
-the hooks again. Each step is noted before the next one begins, so that the next boundary resumes after any interruption.
+the hooks again. A version whose content is live already is committed, and undone, without a swap. Each step is noted before the next
+one begins, so that the next boundary resumes after any interruption.
 Until the outcome is known the rank must not serve, and must not stage into its shadow, which it may have to swap back.
 """
 
@@ -46,9 +47,11 @@ class LiveSide(enum.Enum):
 
 @dataclass(slots=True)
 class _Swap:
-    """One decision under way: what is live, what failed, the outcome. `hooks_due`: weights changed, and hooks have not run since."""
+    """One decision under way: what is live, what failed, the outcome. `hooks_due`: weights changed, and hooks have not run since.
+    `swaps`: it is to swap; not so where the content of the version is live already."""
 
     decision: Decision
+    swaps: bool
     began_s: float = field(default_factory=time.monotonic)
     live: LiveSide = LiveSide.BEFORE
     hooks_due: bool = False
@@ -74,12 +77,16 @@ class Committer:
         self._target, self._hooks = target, hooks
         self._channel, self._shadow_lock = channel, shadow_lock
         self._current: _Swap | None = None
+        self._undo_swaps = True
+        """Whether the last commit swapped, so that its undo must, too."""
         self.grace_s = GRACE_S
         """How much longer than the leader a rank waits for its answer."""
 
     def carry_out(self, decision: Decision) -> Settled:
         """Swap, and receive the outcome. If it raises, the rank must not serve; `resolve` resumes where it stopped."""
-        self._current = _Swap(decision)
+        # The staging thread has set `unchanged` before its report, which the leader had before it decided.
+        swaps = self._undo_swaps if decision.undo else not self._shadow_lock.unchanged
+        self._current = _Swap(decision, swaps)
         deadline = Deadline.after(decision.timeout_s + self.grace_s)
         try:
             with self._shadow_lock.held(deadline.within(decision.timeout_s)):
@@ -99,8 +106,11 @@ class Committer:
             return None
         deadline = Deadline.after(timeout_s)
         with self._shadow_lock.held(deadline):
-            if current.outcome is None and current.hooks_due and current.fault is None:
-                current.fault = self._fault(Unavailable("interrupted before the hooks had run"), "hooks")
+            done = current.live is LiveSide.AFTER and not current.hooks_due
+            if current.outcome is None and current.fault is None and current.swaps and not done:
+                current.fault = self._fault(
+                    Unavailable("interrupted before it had swapped and run the hooks"), "hooks"
+                )
             return self._finish(current, deadline)
 
     def _swap_and_run_hooks(self, current: _Swap) -> None:
@@ -108,6 +118,8 @@ class Committer:
         staged, decision = self._shadow_lock.staged, current.decision
         if not decision.undo and (staged is None or staged.epoch != decision.epoch):
             current.fault = self._fault(WrongState("not holding that round's version", "commit"), "commit")
+            return
+        if not current.swaps:
             return
         try:
             self._swap(current, LiveSide.AFTER)
@@ -127,6 +139,8 @@ class Committer:
             self._swap(current, LiveSide.BEFORE)
         if current.hooks_due:
             self._run_hooks(current)
+        if current.outcome.keep:
+            self._undo_swaps = current.swaps
         self._current, self._shadow_lock.staged, self._shadow_lock.doubt = None, None, False
         return current.outcome
 

@@ -85,6 +85,10 @@ class InPlaceCommitter:
             current.done = Overwritten(begun=False)
             current.fault = self._fault(WrongState("in place, where nothing is kept", "undo"), "commit")
             return
+        staged = self._shadow_lock.staged
+        if self._shadow_lock.unchanged and staged is not None and staged.epoch == current.decision.epoch:
+            current.done = Overwritten(begun=False)  # what is live has the version's content
+            return
         if current.request is None:
             self._shadow_lock.swaps += 1
             until = Deadline.after(current.decision.timeout_s)

@@ -120,7 +120,7 @@ class LiveVerifier:
 
         try:
             lanes = self._live_digest().of(
-                self._target.live(),
+                self._target.live(order.names),
                 copy_threads=copy_threads,
                 stop=lambda: self._closing or changed(),
                 deadline=deadline,

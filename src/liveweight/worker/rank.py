@@ -113,7 +113,6 @@ class WorkerRank:
                 kernels=kernels if live_kernels is None else live_kernels,
                 replica=joined.replica,
                 bus=bus,
-                optional=optional,
                 overwrites=overwrites,
                 on_failure=on_failure,
             )

@@ -14,6 +14,9 @@ from liveweight.errors import WrongState
 from liveweight.spec.deadline import Deadline
 from liveweight.wire.messages.values import RoundId
 
+OUTCOME_S = 2.0
+"""How long staging waits for the outcome of a commit that the leader has decided already."""
+
 
 class ShadowLock:
     """Who owns the shadow: the staging thread while it stages, the main thread while it swaps.
@@ -25,6 +28,8 @@ class ShadowLock:
     def __init__(self) -> None:
         self.lock = threading.Lock()
         self.staged: RoundId | None = None
+        self.unchanged = False
+        """Whether the round of `staged` brings what is live already: then nothing lies in the shadow, and nothing is to be swapped."""
         self.swaps = 0
         """Raised before every swap, also one that goes back: live weights are what they were while it stays the same."""
         self._certain = threading.Event()
@@ -58,9 +63,13 @@ class ShadowLock:
 
     @contextmanager
     def for_staging(self, deadline: Deadline) -> Iterator[None]:
-        """Own the shadow to fill it anew; refused while it is the way back of a swap in doubt."""
+        """Own the shadow to fill it anew; refused while it is the way back of a swap in doubt.
+
+        A publisher may open its next round as soon as the leader has told it of the last commit: the outcome is then on its way here.
+        """
+        self.certain(deadline.within(OUTCOME_S).remaining_s())
         with self.held(deadline):
             if self.doubt:
                 raise WrongState("in doubt about the last commit", "stage")
-            self.staged = None
+            self.staged, self.unchanged = None, False
             yield

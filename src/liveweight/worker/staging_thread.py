@@ -21,7 +21,6 @@ from liveweight.observe import events
 from liveweight.observe.bus import Bus
 from liveweight.plan.digest_sums import lanes_to_bytes
 from liveweight.spec.deadline import Deadline
-from liveweight.spec.manifest import OptionalGroup
 from liveweight.transports.port import Reader, Reading
 from liveweight.wire.channel import Channel
 from liveweight.wire.messages import (
@@ -73,14 +72,13 @@ class StagingThread:
         kernels: Kernels,
         replica: str,
         bus: Bus,
-        optional: Sequence[OptionalGroup] = (),
         overwrites: OverwriteQueue | None = None,
         on_failure: Callable[[], None] | None = None,
     ) -> None:
         self._rank, self._channel, self._target = rank, channel, target
         self._digest, self._readers, self.settings = digest, readers, settings
         self._shadow_lock, self._replica, self._bus, self._overwrites = shadow_lock, replica, bus, overwrites
-        self._kept_tensors = KeptTensors(target, optional)
+        self._kept_tensors = KeptTensors(target)
         self._pending: deque[Message] = deque()
         self._closing, self._on_failure, self._waker = False, on_failure, channel.waker()
         self.failure: BaseException | None = None
@@ -150,6 +148,10 @@ class StagingThread:
         step = "stage"
         try:
             with self._shadow_lock.for_staging(deadline):
+                if order.unchanged:
+                    self._shadow_lock.staged, self._shadow_lock.unchanged = order.round, True
+                    self._send(Staged(round=order.round, rank=self._rank, size_bytes=0, seconds=0.0))
+                    return
                 if self._overwrites is not None:
                     self._locate(order, self._overwrites, deadline)
                     return

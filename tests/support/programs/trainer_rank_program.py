@@ -29,7 +29,7 @@ BIG, BIGS = (4096, 4096), ("big.0.weight", "big.1.weight", "big.2.weight", "big.
 
 
 def main(config: dict[str, Any]) -> None:
-    """The config has rank, world, store, style, engines, secret, directory, timeout_s, lease_s, run, transfer_mode."""
+    """The config has rank, world, store, style, engines, secret, directory, timeout_s, lease_s, run, transfer_mode, keep."""
     torch.set_num_threads(1)
     console, bus = Console(), Bus()
     rank, world = config["rank"], config["world"]
@@ -55,6 +55,7 @@ def main(config: dict[str, Any]) -> None:
                     threads=1,
                     bus=bus,
                     group=dist.group.WORLD,
+                    keep=config.get("keep"),
                 )
             )
         except LiveWeightError as error:

@@ -6,11 +6,9 @@ from the ranks' memory, after loading, and not from the files.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
-
-import msgspec
 
 from liveweight.devices.copy_threads import CopyThreads
 from liveweight.devices.device import open_device
@@ -18,8 +16,8 @@ from liveweight.engine.serving.step_stream import Begin, Loaded
 from liveweight.errors import DigestMismatch
 from liveweight.plan.digest_sums import DigestSums, lanes_from_bytes, lanes_to_bytes
 from liveweight.spec.deadline import Deadline
-from liveweight.spec.digest import Lanes, to_hex
-from liveweight.spec.manifest import Manifest, TensorSpec, Version
+from liveweight.spec.digest import to_hex
+from liveweight.spec.manifest import Version
 from liveweight.spec.version_age import START_RUN
 from liveweight.worker.join import JoinContent
 from liveweight.worker.shadow_digest import ShadowDigest
@@ -50,8 +48,8 @@ def loaded(model: Model, *, device: str, threads: int, timeout_s: float) -> Load
     return Loaded(target.layout, lanes_to_bytes(lanes))
 
 
-def named(ranks: Sequence[Loaded], names: Collection[str]) -> Begin:
-    """The version that the ranks hold together; `names` are those of the checkpoint's tensors.
+def named(ranks: Sequence[Loaded]) -> Begin:
+    """The version that the ranks hold together.
 
     DigestMismatch where ranks hold different copies of a tensor: they did not read the same files.
     """
@@ -60,16 +58,5 @@ def named(ranks: Sequence[Loaded], names: Collection[str]) -> Begin:
     totals, disagreeing = digest_sums.combine(partials)
     if disagreeing:
         raise DigestMismatch(disagreeing, "the ranks, after loading")
-    known = frozenset(names)
-    manifest = Manifest(
-        tensors=tuple(
-            _as_read(spec, lanes, known) for spec, lanes in zip(digest_sums.expected, totals, strict=True)
-        )
-    )
+    manifest = digest_sums.expected.with_digests([to_hex(lanes) for lanes in totals])
     return Begin(Version(run=RUN, label=LABEL, digest=manifest.digest()), manifest)
-
-
-def _as_read(spec: TensorSpec, lanes: Lanes, names: Collection[str]) -> TensorSpec:
-    """A tensor under the names that the checkpoint has for it, with its digest."""
-    first, *aliases = [name for name in spec.names if name in names] or [spec.name]
-    return msgspec.structs.replace(spec, name=first, aliases=tuple(aliases), digest=to_hex(lanes))

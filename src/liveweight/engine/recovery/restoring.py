@@ -8,16 +8,14 @@ why and tries the next best; the last is the checkpoint. A publisher's round tha
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import msgspec
 import numpy as np
 
-from liveweight.checkpoint import tensor_names
 from liveweight.engine.engine import Engine
 from liveweight.engine.rank.start_version import RUN
 from liveweight.engine.status import Origin
@@ -128,7 +126,11 @@ class VersionRestorer:
     def _candidates(self) -> Iterator[tuple[Origin, str, Callable[[Deadline], None]]]:
         """In the order in which they are tried: the version itself; then the source's newest and other snapshots, the newer first."""
         found = self._snapshots()
-        exact = [(path, version) for path, version in found if version == self.wanted]
+        exact = [
+            (path, version)
+            for path, version in found
+            if self.wanted is not None and version.same_name(self.wanted)
+        ]
         only_start = self.wanted is not None and self.wanted.run == RUN
         others = [] if only_start else [one for one in found if one not in exact]
         yield from (self._of_snapshot(path) for path, _ in exact)
@@ -197,14 +199,11 @@ class VersionRestorer:
             replica = WireReplica(self.engine.address or "", secret)
             stack.callback(replica.close)
             commit = snapshot.commit
-            manifest = as_published(
-                commit.manifest, commit.version, tensor_names(Path(self.engine.config.model))
-            )
             order = m.Open(
                 publisher=RECOVERY,
                 version=commit.version,
                 structure=f"snapshot {commit.snapshot}",
-                digests=_digests(manifest),
+                digests=_digests(commit.manifest),
                 offer=offer_of(snapshot),
                 verify=True,
                 timeout_s=deadline.remaining_s() + LEASE_S + MARGIN_S,
@@ -215,7 +214,7 @@ class VersionRestorer:
             RoundCoordinator(
                 replicas=[ReplicaProgress(replica)],
                 order=order,
-                manifest=manifest.without_digests(),
+                description=m.Describe(structure=order.structure, manifest=commit.manifest.without_digests()),
                 quorum=1,
                 lease_s=LEASE_S,
                 deadline=deadline,
@@ -234,27 +233,6 @@ class VersionRestorer:
             deadline.check(f"all of {snapshot.path} to be verified")
 
         verify(snapshot, check)
-
-
-def as_published(manifest: Manifest, version: Version, names: Sequence[str]) -> Manifest:
-    """The manifest under the names that the version's source had: a version's digest is one of names, too.
-
-    Ranks know a tied tensor by all its names, a source often by one. The digest shows which ones it had: all, the first, or those of
-    the checkpoint. As it is, where none of them fits.
-    """
-    for chosen in (None, [spec.name for spec in manifest], names):
-        tried = manifest if chosen is None else _renamed(manifest, frozenset(chosen))
-        if tried.digest() == version.digest:
-            return tried
-    return manifest
-
-
-def _renamed(manifest: Manifest, names: frozenset[str]) -> Manifest:
-    tensors = []
-    for spec in manifest:
-        first, *aliases = [name for name in spec.names if name in names] or [spec.name]
-        tensors.append(msgspec.structs.replace(spec, name=first, aliases=tuple(aliases)))
-    return Manifest(tensors=tuple(tensors))
 
 
 def _digests(manifest: Manifest) -> bytes:

@@ -16,7 +16,6 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Protocol, TypeAlias, TypeVar
 
-from liveweight.checkpoint import tensor_names
 from liveweight.engine.config import EngineConfig
 from liveweight.engine.rank.start_version import named
 from liveweight.engine.serving.step_channel import StepChannel
@@ -172,9 +171,7 @@ class RankProcesses:
 
     def _begin(self, deadline: Deadline) -> Begin:
         """Name the version that the ranks have loaded, and let them begin with it."""
-        begin = named(
-            self._await_all(Loaded, "load its weights", deadline), tensor_names(Path(self._config.model))
-        )
+        begin = named(self._await_all(Loaded, "load its weights", deadline))
         for channel in self._channels:
             channel.send(begin)
         self._await_all(RankReady, "be ready", deadline)

@@ -209,7 +209,7 @@ class RequestedUpdates:
         return RoundCoordinator(
             replicas=[progress],
             order=order,
-            manifest=grant.manifest,
+            description=m.Describe(structure=grant.structure, manifest=grant.manifest, kept=grant.kept),
             quorum=1,
             lease_s=LEASE_S,
             deadline=deadline,

@@ -8,7 +8,8 @@ rounds, and no round waits for it.
 from __future__ import annotations
 
 import itertools
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -29,6 +30,7 @@ from liveweight.rounds.leader.membership import JoinedRank, Membership
 from liveweight.rounds.leader.round_record import Action, EmitEvent, NotifyRank, SendReply
 from liveweight.spec.digest import Lanes
 from liveweight.spec.manifest import Version
+from liveweight.spec.version_age import START_RUN
 from liveweight.wire import messages as m
 from liveweight.wire.messages.values import Fault, fault_of
 
@@ -38,7 +40,8 @@ NEVER = float("inf")
 
 @dataclass(slots=True, kw_only=True)
 class Audit:
-    """One Verify call under way. `number` is that of its present try, None while it waits for a swap to end."""
+    """One Verify call under way, or another call that is answered with what `then` makes of the verdict. `number` is that of its present
+    try, None while it waits for a swap to end."""
 
     peer: bytes
     call: int
@@ -56,6 +59,7 @@ class Audit:
     unread: set[str] = field(default_factory=set)
     fault: Fault | None = None
     changed: bool = False
+    then: Callable[[m.Verdict], m.Message] | None = None
 
     @property
     def ends_s(self) -> float:
@@ -77,6 +81,7 @@ class Audits:
         self._joins: dict[int, m.Join] = {}
         self._swaps, self._swapping = 0, False
         self._now, self._before = InstalledVersion(), InstalledVersion()
+        self._start: InstalledVersion | None = None
 
     # Changes of the replica.
 
@@ -90,16 +95,31 @@ class Audits:
             except (Refused, WireError):  # it does not fit what the ranks own: no comparison is possible
                 reference = None
             self._now, self._before = InstalledVersion(version, reference), InstalledVersion()
+            if self._start is None or (version is not None and version.run == START_RUN):
+                self._start = self._now
+            else:  # ranks that were replaced hold something else than the others: nobody knows what is still as it was
+                self._now = replace(
+                    self._now, changed=np.ones(len(digest_sums.expected.tensors), dtype=np.bool_)
+                )
 
     def on_swap_decided(self) -> None:
         """A swap was decided: what was digested since may be of either side."""
         self._swaps += 1
         self._swapping = True
 
-    def on_committed(self, version: Version | None, reference: AuditReference | None) -> None:
-        """All ranks hold that version now."""
-        self._now, self._before = InstalledVersion(version, reference), self._now
+    def on_committed(
+        self, version: Version | None, reference: AuditReference | None, filled: Mask | None
+    ) -> None:
+        """All ranks hold that version now, whose round has filled these tensors anew."""
+        before = self._now.changed
+        changed = before if filled is None else filled if before is None else before | filled
+        self._now, self._before = InstalledVersion(version, reference, changed), self._now
         self._joins.clear()
+        self._swapping = False
+
+    def on_renamed(self, version: Version | None) -> None:
+        """All ranks hold what they held, which is that version's content, too."""
+        self._now, self._before = replace(self._now, version=version), self._now
         self._swapping = False
 
     def on_undone(self) -> None:
@@ -123,6 +143,23 @@ class Audits:
         return [SendReply(audit.peer, audit.call, self._refusal(error)) for audit in ended]
 
     @property
+    def damaged(self) -> bool:
+        """Whether an audit has found that ranks do not hold what was installed: then the same version must be installed again."""
+        return self._now.damaged
+
+    def changed_since_start(self, names: Sequence[str]) -> list[str]:
+        """Which of these tensors may have other content than when the ranks joined first."""
+        if self._now.changed is None or not names:
+            return []
+        changed = self._now.changed.copy()
+        now, start = self._now.reference, None if self._start is None else self._start.reference
+        if now is not None and start is not None:
+            changed &= ~(now.known & start.known & (now.lanes == start.lanes).all(axis=1))
+        asked = choose(self._membership.whole(), names, None)
+        tensors = self._membership.whole().expected.tensors
+        return [tensors[number].name for number in np.flatnonzero(asked & changed)]
+
+    @property
     def reference(self) -> AuditReference | None:
         """The digests that the installed version should have, as far as they are known."""
         return self._now.reference
@@ -138,8 +175,16 @@ class Audits:
         """When time alone will change something."""
         return min((audit.ends_s for audit in self._open), default=NEVER)
 
-    def begin(self, now_s: float, peer: bytes, call: int, request: m.Verify) -> list[Action]:
-        """Take a call. Refused: names that the replica does not have, a manifest that does not fit."""
+    def begin(
+        self,
+        now_s: float,
+        peer: bytes,
+        call: int,
+        request: m.Verify,
+        then: Callable[[m.Verdict], m.Message] | None = None,
+    ) -> list[Action]:
+        """Take a call. Refused: names that the replica does not have, a manifest that does not fit. `then` makes the answer to the call of
+        the verdict; left out, the verdict is the answer."""
         digest_sums = self._membership.whole()
         reference = None if request.manifest is None else of_manifest(digest_sums, request.manifest)
         chosen = choose(digest_sums, request.names, reference)
@@ -151,6 +196,7 @@ class Audits:
             chosen=chosen,
             reference=reference,
             began_s=now_s,
+            then=then,
         )
         self._open.append(audit)
         return self.advance(now_s)
@@ -191,7 +237,10 @@ class Audits:
             answer = self._answer(now_s, audit)
             if answer is not None:
                 self._open.remove(audit)
-                actions.append(SendReply(audit.peer, audit.call, answer))
+                reply: m.Message = answer
+                if audit.then is not None and isinstance(answer, m.Verdict):
+                    reply = audit.then(answer)
+                actions.append(SendReply(audit.peer, audit.call, reply))
             if isinstance(answer, m.Verdict):
                 actions.append(EmitEvent(self._event(answer)))
             elif audit.number is None and not self._swapping:
@@ -257,7 +306,7 @@ class Audits:
 
     def _verdict(self, audit: Audit) -> m.Verdict:
         ranks = range(self._membership.world)
-        return verdict(
+        found = verdict(
             audit.digest_sums,
             [audit.lanes[rank] for rank in ranks],
             seconds=[audit.seconds[rank] for rank in ranks],
@@ -268,3 +317,6 @@ class Audits:
             apart=audit.apart,
             unread=audit.unread,
         )
+        if found.match is False and self._now.expects(audit.reference):
+            self._now = replace(self._now, damaged=True)
+        return found

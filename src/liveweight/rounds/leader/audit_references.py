@@ -16,7 +16,7 @@ from liveweight.errors import ManifestInvalid, ManifestMismatch
 from liveweight.plan.digest_sums import KEPT, DigestSums, lanes_from_bytes
 from liveweight.rounds.leader.membership import ManifestFit
 from liveweight.spec.digest import SEEDS, ContentDigest, Lanes, from_hex
-from liveweight.spec.manifest import Manifest
+from liveweight.spec.manifest import Manifest, named_as
 
 Numbers: TypeAlias = npt.NDArray[np.int64]
 Mask: TypeAlias = npt.NDArray[np.bool_]
@@ -26,7 +26,7 @@ Mask: TypeAlias = npt.NDArray[np.bool_]
 class AuditReference:
     """Digests of the tensors that a replica expects, in its order; where `known` is false, the digest is unknown.
 
-    `content` makes the version's digest, in its source's own names: of the expected tensors that `filled` lists. `parts` are the digests
+    `content` makes the version's digest: of the expected tensors that `filled` lists. `parts` are the digests
     of every rank's placements, where they are known: with them a rank that differs can be named.
     """
 
@@ -63,7 +63,8 @@ def of_manifest(
     given = manifest.by_name()
     absent = {spec.name for spec in digest_sums.expected if not any(name in given for name in spec.names)}
     lanes = np.stack([from_hex(digest) for digest in digests])
-    return _reference(digest_sums.sources(manifest, absent), lanes, ContentDigest(manifest), parts)
+    content = ContentDigest(named_as(manifest, digest_sums.expected))
+    return _reference(digest_sums.sources(manifest, absent), lanes, content, parts)
 
 
 def of_round(

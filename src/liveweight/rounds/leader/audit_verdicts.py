@@ -26,10 +26,20 @@ EMPTY: Mapping[str, Sequence[int]] = MappingProxyType({})
 
 @dataclass(frozen=True, slots=True)
 class InstalledVersion:
-    """A version, and the digests that its tensors should have, if they are known."""
+    """A version, and the digests that its tensors should have, if they are known. `changed`: which tensors rounds have filled since the
+    replica was started (None: none). `damaged`: an audit found that ranks hold something else."""
 
     version: Version | None = None
     reference: AuditReference | None = None
+    changed: Mask | None = None
+    damaged: bool = False
+
+    def expects(self, other: AuditReference | None) -> bool:
+        """Whether these digests (None: its own) are those that its tensors should have."""
+        if other is None or self.reference is None:
+            return other is None
+        both = other.known & self.reference.known
+        return not (both & (other.lanes != self.reference.lanes).any(axis=1)).any()
 
     def is_content(self, digest_sums: DigestSums, totals: Lanes) -> bool:
         """Whether these are its tensors' digests; False where that is not known."""

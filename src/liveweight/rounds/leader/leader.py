@@ -11,12 +11,19 @@ from collections.abc import Callable
 
 import msgspec
 
-from liveweight.errors import ChannelClosed, DeadlineExceeded, LiveWeightError, Torn, WrongState
+from liveweight.errors import (
+    ChannelClosed,
+    DeadlineExceeded,
+    KeptDiffers,
+    LiveWeightError,
+    Torn,
+    WrongState,
+)
 from liveweight.observe import events
 from liveweight.plan.digest_sums import DigestSums
 from liveweight.rounds import states
 from liveweight.rounds.leader.audit import Audits
-from liveweight.rounds.leader.membership import Membership
+from liveweight.rounds.leader.membership import ManifestFit, Membership, fit_manifest
 from liveweight.rounds.leader.notices import Notices
 from liveweight.rounds.leader.replica_record import ReplicaRecord
 from liveweight.rounds.leader.round_end import RoundEnd
@@ -31,7 +38,7 @@ from liveweight.rounds.leader.round_record import (
 )
 from liveweight.rounds.leader.staging_reports import StagingReports
 from liveweight.rounds.leader.votes_and_commits import VotesAndCommits
-from liveweight.spec.manifest import Version
+from liveweight.spec.manifest import Manifest, Version
 from liveweight.wire import messages as m
 from liveweight.wire.messages.values import RoundId, fault_of
 
@@ -106,10 +113,8 @@ class Leader:
             case m.GetReplicaState(wait_s=wait_s):
                 self._state_calls.append(WaitingCall(peer, call, "open", now_s + wait_s))
                 return []
-            case m.Describe(structure=structure, manifest=manifest):
-                digest_sums = self.membership.whole()
-                record.ledger.describe(structure, manifest, digest_sums, self.membership.optional)
-                return [SendReply(peer, call, m.Described())]
+            case m.Describe():
+                return self._describe(now_s, peer, call, body)
             case m.Open():
                 return self._open(now_s, peer, call, body)
             case m.WaitFor(round=round_id, until=until, wait_s=wait_s):
@@ -237,18 +242,52 @@ class Leader:
             met=tuple(self.membership.handshakes),
         )
 
+    def _describe(self, now_s: float, peer: bytes, call: int, body: m.Describe) -> list[Action]:
+        """Compare manifests; with a kept set, also its digests with those of what is live, which the ranks are asked for."""
+        record, kept = self._record, body.kept
+        digest_sums = self.membership.whole()
+        fit = fit_manifest(body.manifest, digest_sums, self.membership.optional, kept)
+        if kept is not None:
+            if record.torn is not None:
+                raise Torn(record.torn.cause)
+            self._notices.check_awake("a comparison of kept tensors")
+            changed = record.audits.changed_since_start([t.name for t in kept.tensors if t.digest is None])
+            if changed:
+                raise KeptDiffers(changed, "were changed since the engine was started")
+            digested = tuple(spec for spec in kept.tensors if spec.digest is not None)
+            if digested:
+                order = m.Verify(manifest=Manifest(tensors=digested), timeout_s=body.timeout_s)
+                return record.audits.begin(
+                    now_s, peer, call, order, lambda found: self._described(body.structure, fit, found)
+                )
+        record.ledger.note_fit(body.structure, fit)
+        return [SendReply(peer, call, m.Described())]
+
+    def _described(self, structure: str, fit: ManifestFit, found: m.Verdict) -> m.Message:
+        """The answer to Describe, once the kept tensors are digested."""
+        if found.match:
+            self._record.ledger.note_fit(structure, fit)
+            return m.Described()
+        error = KeptDiffers([one.name for one in found.mismatches], "differ from the trainer's")
+        return m.Refusal(fault=fault_of(error, step="open"), serving=self._record.serving)
+
     def _open(self, now_s: float, peer: bytes, call: int, body: m.Open) -> list[Action]:
         record, before = self._record, self._notices.give_up(now_s, body)
         record.check_free()
+        body = msgspec.structs.replace(body, version=record.ledger.content_of(body))
         record.ledger.check(body)
-        serving = record.serving
-        if serving is not None and serving.digest is not None and serving == body.version:
+        serving, sound = record.serving, not record.audits.damaged
+        if sound and serving is not None and serving.digest is not None and serving == body.version:
             there = m.Opened(round=None, serving=serving, kept=record.ledger.kept(serving))
             confirmed = events.VersionConfirmed(replica=record.replica, version=str(serving))
             return [*before, EmitEvent(confirmed), SendReply(peer, call, there)]
-        kept = record.ledger.fit(body).kept
+        fit = record.ledger.fit(body)
+        kept = fit.kept
         self._check_heals(kept)
-        opened, version = self._begin_round(now_s, body)
+        unchanged = (
+            sound and serving is not None and serving.content_known and serving.digest == body.version.digest
+        )
+        opened, version = self._begin_round(now_s, body, unchanged=unchanged)
         record.ledger.note_kept(version, kept)
         order = m.Stage(
             round=opened.id,
@@ -256,7 +295,8 @@ class Leader:
             offer=body.offer,
             verify=body.verify,
             timeout_s=body.timeout_s,
-            keep=kept,
+            keep=fit.kept_tensors,
+            unchanged=unchanged,
         )
         event = events.RoundOpened(
             **record.facts(opened), serving=None if serving is None else str(serving), kept=kept
@@ -272,7 +312,7 @@ class Leader:
             missing = ", ".join(kept)
             raise Torn(f"{states.describe(torn)}: only an offer that has its {missing}, too, heals it")
 
-    def _begin_round(self, now_s: float, body: m.Open) -> tuple[LeaderRound, Version]:
+    def _begin_round(self, now_s: float, body: m.Open, *, unchanged: bool) -> tuple[LeaderRound, Version]:
         """Make the record of the round that is open from now on. Returns it, and the version it is for."""
         record, version = self._record, body.version
         round_id = RoundId(boot=record.boot, epoch=record.epoch + 1, publisher=body.publisher)
@@ -290,7 +330,8 @@ class Leader:
             ranks=ranks,
             readers=set(ranks),
             fit=record.ledger.fit(body),
-            in_place=self.membership.in_place,
+            in_place=self.membership.in_place and not unchanged,
+            unchanged=unchanged,
         )
         return record.round, version
 

@@ -6,9 +6,10 @@ Pure records of the leader: they check, they do not decide.
 from __future__ import annotations
 
 from collections import OrderedDict, deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
@@ -16,7 +17,7 @@ from liveweight.errors import LayoutInvalid, ManifestInvalid, ReplicaIncomplete,
 from liveweight.plan.digest_sums import DigestSums, lanes_from_bytes
 from liveweight.spec.digest import ContentDigest, Lanes
 from liveweight.spec.layout import Layout
-from liveweight.spec.manifest import Manifest, OptionalGroup, Version, compare, left_out
+from liveweight.spec.manifest import KeptSet, Manifest, OptionalGroup, Version, compare, left_out, named_as
 from liveweight.wire.messages import Join, Open
 
 HANDSHAKES = 16
@@ -109,6 +110,13 @@ class Membership:
         absent = ", ".join(str(rank) for rank in range(self.world) if rank not in self.members)
         return ReplicaIncomplete(f"a round is not possible while waiting for rank {absent} to join")
 
+    def names_of(self, chosen: npt.NDArray[np.bool_] | None) -> set[str] | None:
+        """All names of the expected tensors that are chosen; None if that is not known."""
+        if chosen is None or self.digest_sums is None:
+            return None
+        tensors = self.digest_sums.expected.tensors
+        return {name for number in np.flatnonzero(chosen) for name in tensors[number].names}
+
     def common_version(self) -> Version | None:
         """The version that all ranks serve; None if they differ."""
         versions = {member.serving for member in self.members.values()}
@@ -130,15 +138,39 @@ def _check_optional(members: Mapping[int, JoinedRank], digest_sums: DigestSums) 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ManifestFit:
-    """How a manifest fits: how many tensors it has, which of them fills each one expected, and the groups that it leaves out.
+    """How a manifest fits: how many tensors it has, which of them fills each one expected, and the groups that it leaves out, with their
+    tensors. `declared`: the publisher's kept set, which was compared with what was live then.
 
-    `content` makes the digest of a version of it.
+    `content` makes the digest of a version of it, in the names that the replica knows its tensors by.
     """
 
     tensors: int
     sources: npt.NDArray[np.int64]
     kept: tuple[str, ...]
+    kept_tensors: tuple[str, ...]
     content: ContentDigest
+    declared: KeptSet | None = None
+
+
+def fit_manifest(
+    manifest: Manifest,
+    digest_sums: DigestSums,
+    optional: Iterable[OptionalGroup] = (),
+    declared: KeptSet | None = None,
+) -> ManifestFit:
+    """How an offer's manifest fits the replica; ManifestMismatch with the names if it does not."""
+    optional = (*optional, *(() if declared is None else (declared.group(),)))
+    compare(digest_sums.expected, manifest, optional)
+    absent = left_out(manifest, optional)
+    tensors = dict.fromkeys(name for group in absent for name in group.tensors)
+    return ManifestFit(
+        tensors=len(manifest.tensors),
+        sources=digest_sums.sources(manifest, tensors),
+        kept=tuple(group.name for group in absent),
+        kept_tensors=tuple(tensors),
+        content=ContentDigest(named_as(manifest, digest_sums.expected)),
+        declared=declared,
+    )
 
 
 class Ledger:
@@ -152,25 +184,19 @@ class Ledger:
         self._labels: OrderedDict[tuple[str, str], str] = OrderedDict()
         self._kept: OrderedDict[Version, tuple[str, ...]] = OrderedDict()
 
-    def describe(
-        self,
-        structure: str,
-        manifest: Manifest,
-        digest_sums: DigestSums,
-        optional: Iterable[OptionalGroup] = (),
-    ) -> None:
-        """Note a manifest that fits; ManifestMismatch with the names if it does not."""
-        optional = tuple(optional)
-        compare(digest_sums.expected, manifest, optional)
-        absent = left_out(manifest, optional)
-        self._manifests[structure] = ManifestFit(
-            tensors=len(manifest.tensors),
-            sources=digest_sums.sources(manifest, {name for group in absent for name in group.tensors}),
-            kept=tuple(group.name for group in absent),
-            content=ContentDigest(manifest),
-        )
+    def note_fit(self, structure: str, fit: ManifestFit) -> None:
+        """Let rounds name a manifest that fits by `structure`."""
+        self._manifests[structure] = fit
         while len(self._manifests) > STRUCTURES:
             self._manifests.popitem(last=False)
+
+    def on_changed(self, changed: Collection[str] | None) -> None:
+        """A round has changed these live tensors (None: any of them). A kept set that has one of them must be compared again."""
+        for structure, fit in list(self._manifests.items()):
+            if fit.declared is not None and (
+                changed is None or not set(changed).isdisjoint(fit.kept_tensors)
+            ):
+                del self._manifests[structure]
 
     def forget_manifests(self) -> None:
         """The replica's ranks have changed: what fitted may fit no more."""
@@ -195,6 +221,15 @@ class Ledger:
         known = self._labels.get((body.version.run, str(body.version)))
         if known is not None and body.version.digest not in (None, known):
             raise VersionConflict(f"{body.version} of this run was published before with other content")
+
+    def content_of(self, body: Open) -> Version:
+        """The offer's version with the digest of its content, in the names that the replica knows its tensors by. As it is, where the
+        content is not known."""
+        if body.digests is None:
+            return body.version
+        fit = self.fit(body)
+        digest = fit.content.of(lanes_from_bytes(body.digests, fit.tensors))
+        return msgspec.structs.replace(body.version, digest=digest)
 
     def note_kept(self, version: Version, kept: tuple[str, ...]) -> None:
         """Note which optional groups the version of a round leaves out."""

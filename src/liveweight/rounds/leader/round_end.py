@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from liveweight.errors import Torn
 from liveweight.observe import events
+from liveweight.plan.digest_sums import KEPT
 from liveweight.rounds import states
 from liveweight.rounds.leader.audit_references import of_round
 from liveweight.rounds.leader.replica_record import ReplicaRecord
@@ -33,6 +34,10 @@ class RoundEnd:
             states.overwritten(record.state) if current.in_place else states.settled(record.state, keep=True)
         )
         serving = record.serving
+        if record.membership.in_place:
+            record.state = states.ServingState(
+                serving
+            )  # also after a version whose content was there already
         record.membership.serve(serving)
         record.since_s = now_s
         record.ledger.published(serving)
@@ -108,12 +113,18 @@ class RoundEnd:
         audits, world = self._record.audits, self._record.world
         if current.request is None:
             audits.on_undone()
+            self._record.ledger.on_changed(None)
+            return
+        if current.unchanged:
+            audits.on_renamed(serving)
             return
         whole = len(current.lanes) == world
         parts = [current.lanes[rank] for rank in range(world)] if whole else []
         base = audits.reference
         brought = None if current.fit is None else of_round(current.fit, current.request.digests, parts, base)
-        audits.on_committed(serving, brought)
+        filled = None if current.fit is None else current.fit.sources != KEPT
+        audits.on_committed(serving, brought, filled)
+        self._record.ledger.on_changed(self._record.membership.names_of(filled))
 
     def _end(
         self, now_s: float, current: LeaderRound, phase: m.Phase, outcome: events.RoundOutcome

@@ -82,7 +82,8 @@ class SwapAck:
 
 @dataclass(slots=True)
 class LeaderRound:
-    """Mutable, owned by the leader. `request`, and `fit`, are None for an undo.
+    """Mutable, owned by the leader. `request`, and `fit`, are None for an undo. `unchanged`: its version has the content that the replica
+    serves already, under another label; ranks read nothing and swap nothing.
 
     In place, `gone` are ranks that were lost during the commit, `written` those that have begun to write; `taken`, whether
     the boundary may have taken the decision; `late`, whether its time is over.
@@ -107,6 +108,7 @@ class LeaderRound:
     aborters: list[WaitingCall] = field(default_factory=list)
     committer: tuple[bytes, int] | None = None
     in_place: bool = False
+    unchanged: bool = False
     gone: set[int] = field(default_factory=set)
     written: set[int] = field(default_factory=set)
     taken: bool = True

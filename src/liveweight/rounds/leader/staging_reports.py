@@ -75,7 +75,8 @@ class StagingReports:
 
     def _all_staged(self, now_s: float, current: LeaderRound) -> list[Action]:
         current.phase = "staged"
-        if current.request is not None and current.request.verify and not current.in_place:
+        digested = not current.in_place and not current.unchanged
+        if current.request is not None and current.request.verify and digested:
             return [] if current.missing() else self._all_verified(now_s, current)
         current.phase = "verified"
         return []

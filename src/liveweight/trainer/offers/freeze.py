@@ -24,7 +24,7 @@ from liveweight.plan.freezes import CASTS, row_bytes
 from liveweight.spec.digest import SEEDS, Lanes
 from liveweight.spec.dtype import DType
 from liveweight.spec.layout import packed_regions
-from liveweight.spec.manifest import Manifest, TensorSpec
+from liveweight.spec.manifest import Manifest, TensorSpec, named_as
 from liveweight.spec.region import Region, whole
 from liveweight.spec.row_table import Table
 from liveweight.trainer.offers.freeze_tables import Templates, digest_rows, freeze_rows
@@ -96,12 +96,13 @@ class _BoundSource:
 
 
 def offered_manifest(source: Manifest, expected: Manifest) -> Manifest:
-    """The source's tensors in the dtypes that they are offered in: the engine's, where that is a cast between CASTABLE ones.
+    """The source's tensors under the engine's names, in the dtypes that they are offered in: the engine's, where that is a cast between
+    CASTABLE ones.
 
     Every other difference is left for `compare` to refuse.
     """
     wanted = expected.by_name()
-    return Manifest(tensors=tuple(_offered(spec, wanted) for spec in source))
+    return Manifest(tensors=tuple(_offered(spec, wanted) for spec in named_as(source, expected)))
 
 
 def _offered(spec: TensorSpec, wanted: Mapping[str, TensorSpec]) -> TensorSpec:
@@ -122,7 +123,7 @@ class Freezer:
     ) -> None:
         """`parts` says of which tensors, and which regions of them, the offered ones are parts; left out, they are whole."""
         for have, want in zip(source, offered, strict=False):
-            if (have.name, have.shape) != (want.name, want.shape):
+            if have.shape != want.shape or set(have.names).isdisjoint(want.names):
                 raise LayoutInvalid(
                     f"{have.name} cannot be frozen as {want.name} of shape {list(want.shape)}"
                 )

@@ -10,6 +10,7 @@ from liveweight.errors import RoundFailed
 from liveweight.observe.events import OfferKind
 from liveweight.spec.digest import ContentDigest
 from liveweight.spec.manifest import Manifest
+from liveweight.wire.messages import Describe
 from liveweight.wire.messages.values import Offer
 
 if TYPE_CHECKING:
@@ -24,6 +25,9 @@ class OfferMaker(Protocol):
     content: ContentDigest
     structure: str
     size_bytes: int
+
+    def description(self) -> Describe:
+        """What replicas are told of the offers: their tensors, and those that engines keep."""
 
     def make(self, label: str, kind: OfferKind, *, verify: bool, release: Callable[[], None]) -> MadeOffer:
         """Offer the current values. `release` waits a limited time for readers of the offer before."""

@@ -19,7 +19,7 @@ from liveweight.errors import ChannelClosed, DeadlineExceeded, LiveWeightError, 
 from liveweight.observe import events
 from liveweight.observe.bus import Bus
 from liveweight.spec.deadline import Deadline
-from liveweight.spec.manifest import Manifest, Version
+from liveweight.spec.manifest import KeptSet, Manifest, Version
 from liveweight.wire.codec import Codec
 from liveweight.wire.credentials import Secret
 from liveweight.wire.limits import WireLimits
@@ -80,9 +80,18 @@ class _PendingCall:
 class PullServer:
     """One source's pull server. All methods are for the thread that offers; requesters are answered on a thread of its own."""
 
-    def __init__(self, address: str, secret: Secret, *, structure: str, manifest: Manifest, bus: Bus) -> None:
-        """Listen there. `manifest` is that of every version, and `structure` its name."""
-        self._structure, self._manifest, self._bus = structure, manifest, bus
+    def __init__(
+        self,
+        address: str,
+        secret: Secret,
+        *,
+        structure: str,
+        manifest: Manifest,
+        bus: Bus,
+        kept: KeptSet | None = None,
+    ) -> None:
+        """Listen there. `manifest` is that of every version, and `structure` its name; `kept` are tensors that engines keep."""
+        self._structure, self._manifest, self._kept, self._bus = structure, manifest, kept, bus
         self._changed = threading.Condition()
         self._state: State = NothingOffered.EMPTY
         self._readers: dict[int, _Reader] = {}
@@ -266,6 +275,7 @@ class PullServer:
             version=state.version,
             structure=self._structure,
             manifest=self._manifest,
+            kept=self._kept,
             digests=state.digests,
             offer=state.offer,
         )

@@ -16,9 +16,9 @@ from liveweight.observe.events import OfferKind
 from liveweight.plan.digest_sums import DigestSums, lanes_from_bytes
 from liveweight.spec.digest import ContentDigest, to_hex
 from liveweight.spec.layout import Layout, packed
-from liveweight.spec.manifest import Manifest
+from liveweight.spec.manifest import KeptSet, Manifest
 from liveweight.trainer.offers.single_source import MadeOffer
-from liveweight.wire.messages import AnnounceShards, ShardsFrozen
+from liveweight.wire.messages import AnnounceShards, Describe, ShardsFrozen
 from liveweight.wire.messages.values import Offer, Shard
 
 
@@ -26,10 +26,17 @@ class ShardedOffers:
     """An OfferMaker. `set_frozen` takes the ranks' reports, and `make` then returns the offer. For the thread that runs rounds."""
 
     def __init__(
-        self, announced: Sequence[AnnounceShards], *, mode: str, poll: Callable[[], None], bus: Bus
+        self,
+        announced: Sequence[AnnounceShards],
+        *,
+        mode: str,
+        poll: Callable[[], None],
+        bus: Bus,
+        kept: KeptSet | None = None,
     ) -> None:
         """One announcement per rank. Raises LayoutInvalid if parts overlap, or if a part of a tensor has no owner."""
         self._announced, self._mode, self._poll, self._bus = list(announced), mode, poll, bus
+        self._kept = kept
         self._digest_sums = DigestSums([rank.layout for rank in announced])
         self.manifest: Manifest = self._digest_sums.expected
         self.content = ContentDigest(self.manifest)
@@ -47,6 +54,10 @@ class ShardedOffers:
     def layouts(self) -> list[Layout]:
         """The layouts of the ranks that have shards."""
         return [rank.layout for rank in self._with_shards]
+
+    def description(self) -> Describe:
+        """See OfferMaker."""
+        return Describe(structure=self.structure, manifest=self.manifest, kept=self._kept)
 
     def set_frozen(self, frozen: Mapping[int, ShardsFrozen]) -> None:
         """All ranks have frozen their shards. Raises DigestMismatch if ranks hold different copies of the same part."""

@@ -26,11 +26,13 @@ from liveweight.trainer.offers.freeze import Freezer, offered_manifest
 from liveweight.trainer.offers.live import SharedModule, live_digest, moved_since, why_not_live
 from liveweight.trainer.offers.ring import RingOffers, RingTransportSource
 from liveweight.trainer.offers.transfer_fallback import OpenMode, TransferFallback
+from liveweight.trainer.sources.kept_tensors import NOTHING_KEPT, KeepPlan, PartialSource
 from liveweight.trainer.sources.renamed_source import for_engines
 from liveweight.trainer.sources.source import Source
 from liveweight.trainer.sources.stacked_experts import SplitSource, split_layout, splits_for
 from liveweight.transports.packing_source import RingSettings
 from liveweight.transports.port import Arena, TransportSource
+from liveweight.wire.messages import Describe
 from liveweight.wire.messages.values import Offer
 
 
@@ -65,18 +67,23 @@ class SingleSourceOffers:
         threads: int,
         bus: Bus,
         ring: RingSettings | None = None,
+        keep: KeepPlan = NOTHING_KEPT,
     ) -> None:
         source = for_engines(source, expected)
+        whole, source = source, PartialSource(source, keep.left_out) if keep.left_out else source
         splits = splits_for(source.manifest(), expected)
-        whole, source = source, SplitSource(source, splits) if splits else source
+        source = SplitSource(source, splits) if splits else source
         own = source.manifest()
+        self._kept = keep.kept
         self.manifest = offered_manifest(own, expected)
         self.content = ContentDigest(self.manifest)
         self.size_bytes = self.manifest.size_bytes
         """Bytes of one version."""
         self._source, self._whole = source, whole
         self._fallback, self._open_mode = fallback, fallback.now
-        self._live_layout = None if shared is None else split_layout(shared.layout, splits)
+        self._live_layout = (
+            None if shared is None else split_layout(shared.layout.without(keep.left_out), splits)
+        )
         self._kernels, self._shared, self._threads, self._bus = kernels, shared, threads, bus
         self._never_live = why_not_live(whole, expected, shared)
         self._invalidated = False
@@ -88,6 +95,10 @@ class SingleSourceOffers:
         self._arena: Arena | None = None
         self.current: Offer | None = None
         """The offer made last."""
+
+    def description(self) -> Describe:
+        """See OfferMaker."""
+        return Describe(structure=self.structure, manifest=self.manifest, kept=self._kept)
 
     def make(self, label: str, kind: OfferKind, *, verify: bool, release: Callable[[], None]) -> MadeOffer:
         """Offer the source's current values. `release` waits a limited time for readers of the offer before.

@@ -88,15 +88,32 @@ class Shards:
         """The full tensors of which this rank has a part, or an empty one."""
         return _specs(self._pieces)
 
-    def cut(self, expected: Manifest) -> ShardPlan | None:
-        """What to freeze for engines that expect that; None where this rank holds nothing."""
-        if not self._pieces:
+    def gradients(self) -> dict[str, bool]:
+        """For every parameter, whether it requires a gradient."""
+        import torch
+
+        named = zip(clean_all(self._names), self._tensors(), strict=True)
+        return {name: t.requires_grad for name, t in named if isinstance(t, torch.nn.Parameter)}
+
+    def specs_for(self, expected: Manifest) -> tuple[TensorSpec, ...]:
+        """`specs`, under the names that engines expect."""
+        return _specs(self._pieces_for(expected))
+
+    def cut(
+        self, expected: Manifest, names: frozenset[str] = frozenset(), *, without: bool = True
+    ) -> ShardPlan | None:
+        """What to freeze for engines that expect that, without the tensors of these names; or, if not `without`, of these alone. None
+        where this rank holds nothing of it."""
+        held_pieces = [
+            piece for piece in self._pieces_for(expected) if names.isdisjoint(piece.spec.names) == without
+        ]
+        if not held_pieces:
             return None
-        held_pieces = self._pieces_for(expected)
         specs = Manifest(tensors=_specs(held_pieces))
         splits = splits_for(specs, expected)
         pieces = [part for piece in held_pieces for part in _split(piece, splits)]
-        full = offered_manifest(split_manifest(specs, splits), expected).by_name()
+        split = split_manifest(specs, splits)
+        full = {own.name: spec for own, spec in zip(split, offered_manifest(split, expected), strict=True)}
         own = Manifest(tensors=tuple(piece.local_spec() for piece in pieces))
         offered = Manifest(
             tensors=tuple(

@@ -86,6 +86,20 @@ class MergedSource:
                 seen.add(entry.key)
                 yield entry.name, entry.tensor()
 
+    def gradients(self) -> dict[str, bool]:
+        """For every parameter, whether training changes it: it requires a gradient, or an adapter is added to it."""
+        import torch
+
+        trained: dict[object, bool] = {}
+        names: dict[str, object] = {}
+        for entry in self._entries():
+            if isinstance(entry.base, torch.nn.Parameter):
+                names[entry.name] = entry.key
+                trained[entry.key] = (
+                    trained.get(entry.key, False) or entry.base.requires_grad or bool(entry.add)
+                )
+        return {name: trained[key] for name, key in names.items()}
+
     def _entries(self) -> Iterator[_Entry]:
         yield from _walk(self.module, "", _Peft(sys.modules["peft"]))
 

@@ -8,27 +8,43 @@ from __future__ import annotations
 
 import secrets
 import socket
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
-from liveweight.devices.device import Device
+import msgspec
+import numpy as np
+
+from liveweight.devices.device import CPU, Device
 from liveweight.devices.kernels import Kernels
-from liveweight.errors import LiveWeightError, MessageInvalid, Refused, Unavailable
+from liveweight.devices.memory import Memory
+from liveweight.errors import DigestMismatch, LiveWeightError, MessageInvalid, Refused, Unavailable
 from liveweight.observe.bus import Bus
+from liveweight.plan.digest_sums import DigestSums, lanes_from_bytes, lanes_to_bytes
 from liveweight.rounds.replica import Replica
 from liveweight.spec.deadline import Deadline
-from liveweight.spec.manifest import Manifest
+from liveweight.spec.digest import to_hex
+from liveweight.spec.manifest import KeptSet, Manifest, TensorSpec
 from liveweight.trainer.fleet_publisher import FleetPublisher
 from liveweight.trainer.handshake import describe_to, far_address, handshake
+from liveweight.trainer.offers.freeze import Freezer
 from liveweight.trainer.offers.live import SharedModule
 from liveweight.trainer.offers.sharded import ShardedOffers
 from liveweight.trainer.settings import PublisherSettings
 from liveweight.trainer.sources.dtensor_shards import ShardPlan, Shards, cut_whole
 from liveweight.trainer.sources.in_memory import ModuleSource, StateDictSource, as_source
+from liveweight.trainer.sources.kept_tensors import (
+    Keep,
+    PartialSource,
+    by_expected_name,
+    kept_set,
+    names_left_out,
+    plan_keep,
+)
 from liveweight.trainer.sources.merged_adapters import MergedSource
+from liveweight.trainer.sources.renamed_source import for_engines
 from liveweight.trainer.sources.source import Source
 from liveweight.trainer.spmd.other_rank import OtherRank
 from liveweight.trainer.spmd.process_group import TrainerGroup
@@ -74,6 +90,7 @@ class SpmdSettings:
     run: str
     engines: int
     connect: Callable[[Deadline], list[Replica]]
+    keep: Keep | None = None
 
 
 def join_ranks(model: object, group: ProcessGroup, settings: SpmdSettings) -> RankZero | OtherRank:
@@ -137,11 +154,17 @@ def _collect_ranks(
     agreed = handshake(replicas, deadline, settings.settings.quorum)
     towards = far_address(replicas) or ""
     rank_server.answer(RankRegistered(expected=agreed.expected, run=settings.run, towards=towards))
-    arena = _shard_arena(weights, agreed.expected, 0, _own_host(settings, towards), settings)
+    cut = weights.cut(agreed.expected, settings)
+    arena = _shard_arena(cut, 0, _own_host(settings, towards), settings)
     stack.callback(arena.close)
-    own = AnnounceShards(rank=0, source=arena.source, layout=arena.layout)
-    announced = [own, *rank_server.wait_for_shards(deadline)]
-    offers = ShardedOffers(announced, mode=settings.mode.name, poll=rank_server.poll, bus=settings.bus)
+    announced = [_announcement(0, arena, cut), *rank_server.wait_for_shards(deadline)]
+    offers = ShardedOffers(
+        announced,
+        mode=settings.mode.name,
+        poll=rank_server.poll,
+        bus=settings.bus,
+        kept=_kept_set(weights, cut, announced, agreed.expected, settings),
+    )
     describe_to(replicas, offers, agreed, deadline)
     shard_server = ShardServer(_shard_server_address(arena.source, settings), settings.secret, offers.layouts)
     stack.callback(shard_server.close)
@@ -178,12 +201,9 @@ def _join_as_other_rank(
         if weights is None or not isinstance(registered, RankRegistered):
             raise _refusal(registered)
         host = _own_host(settings, registered.towards or address)
-        arena, fault = _try(lambda: _shard_arena(weights, registered.expected, rank, host, settings), rank)
-        if arena is None:
-            announcement = AnnounceShards(rank=rank, source="", layout=NOTHING, fault=fault)
-        else:
+        announcement, arena = _open_arena(weights, registered.expected, rank, host, settings)
+        if arena is not None:
             stack.callback(arena.close)
-            announcement = AnnounceShards(rank=rank, source=arena.source, layout=arena.layout)
         accepted = channel.request(announcement, deadline, "trainer rank 0 to compare what all ranks hold")
         if arena is None or not isinstance(accepted, ShardsAccepted):
             raise _refusal(accepted)
@@ -217,25 +237,94 @@ class _RankWeights:
             return cls(model=model, shards=Shards(model), source=None)
         return cls(model=model, shards=None, source=source if rank == 0 else None)
 
-    def cut(self, expected: Manifest) -> ShardPlan | None:
-        """What to freeze for engines that expect that."""
+    def cut(self, expected: Manifest, settings: SpmdSettings) -> _RankCut:
+        """What to freeze for engines that expect that, and what they keep."""
+        keep = settings.keep
         if self.shards is not None:
-            return self.shards.cut(expected)
-        return None if self.source is None else cut_whole(self.source, expected)
+            if keep is None:
+                return _RankCut(plan=self.shards.cut(expected))
+            names = names_left_out(keep, self.shards.specs_for(expected), self.shards.gradients())
+            kept = self.shards.cut(expected, names, without=False)
+            return _RankCut(plan=self.shards.cut(expected, names), kept_shards=kept)
+        if self.source is None:
+            return _RankCut()
+        planned = plan_keep(keep, self.source, expected)
+        source = self.source
+        if planned.left_out:
+            source = PartialSource(for_engines(source, expected), planned.left_out)
+        return _RankCut(plan=cut_whole(source, expected), kept=planned.kept)
 
 
-def _shard_arena(
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _RankCut:
+    """What one rank freezes. Of what engines keep: the parts that it holds, or, where rank 0 has whole tensors, all of it."""
+
+    plan: ShardPlan | None = None
+    kept_shards: ShardPlan | None = None
+    kept: KeptSet | None = None
+
+
+def _open_arena(
     weights: _RankWeights, expected: Manifest, rank: int, host: str | None, settings: SpmdSettings
-) -> ShardArena:
-    cut = weights.cut(expected)
+) -> tuple[AnnounceShards, ShardArena | None]:
+    """The arena of a rank other than 0, and what rank 0 is told of it; without one, why."""
+
+    def make() -> tuple[AnnounceShards, ShardArena]:
+        cut = weights.cut(expected, settings)
+        arena = _shard_arena(cut, rank, host, settings)
+        return _announcement(rank, arena, cut), arena
+
+    made, fault = _try(make, rank)
+    return made or (AnnounceShards(rank=rank, source="", layout=NOTHING, fault=fault), None)
+
+
+def _shard_arena(cut: _RankCut, rank: int, host: str | None, settings: SpmdSettings) -> ShardArena:
     transport_source = (
         None
-        if cut is None
+        if cut.plan is None
         else settings.mode.transport_source(settings.directory, settings.secret, settings.device, host)
     )
     return ShardArena(
-        cut, transport_source, settings.kernels, rank=rank, threads=settings.threads, bus=settings.bus
+        cut.plan, transport_source, settings.kernels, rank=rank, threads=settings.threads, bus=settings.bus
     )
+
+
+def _announcement(rank: int, arena: ShardArena, cut: _RankCut) -> AnnounceShards:
+    """What a rank tells rank 0. Its parts of what engines keep are digested in the host's memory, and freed."""
+    own = AnnounceShards(rank=rank, source=arena.source, layout=arena.layout)
+    kept = cut.kept_shards
+    if kept is None:
+        return own
+    freezer = Freezer(kept.own, kept.offered, CPU.choose().kernels, kept.parts)
+    memory = Memory.from_array(np.empty(freezer.layout.memories_bytes[0], dtype=np.uint8))
+    lanes = freezer.freeze(kept.source, memory, threads=1, digest=True).lanes
+    digests = b"" if lanes is None else lanes_to_bytes(lanes)
+    return msgspec.structs.replace(own, kept_layout=freezer.layout, kept_lanes=digests)
+
+
+def _kept_set(
+    weights: _RankWeights,
+    cut: _RankCut,
+    announced: Sequence[AnnounceShards],
+    expected: Manifest,
+    settings: SpmdSettings,
+) -> KeptSet | None:
+    """What engines keep: the ranks' digests of their parts, added up."""
+    if settings.keep is None or weights.shards is None:
+        return cut.kept
+    digested: dict[str, TensorSpec] = {}
+    shares = [(one.kept_layout, one.kept_lanes) for one in announced if one.kept_layout is not None]
+    if shares:
+        sums = DigestSums([layout for layout, _ in shares])
+        totals, torn = sums.combine(
+            [lanes_from_bytes(lanes, len(layout.placements)) for layout, lanes in shares]
+        )
+        if torn:
+            raise DigestMismatch(torn, "the trainer's ranks hold different copies of one kept tensor")
+        found = sums.expected.with_digests([to_hex(lanes) for lanes in totals])
+        digested = by_expected_name(found, expected)
+    offered = [spec for one in announced for spec in one.layout.tensors]
+    return kept_set(settings.keep, expected, weights.shards.specs_for(expected), digested, offered)
 
 
 def _try(make: Callable[[], Made], rank: int) -> tuple[Made | None, Fault | None]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal, TypeAlias
 
-from liveweight.spec.manifest import Manifest, OptionalGroup, Version
+from liveweight.spec.manifest import KeptSet, Manifest, OptionalGroup, Version
 from liveweight.wire.messages.body import Body
 from liveweight.wire.messages.values import Fault, KvPolicy, Mismatch, Offer, RankTimes, RoundId
 
@@ -53,14 +53,19 @@ class ReplicaState(Body, frozen=True):
 
 
 class Describe(Body, frozen=True):
-    """The tensors that a publisher will offer, sent once; rounds name them by `structure`. -> Described."""
+    """The tensors that a publisher will offer, sent once; rounds name them by `structure`. -> Described.
+
+    With `kept`, the replica digests those of its live tensors before it answers, for which it has `timeout_s`.
+    """
 
     structure: str
     manifest: Manifest
+    kept: KeptSet | None = None
+    timeout_s: float = 60.0
 
 
 class Described(Body, frozen=True):
-    """The manifest fits what the replica expects."""
+    """The manifest fits what the replica expects, and kept tensors are what they should be."""
 
 
 class Open(Body, frozen=True):
@@ -87,7 +92,7 @@ class Open(Body, frozen=True):
 class Opened(Body, frozen=True):
     """The round is open, or, with `round` None, its version is installed already and there is nothing to do.
 
-    `kept` names the optional groups that the offer leaves out: their tensors stay as they are. `in_place`: the replica reads the source
+    `kept` names the groups of tensors that the offer leaves out, and that stay as they are. `in_place`: the replica reads the source
     during its commit, so the offer must hold until then.
     """
 

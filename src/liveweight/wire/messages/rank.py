@@ -40,7 +40,8 @@ class Joined(Body, frozen=True):
 class Stage(Body, frozen=True):
     """Notification to a rank: read your regions of this offer into the shadow; verify if asked. In place: locate them, read nothing yet.
 
-    Of the optional groups in `keep` the offer has nothing: the shadow gets what is live.
+    Of the tensors in `keep` the offer has nothing: the shadow gets what is live. `unchanged`: what is live has the version's content, so
+    there is nothing to read, and its commit swaps nothing.
     """
 
     round: RoundId
@@ -49,6 +50,7 @@ class Stage(Body, frozen=True):
     verify: bool
     timeout_s: float
     keep: tuple[str, ...] = ()
+    unchanged: bool = False
 
 
 class Staged(Body, frozen=True):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from liveweight.observe.events import OfferKind
 from liveweight.spec.layout import Layout
-from liveweight.spec.manifest import Manifest, Version
+from liveweight.spec.manifest import KeptSet, Manifest, Version
 from liveweight.wire.messages.body import Body
 from liveweight.wire.messages.values import Offer, RingGeometry
 
@@ -62,6 +62,7 @@ class ReadLeaseGranted(Body, frozen=True):
     manifest: Manifest
     digests: bytes | None
     offer: Offer
+    kept: KeptSet | None = None
 
 
 class ReadLeaseRefused(Body, frozen=True):

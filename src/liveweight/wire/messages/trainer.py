@@ -31,11 +31,16 @@ class RankRegistered(Body, frozen=True):
 
 
 class AnnounceShards(Body, frozen=True):
-    """Where a rank will freeze its shards, and which parts of which tensors these are. -> ShardsAccepted, once the engines agree."""
+    """Where a rank will freeze its shards, and which parts of which tensors these are. -> ShardsAccepted, once the engines agree.
+
+    `kept_layout`: its parts of tensors that engines keep; `kept_lanes` are their digests, 16 bytes per placement.
+    """
 
     rank: int
     source: str
     layout: Layout
+    kept_layout: Layout | None = None
+    kept_lanes: bytes = b""
     fault: Fault | None = None
 
 

@@ -25,8 +25,8 @@ class Target(Protocol):
     def layout(self) -> Layout:
         """What the rank owns, and where: the same for live memory and shadow. Declared once, by the parameters."""
 
-    def live(self) -> Sequence[Memory]:
-        """The memory that serves now."""
+    def live(self, tensors: Collection[str] | None = None) -> Sequence[Memory]:
+        """The memory that serves now. Where that is not in memory, a copy, which needs to have only these tensors."""
 
     def shadow(self) -> Sequence[Memory]:
         """The memory that a round stages into: allocated and faulted in at first use, then kept. Called from the staging thread."""

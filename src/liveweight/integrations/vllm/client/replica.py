@@ -22,7 +22,7 @@ from liveweight.integrations.vllm.draft_model import of_draft
 from liveweight.integrations.vllm.handshake_terms import Verify
 from liveweight.rounds.replica import ReplicaRefused, WireReplica
 from liveweight.spec.deadline import Deadline
-from liveweight.spec.manifest import Manifest, Version
+from liveweight.spec.manifest import Version
 from liveweight.wire import messages as m
 from liveweight.wire.credentials import Secret
 from liveweight.wire.messages.values import KvPolicy, RoundId, fault_of
@@ -76,11 +76,11 @@ class VllmReplica:
         self._handshake.ensure_own_leader(deadline)
         return self._wire.replica_state(deadline)
 
-    def describe(self, structure: str, manifest: Manifest, deadline: Deadline) -> None:
+    def describe(self, body: m.Describe, deadline: Deadline) -> None:
         """See Replica. Refuses a draft model that vLLM has no call to update; leaving it out silently would be wrong."""
-        if of_draft(manifest) and not self._handshake.drafts:
+        if of_draft(body.manifest) and not self._handshake.drafts:
             raise Refused(f"{self._name} has no start_draft_weight_update: leave the draft's tensors out")
-        self._wire.describe(structure, manifest, deadline)
+        self._wire.describe(body, deadline)
 
     def open(self, body: m.Open, deadline: Deadline) -> m.Opened:
         """See Replica. Refuses the KV policy `reuse` if new requests could find prefixes of an earlier version."""

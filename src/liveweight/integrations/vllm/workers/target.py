@@ -7,6 +7,7 @@ the installed version, and those of the version before, for undo. The first vers
 from __future__ import annotations
 
 import itertools
+import mmap
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -133,13 +134,24 @@ class VllmTarget:
         """What this rank stages, and where in an arena."""
         return self._own.layout
 
-    def live(self) -> Sequence[Memory]:
-        """The full tensors of the installed version. For vLLM's own layouts see `read_back`."""
+    def live(self, tensors: Collection[str] | None = None) -> Sequence[Memory]:
+        """The full tensors of the installed version. For vLLM's own layouts see `read_back`. Those of the checkpoint that vLLM was started
+        from are read from its files, into memory that is freed with the answer."""
         match self._sides[0]:
             case InArena(number=number):
                 return (self._arenas.memory(number),)
             case StartCheckpoint():
-                raise WrongState("serving the checkpoint of its start, which it holds in files", "verify")
+                return (self._read_start(tensors),)
+
+    def _read_start(self, tensors: Collection[str] | None) -> Memory:
+        """The start checkpoint's tensors, of this rank's share, where they would lie in an arena. Pages of others are never touched."""
+        pages = Memory.from_buffer(mmap.mmap(-1, self._shares.size_bytes))
+        owned = self._own.layout.specs()
+        into = {name: tensor for name, tensor in self._views(pages.tensor()) if name in owned}
+        for name, tensor in self._start():
+            if name in into and (tensors is None or name in tensors):
+                into[name].copy_(tensor)
+        return pages
 
     def shadow(self) -> Sequence[Memory]:
         """The arena that does not hold the installed version. The version before is lost: undo is not possible any more."""
@@ -202,9 +214,11 @@ class VllmTarget:
 
     def _in_arena(self, number: int) -> Iterator[tuple[str, torch.Tensor]]:
         """Views of the arena, layer after layer: vLLM buffers a layer's tensors until it has all of them."""
+        return self._views(self._arenas.memory(number).tensor())
+
+    def _views(self, pages: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
         import torch
 
-        pages = self._arenas.memory(number).tensor()
         for spec in in_layers(self._manifest):
             offset = self._shares.offsets[spec.name]
             part = pages[offset : offset + spec.size_bytes]
