@@ -44,10 +44,12 @@ class UsageAnswer(TypedDict):
 
 
 class WeightVersion(TypedDict):
-    """Weights by their label and the digest of their content. What the engine was started on is `initial`."""
+    """Weights by their label, the digest of their content, and their number in their run. What the engine was started on is `initial`,
+    without a number."""
 
     label: str
     digest: str
+    number: int | None
 
 
 WeightSpan = TypedDict("WeightSpan", {"from": int, "weight_version": WeightVersion})
@@ -169,11 +171,13 @@ class HealthAnswer(TypedDict):
 
 
 class VersionAnswer(TypedDict):
-    """A version: the trainer's run, a label in it, and the digest of the content where it is known."""
+    """A version: the trainer's run, a label in it, the digest of the content where it is known, and its number in the run; null for weights
+    that no publisher numbered."""
 
     run: str
     label: str | int
     digest: str | None
+    number: int | None
 
 
 class RoundAnswer(TypedDict):
