@@ -76,7 +76,7 @@ def test_a_number_and_its_text_are_one_label(short_path: Path) -> None:
 def test_versions_are_numbered_in_the_order_of_their_offers_whatever_their_labels(short_path: Path) -> None:
     live, net = engine(), Net()
     with serving(live, short_path) as address, publisher(net, address, short_path) as sender:
-        numbers = []
+        numbers: list[int | None] = []
         for label in ("step_9", 3, "last"):
             net.w = new_weight(float(len(numbers)))
             numbers.append(sender.publish(label).version.number)

@@ -12,7 +12,8 @@ from liveweight.engine.serving.requests import LogprobsMode
 class Problem(TypedDict):
     """What went wrong. `param` is the field at fault, `code` a word or an LW code that stays the same.
 
-    `offered` is what a source has in place of the version that was asked for.
+    `offered` is what a source has in place of the version that was asked for. `demanded` is what a request wanted of the
+    version that answers it, and `serving` the version that serves instead.
     """
 
     message: str
@@ -20,6 +21,16 @@ class Problem(TypedDict):
     param: str | None
     code: str | None
     offered: NotRequired[list[str]]
+    demanded: NotRequired[DemandAnswer]
+    serving: NotRequired[VersionAnswer | None]
+
+
+class DemandAnswer(TypedDict, total=False):
+    """The fields of a demand that were given."""
+
+    min: int
+    exact: str | int
+    run: str
 
 
 class Error(TypedDict):

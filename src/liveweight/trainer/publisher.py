@@ -68,7 +68,7 @@ class RoundPublisher:
         self._labels = Labels()
         newest = newest_of_run(run, served)
         self._number = 0 if newest is None else newest.number or 0
-        self._numbered = () if newest is None else (newest,)
+        self._numbered: tuple[Version, ...] = () if newest is None else (newest,)
         """Versions that engines may serve: one that is offered again keeps its number."""
         self._offered: Version | None = None
         self._boots = list(boots) or [None] * len(self._replicas)
@@ -161,14 +161,14 @@ class RoundPublisher:
 
     def _with_number(self, version: Version) -> Version:
         """The version with its number: the next one, unless it was offered or published last, which only known content tells."""
-        published = () if self._published is None else (self._published.version,)
-        for known in (*self._numbered, *published):
-            if version.content_known and version == known:
+        last = None if self._published is None else self._published.version
+        for known in (*self._numbered, last):
+            if known is not None and version.content_known and version == known:
                 return known
         self._number += 1
-        version = replace(version, number=self._number)
-        self._numbered = (version,)
-        return version
+        numbered: Version = replace(version, number=self._number)
+        self._numbered = (numbered,)
+        return numbered
 
     def _begin_round(self, version: Version, made: MadeOffer, began_s: float) -> PublisherRound:
         served = (
