@@ -216,6 +216,7 @@ class Publisher(SpmdPublisher):
                 pull_server=pull_server,
                 settings=settings,
                 boots=agreed.boots,
+                served=agreed.served,
             )
             stack.pop_all()
         self._fallback, self._source = fallback, source

@@ -14,7 +14,8 @@ LiveWeightError
 │   ├── SnapshotNotFound       LW-110   no snapshot in any place that was searched
 │   ├── SnapshotRefused        LW-111   files that could be another rank's, or not all of them
 │   ├── LabelInvalid           LW-112   a label that is neither text nor a number
-│   └── KeptDiffers            LW-113   tensors that the trainer leaves out are not what the engine has
+│   ├── KeptDiffers            LW-113   tensors that the trainer leaves out are not what the engine has
+│   └── VersionNotServed       LW-114   a request demands another version than the one that serves
 ├── WireError                  two processes do not understand each other
 │   ├── ProtocolMismatch       LW-201   another protocol version
 │   ├── WrongSecret            LW-202   the peer does not hold the shared secret
@@ -50,7 +51,8 @@ LiveWeightError
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from types import MappingProxyType
 from typing import Self
 
 NAMES_SHOWN = 8
@@ -221,6 +223,26 @@ class KeptDiffers(Refused):
     def __init__(self, names: Sequence[str], why: str) -> None:
         super().__init__(f"kept tensors {why}: {_listed(names)}")
         self.names = tuple(names)
+
+
+class VersionNotServed(Refused):
+    """A request demands a version that the engine does not serve now."""
+
+    code = "LW-114"
+    remedy = "ask again when the engine serves it, or ask another engine"
+    retryable = True
+    demanded: Mapping[str, object] = MappingProxyType({})
+    serving: Mapping[str, object] | None = None
+
+    def __init__(self, demanded: Mapping[str, object], serving: Mapping[str, object] | None) -> None:
+        """Both as fields: of the demand `min`, `exact` and `run`, of the version `run`, `label`, `digest` and `number`."""
+        wanted = ", ".join(f"{name} {value}" for name, value in demanded.items())
+        served = "no version"
+        if serving is not None:
+            number = "without a number" if serving["number"] is None else f"number {serving['number']}"
+            served = f"{serving['label']}, {number}, of run {serving['run']}"
+        super().__init__(f"the request demands {_cut(wanted)}; this engine serves {served}")
+        self.demanded, self.serving = demanded, serving
 
 
 class WireError(LiveWeightError):

@@ -72,7 +72,11 @@ def test_a_push_changes_what_a_served_engine_says_and_an_undo_takes_it_back(
     with cli.serving(short_path, old) as (url, address):
         before = said(url)
         start = httpx.get(f"{url}/v1/weights").json()
-        assert before["weight_version"] == {"label": "initial", "digest": start["version"]["digest"]}
+        assert before["weight_version"] == {
+            "label": "initial",
+            "digest": start["version"]["digest"],
+            "number": None,
+        }
         assert (start["state"], start["version"]["run"], start["undo"]) == ("serving initial", "start", None)
 
         pushed = cli.run(short_path, "push", new, url, "--version", "step_1")
@@ -84,7 +88,15 @@ def test_a_push_changes_what_a_served_engine_says_and_an_undo_takes_it_back(
         assert weights["address"] == address
         assert address.startswith(f"ipc://{secret_file(short_path).parent}/engine-")
         version = {name: weights["version"][name] for name in ("label", "digest")}
-        assert version == after["weight_version"] == {"label": "step_1", "digest": version["digest"]}
+        assert (
+            version
+            == after["weight_version"]
+            == {
+                "label": "step_1",
+                "digest": version["digest"],
+                "number": 1,
+            }
+        )
         assert weights["undo"] == start["version"]
         assert [(row["version"], row["outcome"]) for row in weights["rounds"]] == [("step_1", "committed")]
 

@@ -11,12 +11,12 @@ from typing import Any
 import pytest
 
 from liveweight.errors import Unavailable
-from liveweight.integrations.vllm.middleware import CACHES, App, Versions
+from liveweight.integrations.vllm.middleware import CACHES, NAMING, App, Versions, naming_query, version_in
 from liveweight.integrations.vllm.workers.compat import check_version
 from liveweight.integrations.vllm.workers.target import divide, in_layers
 from liveweight.plan.digest_sums import DigestSums
 from liveweight.spec.dtype import DType
-from liveweight.spec.manifest import Manifest, TensorSpec
+from liveweight.spec.manifest import Manifest, TensorSpec, Version
 
 
 @pytest.mark.parametrize("version", ["0.28.0", "0.30.1", "0.32.0+cpu", "0.32.1rc1"])
@@ -82,7 +82,12 @@ def answered(app: App, engine: Engine, path: str = "/v1/completions") -> list[di
 
 
 def asked(
-    middleware: Versions, engine: Engine, path: str, *bodies: bytes, method: str = "POST"
+    middleware: Versions,
+    engine: Engine,
+    path: str,
+    *bodies: bytes,
+    method: str = "POST",
+    query: str = "",
 ) -> list[dict[str, Any]]:
     """What that sends for one request, whose body comes in these pieces."""
     sent: list[dict[str, Any]] = []
@@ -101,6 +106,7 @@ def asked(
         "type": "http",
         "method": method,
         "path": path,
+        "query_string": query.encode(),
         "headers": [(b"content-length", b"2"), (b"content-type", b"application/json")],
         "app": SimpleNamespace(state=SimpleNamespace(engine_client=engine)),
     }
@@ -228,3 +234,83 @@ def test_what_is_no_request_is_left_for_vllm_to_refuse() -> None:
     for body in (b"no json", b"[1, 2]", b'"text"', b"\xff\xfe"):
         asked(Versions(app), Engine("a", "b"), "/v1/completions", body)
     assert seen == [b"no json", b"[1, 2]", b'"text"', b"\xff\xfe"]
+
+
+# Versions that a request demands.
+
+STEP_9 = Version(run="r", label="step_9", digest="9" * 32, number=3)
+
+
+def demanding(middleware: Versions, demand: Any, *, serving: str = "step_9") -> tuple[int, dict[str, Any]]:
+    """Status and body of the answer to a request with that demand, which comes in two pieces."""
+    body = json.dumps({"prompt": "x", "weight_version": demand}).encode()
+    start, *pieces = asked(middleware, Engine(serving, serving), "/v1/completions", body[:9], body[9:])
+    text = b"".join(piece["body"] for piece in pieces)
+    if start["status"] == 409:
+        assert dict(start["headers"])[b"retry-after"] == b"1"
+    return start["status"], json.loads(text) if text else {}
+
+
+def named(app: App, version: Version = STEP_9) -> Versions:
+    """A middleware that a trainer told that version."""
+    middleware = Versions(silent)
+    asked(middleware, Engine(), NAMING, b'{"new_version": "x"}', query=naming_query(version))
+    middleware._app = app
+    return middleware
+
+
+@pytest.mark.parametrize(
+    "demand", [{"min": 3}, {"exact": "step_9"}, {"min": 1, "exact": "step_9", "run": "r"}, None]
+)
+def test_a_demand_that_is_met_is_taken_out_before_vllm_sees_the_request(demand: Any) -> None:
+    app = Salts()
+    assert demanding(named(app), demand) == (200, {})
+    assert set(app.asked[0]) == {"prompt", "cache_salt"}
+
+
+@pytest.mark.parametrize("demand", [{"min": 4}, {"exact": "step_8"}, {"min": 1, "run": "s"}])
+def test_one_that_is_not_met_is_refused_as_by_the_engine_and_vllm_sees_nothing(demand: Any) -> None:
+    app = Salts()
+    status, body = demanding(named(app), demand)
+    assert (status, app.asked) == (409, [])
+    error = body["error"]
+    assert (error["code"], error["param"], error["demanded"]) == ("LW-114", "weight_version", demand)
+    assert error["serving"] == {"run": "r", "label": "step_9", "digest": "9" * 32, "number": 3}
+
+
+@pytest.mark.parametrize("demand", [{}, 5, {"run": "r"}, {"min": "3"}, {"min": 1, "max": 2}])
+def test_what_is_no_demand_is_a_wrong_request(demand: Any) -> None:
+    app = Salts()
+    status, body = demanding(named(app), demand)
+    assert (status, body["error"]["param"], app.asked) == (400, "weight_version", [])
+
+
+def test_of_a_version_that_nobody_named_only_the_label_is_known() -> None:
+    for middleware in (Versions(silent), named(silent)):
+        assert demanding(middleware, {"exact": "default"}, serving="default")[0] == 200
+        status, body = demanding(middleware, {"min": 0}, serving="default")
+        assert (status, body["error"]["serving"]["label"]) == (409, "default")
+        assert body["error"]["serving"]["number"] is None
+
+
+def test_demands_on_other_routes_are_left_to_vllm() -> None:
+    seen: list[bytes] = []
+
+    async def app(_scope: Any, receive: Any, send: Any) -> None:
+        seen.append((await receive())["body"])
+        await silent(_scope, receive, send)
+
+    body = b'{"input": "x", "weight_version": {"min": 9}}'
+    asked(Versions(app), Engine(), "/v1/embeddings", body)
+    assert seen == [body]
+
+
+@pytest.mark.parametrize(
+    "version", [STEP_9, Version(run="r s", label="übung & 5"), Version(run="r", label=7)]
+)
+def test_a_version_is_named_to_the_middleware_in_a_query_that_vllm_ignores(version: Version) -> None:
+    read = version_in(naming_query(version).encode())
+    assert read == version
+    assert read is not None and read.number == version.number
+    assert version_in(b"") is None
+    assert version_in(b"a=b") is None

@@ -10,7 +10,15 @@ import pytest
 import torch
 
 import liveweight as lw
-from liveweight.errors import DigestMismatch, KeptDiffers, ManifestMismatch, Refused, RoundFailed, Torn, Unavailable
+from liveweight.errors import (
+    DigestMismatch,
+    KeptDiffers,
+    ManifestMismatch,
+    Refused,
+    RoundFailed,
+    Torn,
+    Unavailable,
+)
 from liveweight.integrations.vllm.client.connect import connect
 from tests.support.vllm_workers import BASE, MET, NEW, WHOLE, Started, publisher, weights
 

@@ -167,8 +167,10 @@ def test_offer_lets_training_go_on_and_wait_has_the_outcome(short_path: Path) ->
                 "stall_s",
                 "bytes",
                 "staleness",
+                "version",
             )
         }
+        assert report.metrics()["weight_sync/version"] == report.version.number == 1
 
 
 def test_publishers_with_the_same_tensors_in_another_order_do_not_disturb_each_other(

@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from liveweight.errors import ManifestInvalid, ManifestMismatch
+from liveweight.spec.decoders import from_json, from_msgpack
 from liveweight.spec.dtype import DType
 from liveweight.spec.manifest import Manifest, OptionalGroup, TensorSpec, Version, compare, left_out
 
@@ -169,6 +170,8 @@ def test_a_tensor_cannot_be_built_wrong(wrong: dict[str, object]) -> None:
 
 def test_run_and_label_name_a_version() -> None:
     one = Version(run="r", label=1, digest="0" * 32)
+    numbered = Version(run="r", label=1, digest="0" * 32, number=7)
+    assert one == numbered and hash(one) == hash(numbered), "the number is no part of what a version is"
     assert one.same_name(Version(run="r", label=1))
     assert not one.same_name(Version(run="s", label=1))
     assert one.same_name(Version(run="r", label="1")), "labels are compared as text"
@@ -187,3 +190,13 @@ def test_a_group_may_be_left_out_whole_or_not_at_all() -> None:
         compare(expected, Manifest(tensors=(EMBED, more[0])), [group])
     assert left_out(Manifest(tensors=(EMBED,)), [group]) == (group,)
     assert left_out(Manifest(tensors=(EMBED, more[0])), [group]) == ()
+
+
+def test_versions_from_before_they_had_numbers_are_still_read() -> None:
+    golden = Version(run="r", label="step_9", digest="0" * 32)
+    as_json = b'{"run":"r","label":"step_9","digest":"00000000000000000000000000000000"}'
+    as_msgpack = bytes.fromhex("83a372756ea172a56c6162656ca6737465705f39a6646967657374d920") + b"0" * 32
+    for old in (from_json(as_json, Version), from_msgpack(as_msgpack, Version)):
+        assert (old, old.number) == (golden, None)
+    numbered = Version(run="r", label=1, number=3)
+    assert from_msgpack(msgspec.msgpack.encode(numbered), Version).number == 3

@@ -16,8 +16,11 @@ from liveweight.wire.messages import ReplicaState
 EXPECTED = Manifest(tensors=(TensorSpec(name="w", dtype=DType.FLOAT32, shape=(1,)),))
 
 
-def version(label: str | int, run: str = "r") -> Version:
-    return Version(run=run, label=label, digest=f"{run}{label}")
+def version(label: str | int, run: str = "r", number: int | None = None) -> Version:
+    """A version whose number is the label, if the label is an integer and no number is given."""
+    if number is None and isinstance(label, int):
+        number = label
+    return Version(run=run, label=label, digest=f"{run}{label}", number=number)
 
 
 @pytest.mark.parametrize(
@@ -25,13 +28,15 @@ def version(label: str | int, run: str = "r") -> Version:
     [
         (version(1), version(2), True),
         (version(2), version(1), False),
-        (version("step_9"), version("step_10"), True),
-        (version("step_9"), version(10), True),
+        (version("step_9", number=2), version("step_3", number=5), True),
+        (version("step_3", number=5), version("step_9", number=2), False),
+        (version("step_9"), version("step_10"), False),
+        (version("step_9"), version(10), False),
         (version("a"), version("b"), False),
         (version(1), version(2, "another"), False),
     ],
 )
-def test_age_is_told_by_the_number_of_a_label_within_a_run(
+def test_age_is_told_by_numbers_within_a_run_and_never_by_how_labels_are_spelled(
     one: Version, other: Version, is_older: bool
 ) -> None:
     assert older(one, other) is is_older
@@ -45,10 +50,12 @@ def test_age_is_told_by_the_number_of_a_label_within_a_run(
         ([(version("initial", START_RUN), 1.0), (version(3), 900.0)], version(3)),
         ([(version(3), 1.0), (version(4), 900.0)], version(4)),
         ([(version("a"), 5.0), (version("b"), 2.0)], version("b")),
+        ([(version("step_9", number=4), 900.0), (version("step_10", number=3), 1.0)], version("step_9")),
+        ([(version("step_9"), 2.0), (version("step_10"), 5.0)], version("step_9")),
         ([(version(9), 50.0), (version(1, "successor"), 2.0)], version(1, "successor")),
     ],
 )
-def test_the_newest_is_told_by_labels_and_else_by_which_came_last(
+def test_the_newest_is_told_by_numbers_and_else_by_which_came_last(
     served: list[tuple[Version, float]], expected: Version | None
 ) -> None:
     assert newest(served) == newest(reversed(served)) == expected

@@ -70,6 +70,48 @@ def test_a_number_and_its_text_are_one_label(short_path: Path) -> None:
         assert torch.equal(live["w"], torch.ones(4, 3))
 
 
+# Numbers.
+
+
+def test_versions_are_numbered_in_the_order_of_their_offers_whatever_their_labels(short_path: Path) -> None:
+    live, net = engine(), Net()
+    with serving(live, short_path) as address, publisher(net, address, short_path) as sender:
+        numbers: list[int | None] = []
+        for label in ("step_9", 3, "last"):
+            net.w = new_weight(float(len(numbers)))
+            numbers.append(sender.publish(label).version.number)
+        assert numbers == [1, 2, 3]
+        again = sender.publish("last")
+        assert (again.unchanged, again.version.number) == (True, 3)
+        served = sender.fleet().replicas[0].serving
+        assert served is not None and served.number == 3
+        assert [one.number for one in sender.undo() if one is not None] == [2]
+        net.w = new_weight(1.0)
+        back = sender.publish(3)
+        assert (back.unchanged, back.version.number) == (True, 2)  # installed already, under that number
+        net.w = new_weight(0.0)
+        anew = sender.publish("step_9")
+        assert (anew.unchanged, anew.version.number, anew.replicas[0].serving) == (False, 4, anew.version)
+
+
+def test_a_successor_in_the_same_run_goes_on_after_the_highest_number_that_engines_serve(
+    short_path: Path,
+) -> None:
+    live, net = engine(), Net()
+    with serving(live, short_path) as address:
+        with publisher(net, address, short_path, run="r") as sender:
+            sender.publish("a")
+            net.w = new_weight(2.0)
+            assert sender.publish("b").version.number == 2
+        with publisher(net, address, short_path, run="r") as successor:
+            again = successor.publish("b")
+            assert (again.unchanged, again.version.number) == (True, 2)
+            net.w = new_weight(3.0)
+            assert successor.publish("c").version.number == 3
+        with publisher(net, address, short_path, run="another") as other:
+            assert other.publish("c").version.number == 1
+
+
 # Live offers of memory that the parameters no longer use.
 
 

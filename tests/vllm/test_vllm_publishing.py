@@ -146,7 +146,16 @@ def test_running_requests_may_go_on_with_their_kv_and_nobody_else_finds_it(
 
 def test_answers_say_which_version_served(server: Server, before: Answer, base: Path) -> None:
     with publisher(server, base) as trainer:
-        trainer.publish("named")
+        number = trainer.publish("named").version.number
+        assert number is not None
+        for demand, status in (
+            ({"min": number, "exact": "named", "run": trainer.run}, 200),
+            ({"min": number + 1}, 409),
+        ):
+            body = {**asked(2), "weight_version": demand}
+            demanded = httpx.post(f"{server.url}/v1/completions", json=body, timeout=WITHIN_S)
+            assert demanded.status_code == status, demanded.text
+        assert demanded.json()["error"]["serving"]["number"] == number
         said = httpx.post(f"{server.url}/v1/completions", json=asked(2), timeout=WITHIN_S)
         assert (said.headers["x-weight-version"], said.headers["x-weight-version-finished"]) == (
             "named",

@@ -39,6 +39,7 @@ from liveweight.engine.updates.verifying import VerificationRequest, Verificatio
 from liveweight.errors import EngineStopping, RankLost, RequestInvalid, RoundAborted, WireError, WrongState
 from liveweight.observe.bus import Bus
 from liveweight.spec.manifest import Version
+from liveweight.spec.version_demand import VersionDemand
 
 
 class Engine:
@@ -73,6 +74,7 @@ class Engine:
             kv_policy="recompute" if config.updates is None else config.updates.kv_policy,
             in_place=config.updates is not None and config.updates.shadow == "none",
             outlives_torn=config.restarts is None,
+            served=lambda: self.served,
         )
         self._pauses = Pauses(self._engine_loop, self._check_open)
         self._sleep = self._make_sleep()
@@ -92,7 +94,7 @@ class Engine:
 
     @property
     def served(self) -> Version | None:
-        """The version that the engine served last, as its leader recorded it; valid once the engine has stopped."""
+        """The version that all ranks hold, as the leader recorded it: of a swap under way, the one before until the outcome is decided."""
         leader = self._update_services.leader
         return self.start if leader is None else leader.served
 
@@ -101,10 +103,17 @@ class Engine:
         """The process ids of the ranks."""
         return self._engine_loop.ranks.pids
 
-    def submit(self, prompt: Sequence[int], sampling: Sampling, sink: Sink) -> int:
+    def submit(
+        self,
+        prompt: Sequence[int],
+        sampling: Sampling,
+        sink: Sink,
+        demand: VersionDemand | None = None,
+    ) -> int:
         """Take a request; its answer goes to `sink`, piece by piece. Returns the number to cancel it by.
 
-        RequestInvalid, QueueFull, EngineStopping, RankLost, Torn or WeightsPending, when it is not taken.
+        RequestInvalid, QueueFull, EngineStopping, RankLost, Torn or WeightsPending, when it is not taken; VersionNotServed where it demands
+        another version. If weights change before its first token, the demand is checked again, and may end the answer with that error.
         """
         if not prompt:
             raise RequestInvalid("the prompt is empty")
@@ -115,14 +124,24 @@ class Engine:
         if sampling.logprobs_mode is None:
             sampling = msgspec.structs.replace(sampling, logprobs_mode=self.config.logprobs_mode)
         number = next(self._numbers)
-        sequence = Running(number, list(prompt), sampling, sink, TextStream(self.tokenizer, sampling.stop))
+        sequence = Running(
+            number, list(prompt), sampling, sink, TextStream(self.tokenizer, sampling.stop), demand
+        )
         with self._engine_loop.lock:
             self._check_open()
             self._engine_loop.check_not_torn()
             self._awaiting.check()
+            # The leader records a swap's outcome before a publisher learns it. No step of a new request precedes a swap that is under way,
+            # and its end checks the demand again: so the leader's version is the right one here, also while this loop has not heard of it.
+            self.check_demand(demand)
             self._engine_loop.scheduler.add(sequence)
         self._engine_loop.ranks.wake()
         return number
+
+    def check_demand(self, demand: VersionDemand | None) -> None:
+        """Raise VersionNotServed if the present version does not meet the demand; `submit` checks again. Returns at once."""
+        if demand is not None:
+            demand.check(self.served)
 
     def _not_serving(self) -> str | None:
         """What it does with new requests if it does not serve them. Called on the leader's thread, without the loop's lock."""

@@ -72,12 +72,12 @@ class LeaderServer:
 
     @property
     def served(self) -> Version | None:
-        """After `close`: the version that all ranks held after the last decision. A swap whose outcome no rank was told does not count,
-        nor does one that tore a rank."""
+        """The version that all ranks held after the last decision. A swap whose outcome no rank was told does not count, nor does one that
+        tore a rank. For any thread: a decision is recorded before anybody is told of it."""
         state = self._leader.state
         if torn_by(state) is not None:
-            members = self._leader.membership.members.values()
-            return next((member.serving for member in members), None)
+            members = list(self._leader.membership.members.values())
+            return members[0].serving if members else None
         match state:
             case SwappingState(base=base) | OverwritingState(base=base):
                 return base

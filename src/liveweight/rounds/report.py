@@ -80,4 +80,5 @@ class Report:
             "weight_sync/stall_s": max((replica.stall_s for replica in done), default=0.0),
             "weight_sync/bytes": float(sum(replica.staged_bytes for replica in done)),
             "weight_sync/staleness": float(self.staleness),
+            "weight_sync/version": float(self.version.number or 0),
         }

@@ -64,7 +64,9 @@ class EngineBridge:
         try:
             for index, request in enumerate(self._requests):
                 sink = self._dispatcher.sink(partial(self._on_delta, index))
-                self._open[index] = self._engine.submit(request.prompt, request.sampling, sink)
+                self._open[index] = self._engine.submit(
+                    request.prompt, request.sampling, sink, request.demand
+                )
         except BaseException:
             self._cancel()
             raise

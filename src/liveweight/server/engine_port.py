@@ -16,6 +16,7 @@ from liveweight.engine.updates.requested_update import RequestedVersion, UpdateR
 from liveweight.engine.updates.verifying import VerificationRequest, VerificationResult
 from liveweight.errors import LiveWeightError
 from liveweight.spec.manifest import Version
+from liveweight.spec.version_demand import VersionDemand
 
 
 class EngineControls(Protocol):
@@ -72,8 +73,17 @@ class EnginePort(EngineControls, Protocol):
     vocab: int
     tokenizer: Tokenizer
 
-    def submit(self, prompt: Sequence[int], sampling: Sampling, sink: Sink) -> int:
-        """Take a request; its number. RequestInvalid, QueueFull, EngineStopping or RankLost if it is not taken."""
+    def submit(
+        self,
+        prompt: Sequence[int],
+        sampling: Sampling,
+        sink: Sink,
+        demand: VersionDemand | None = None,
+    ) -> int:
+        """Take a request; its number. RequestInvalid, QueueFull, EngineStopping, RankLost or VersionNotServed if it is not taken."""
+
+    def check_demand(self, demand: VersionDemand | None) -> None:
+        """Raise VersionNotServed if the present version does not meet the demand."""
 
     def cancel(self, request: int) -> None:
         """End a request, if it has not ended; its sink gets a last piece with `abort`."""

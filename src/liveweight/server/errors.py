@@ -27,6 +27,7 @@ from liveweight.errors import (
     RoundFailed,
     Torn,
     VersionNotOffered,
+    VersionNotServed,
     WeightsPending,
     WireError,
 )
@@ -132,6 +133,9 @@ def error_body(error: BaseException, *, param: str | None = None) -> Mapping[str
         case VersionNotOffered(offered=offered):
             body = _shape(f"{error}; {error.remedy}", kind.type, param or "version", error.code)
             return {"error": {**body["error"], "offered": list(offered)}}
+        case VersionNotServed(demanded=demanded, serving=serving):
+            body = _shape(f"{error}; {error.remedy}", kind.type, param or "weight_version", error.code)
+            return {"error": {**body["error"], "demanded": dict(demanded), "serving": serving}}
         case LiveWeightError():
             return _shape(f"{error}; {error.remedy}", kind.type, param, error.code)
         case _:
@@ -142,7 +146,7 @@ def error_response(error: BaseException, *, param: str | None = None) -> Respons
     """The answer to a request that failed with it."""
     kind = kind_of(error)
     headers = {}
-    if kind.status in (429, 503):
+    if kind.status in (429, 503) or isinstance(error, VersionNotServed):
         headers["Retry-After"] = str(RETRY_AFTER_S)
     if kind.status == 401:
         headers["WWW-Authenticate"] = "Bearer"

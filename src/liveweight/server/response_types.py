@@ -12,7 +12,8 @@ from liveweight.engine.serving.requests import LogprobsMode
 class Problem(TypedDict):
     """What went wrong. `param` is the field at fault, `code` a word or an LW code that stays the same.
 
-    `offered` is what a source has in place of the version that was asked for.
+    `offered` is what a source has in place of the version that was asked for. `demanded` is what a request wanted of the
+    version that answers it, and `serving` the version that serves instead.
     """
 
     message: str
@@ -20,6 +21,16 @@ class Problem(TypedDict):
     param: str | None
     code: str | None
     offered: NotRequired[list[str]]
+    demanded: NotRequired[DemandAnswer]
+    serving: NotRequired[VersionAnswer | None]
+
+
+class DemandAnswer(TypedDict, total=False):
+    """The fields of a demand that were given."""
+
+    min: int
+    exact: str | int
+    run: str
 
 
 class Error(TypedDict):
@@ -44,10 +55,12 @@ class UsageAnswer(TypedDict):
 
 
 class WeightVersion(TypedDict):
-    """Weights by their label and the digest of their content. What the engine was started on is `initial`."""
+    """Weights by their label, the digest of their content, and their number in their run. What the engine was started on is `initial`,
+    without a number."""
 
     label: str
     digest: str
+    number: int | None
 
 
 WeightSpan = TypedDict("WeightSpan", {"from": int, "weight_version": WeightVersion})
@@ -169,11 +182,13 @@ class HealthAnswer(TypedDict):
 
 
 class VersionAnswer(TypedDict):
-    """A version: the trainer's run, a label in it, and the digest of the content where it is known."""
+    """A version: the trainer's run, a label in it, the digest of the content where it is known, and its number in the run; null for weights
+    that no publisher numbered."""
 
     run: str
     label: str | int
     digest: str | None
+    number: int | None
 
 
 class RoundAnswer(TypedDict):

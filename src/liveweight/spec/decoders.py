@@ -40,7 +40,7 @@ def from_msgpack(data: bytes | memoryview, kind: type[_T]) -> _T:
     return decoded
 
 
-def converted(value: object, kind: type[_T]) -> _T:
+def converted(value: object, kind: type[_T], *, strict: bool = True) -> _T:
     """What `msgspec.convert` gives, and raises."""
     with _making:
-        return msgspec.convert(value, kind)
+        return msgspec.convert(value, kind, strict=strict)

@@ -158,12 +158,15 @@ def content_digest(names: bytes, digests: bytes) -> str:
 class Version(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Which weights: the trainer's run, a label within it, and the digest of the content where it is known.
 
-    Labels are compared as text: `10` and `"10"` are one label, since commands, HTTP and files know only texts.
+    Labels are compared as text: `10` and `"10"` are one label, since commands, HTTP and files know only texts. `number` counts the versions
+    that a run's publisher has offered, from 1; it tells their age (spec/version_age). None: unknown, as of weights that an engine was
+    started on. It takes no part in equality.
     """
 
     run: str
     label: str | int
     digest: str | None = None
+    number: int | None = None
 
     @property
     def content_known(self) -> bool:

@@ -1,8 +1,10 @@
-"""The age of versions: which of several is the newest, judged by their labels and by how long they have served. Pure."""
+"""The age of versions: which of several is the newest, judged by their numbers and by how long they have served. Pure.
+
+Labels tell nothing about age: they are compared as texts, and a run may use them in any order.
+"""
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable
 
 from liveweight.spec.manifest import Version
@@ -12,18 +14,17 @@ START_RUN = "start"
 
 
 def older(one: Version, other: Version) -> bool:
-    """Whether a version is known to be older than another: of the same run, with a smaller number at the end of its label."""
-    numbers = [_number(version) for version in (one, other)]
-    if one.run != other.run or None in numbers:
+    """Whether a version is known to be older than another: of the same run, with a smaller number."""
+    if one.run != other.run or one.number is None or other.number is None:
         return False
-    return (numbers[0] or 0) < (numbers[1] or 0)
+    return one.number < other.number
 
 
 def newest(served: Iterable[tuple[Version, float]]) -> Version | None:
     """Of versions, each with the seconds for which it has served somewhere, the one that the others are behind. None: nothing was
     published.
 
-    By the numbers of their labels within a run; where those do not decide, by which came last.
+    By their numbers within a run; where those do not decide, by which came last.
     """
     best: tuple[Version, float] | None = None
     for one in served:
@@ -34,8 +35,7 @@ def newest(served: Iterable[tuple[Version, float]]) -> Version | None:
     return None if best is None else best[0]
 
 
-def _number(version: Version) -> int | None:
-    if isinstance(version.label, int):
-        return version.label
-    found = re.search(r"\d+$", version.label)
-    return None if found is None else int(found[0])
+def newest_of_run(run: str, served: Iterable[Version | None]) -> Version | None:
+    """The version of that run with the highest number; None if none of them has a number."""
+    numbered = [one for one in served if one is not None and one.run == run and one.number is not None]
+    return max(numbered, key=lambda one: one.number or 0, default=None)

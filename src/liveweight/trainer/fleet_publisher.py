@@ -33,7 +33,11 @@ class FleetPublisher(RoundPublisher):
         if self._published is None:
             return tuple(undo_replica(replica, self.name, deadline) for replica in self._replicas)
         published = self._published.replicas
-        return tuple(undo_replica(p.replica, self.name, deadline) if p.done else p.serves for p in published)
+        served = tuple(
+            undo_replica(p.replica, self.name, deadline) if p.done else p.serves for p in published
+        )
+        self._numbered = tuple(one for one in served if one is not None and one.run == self.run)
+        return served
 
     def fleet(self) -> Fleet:
         """Ask every engine how it is now: what it serves, whether it is behind, whether it was started anew. Raises nothing of theirs."""

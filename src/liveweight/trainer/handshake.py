@@ -35,12 +35,14 @@ Answer = TypeVar("Answer")
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HandshakeResult:
     """The manifest that all replicas expect, and its groups that every replica can do without. `boots` are the replicas' incarnations, in
-    order; None for a replica that did not answer and that the quorum can do without. `serving`: what the first replica serves."""
+    order; None for a replica that did not answer and that the quorum can do without. `serving`: what the first replica serves; `served`:
+    what each one serves that answered."""
 
     expected: Manifest
     optional: tuple[OptionalGroup, ...]
     boots: tuple[str | None, ...] = ()
     serving: Version | None = None
+    served: tuple[Version | None, ...] = ()
 
 
 def handshake(replicas: Sequence[Replica], deadline: Deadline, quorum: int | None = None) -> HandshakeResult:
@@ -62,6 +64,7 @@ def handshake(replicas: Sequence[Replica], deadline: Deadline, quorum: int | Non
         optional=tuple(group for group in states[0].optional if all(group in one.optional for one in states)),
         boots=tuple(one.boot if isinstance(one, ReplicaState) else None for one in answers),
         serving=states[0].serving,
+        served=tuple(one.serving for one in states),
     )
 
 

@@ -16,6 +16,8 @@ from concurrent.futures import TimeoutError as FutureTimeout
 from contextlib import nullcontext
 from typing import Self
 
+from msgspec.structs import replace
+
 from liveweight.errors import OutcomeUnknown, Refused, RoundAborted, RoundFailed, WrongState
 from liveweight.rounds.coordinator import MARGIN_S, RoundCoordinator
 from liveweight.rounds.replica import Replica
@@ -25,6 +27,7 @@ from liveweight.rounds.undo_and_verify import may_still_read
 from liveweight.spec.deadline import Deadline
 from liveweight.spec.label import checked_label
 from liveweight.spec.manifest import Version
+from liveweight.spec.version_age import newest_of_run
 from liveweight.trainer.labels import Labels
 from liveweight.trainer.offers.port import OfferMaker
 from liveweight.trainer.offers.pull_server import OfferedVersion, PullServer
@@ -52,15 +55,21 @@ class RoundPublisher:
         settings: PublisherSettings,
         pull_server: PullServer | None = None,
         boots: Sequence[str | None] = (),
+        served: Sequence[Version | None] = (),
     ) -> None:
         """`pull_server`: where engines may pull the offered version; then there may be no replica to drive. `boots`: the replicas'
-        incarnations at the handshake; None for a replica that did not answer."""
+        incarnations at the handshake; None for a replica that did not answer. `served`: what the replicas served then; of versions of
+        this run, numbers go on after the highest."""
         self.name, self.run, self.settings = name, run, settings
         self._replicas, self._offers, self._pull_server = list(replicas), offers, pull_server
         self.engines = len(self._replicas)
         if settings.quorum is not None and not 1 <= settings.quorum <= len(self._replicas):
             raise Refused(f"a quorum of {settings.quorum} of {len(self._replicas)} replicas")
         self._labels = Labels()
+        newest = newest_of_run(run, served)
+        self._number = 0 if newest is None else newest.number or 0
+        self._numbered: tuple[Version, ...] = () if newest is None else (newest,)
+        """Versions that engines may serve: one that is offered again keeps its number."""
         self._offered: Version | None = None
         self._boots = list(boots) or [None] * len(self._replicas)
         self._last: PublisherRound | None = None
@@ -148,7 +157,18 @@ class RoundPublisher:
         digest = None if made.lanes is None else self._offers.content.of(made.lanes)
         version = Version(run=self.run, label=label, digest=digest)
         self._labels.check(version)
-        return version
+        return self._with_number(version)
+
+    def _with_number(self, version: Version) -> Version:
+        """The version with its number: the next one, unless it was offered or published last, which only known content tells."""
+        last = None if self._published is None else self._published.version
+        for known in (*self._numbered, last):
+            if known is not None and version.content_known and version == known:
+                return known
+        self._number += 1
+        numbered: Version = replace(version, number=self._number)
+        self._numbered = (numbered,)
+        return numbered
 
     def _begin_round(self, version: Version, made: MadeOffer, began_s: float) -> PublisherRound:
         served = (

@@ -19,6 +19,7 @@ from liveweight.engine.recovery.restart_budget import RestartBudget
 from liveweight.engine.recovery.restarting_engine import GENERATION, RestartingEngine
 from liveweight.engine.serving.rank_processes import RankProcess
 from liveweight.engine.serving.requests import Delta
+from liveweight.engine.serving.step_stream import weights_text
 from liveweight.engine.status import RecoveryStatus
 from liveweight.engine.updates.requested_update import RequestedVersion
 from liveweight.engine.updates.verifying import VerificationRequest
@@ -80,7 +81,7 @@ def test_ranks_killed_under_load_ten_times_in_a_row_come_back_at_the_same_versio
     whole, failed = asking.ended()
     assert {type(error) for error in failed} == {RankLost}
     assert mixtures(whole, lambda _: transformers_logits(new)) == []
-    assert {token.weights for _, answer in whole for token in answer.tokens} == {f"1@{version.digest}"}
+    assert {token.weights for _, answer in whole for token in answer.tokens} == {weights_text(version)}
     assert engine.status().counts.finished["error"] == len(failed)
 
 

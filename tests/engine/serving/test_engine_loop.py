@@ -100,7 +100,13 @@ class Stage:
         self.turn: Callable[[], list[tuple[Done, ...]]] = list
         ranks: Any = self
         self.engine_loop = EngineLoop(
-            self.scheduler, ranks, self.inbox, depth=depth, kv_policy="recompute", in_place=in_place
+            self.scheduler,
+            ranks,
+            self.inbox,
+            depth=depth,
+            kv_policy="recompute",
+            in_place=in_place,
+            served=lambda: None,
         )
 
     # What an engine loop calls on its ranks.

@@ -49,10 +49,10 @@ def test_after_a_round_the_engine_answers_as_one_started_on_the_new_weights(
     with_new = publisher(engine, new)
     report = with_new.publish("new")
     assert tokens_of(engine) == tokens_of(start(new, tp=tp)) != before
-    assert engine.status().weights == f"new@{report.version.digest}"
+    assert engine.status().weights == weights_text(report.version)
     assert with_new.undo() == (engine.start,)
     assert tokens_of(engine) == before
-    assert engine.status().weights == f"initial@{engine.start.digest}"
+    assert engine.status().weights == weights_text(engine.start)
     assert (engine.update_status().serving, engine.update_status().undo) == (engine.start, None)
 
 
@@ -82,7 +82,7 @@ def test_no_token_comes_from_a_mixture_while_rounds_commit(
     with Clients(engine, clients, 60) as asking:
         for number in range(rounds):
             report = publishers[(number + 1) % 3].publish(number)
-            logits[f"{number}@{report.version.digest}"] = transformers_logits(directories[(number + 1) % 3])
+            logits[weights_text(report.version)] = transformers_logits(directories[(number + 1) % 3])
             assert asking.began.acquire(timeout=WITHIN_S)  # requests go on in between
     assert all(answer.finish == "length" and len(answer.ids) == 60 for _, answer in asking.answers)
     assert mixtures(asking.answers, logits.__getitem__) == []
@@ -214,7 +214,7 @@ def test_the_weights_of_the_start_have_the_digest_that_a_push_of_the_same_direct
     assert asked.wait().finish == "length"  # under the same content requests go on as they are
     assert [weights for _, _, weights in spans(asked)] == [
         weights_text(engine.start),
-        "same@" + report.version.digest,
+        weights_text(report.version),
     ]
     assert asked.last is not None
     assert (asked.last.reused_kv, engine.status().counts.preemptions) == (False, 0)

@@ -43,7 +43,9 @@ LONG: dict[str, Any] = {
     "ignore_eos": True,
     "temperature": 0,
 }
-OLD, NEW = (Version(run="r", label=label, digest=label * 32) for label in ("a", "b"))
+OLD, NEW = (
+    Version(run="r", label=label, digest=label * 32, number=number) for number, label in enumerate("ab", 1)
+)
 ROUND = RoundSummary(version="b", outcome="committed", took_s=0.5, stall_s=0.001)
 
 
@@ -98,8 +100,8 @@ def test_the_weights_are_told_with_their_rounds_and_the_leaders_address(live: Se
         "tp": 1,
         "state": "serving b",
         "paused": "running",
-        "version": {"run": "r", "label": "b", "digest": "b" * 32},
-        "undo": {"run": "r", "label": "a", "digest": "a" * 32},
+        "version": {"run": "r", "label": "b", "digest": "b" * 32, "number": 2},
+        "undo": {"run": "r", "label": "a", "digest": "a" * 32, "number": 1},
         "round": None,
         "rounds": [
             {
@@ -143,7 +145,7 @@ def test_an_engine_without_updates_says_so_and_refuses_an_undo(model_dir: Path) 
     with serving(engine_of(model_dir, updates=False)) as served, served.http() as http:
         said = http.get("/v1/weights").json()
         assert (said["address"], said["undo"], said["kv_policy"]) == (None, None, None)
-        assert said["version"] == {"run": "start", "label": "initial", "digest": "0" * 32}
+        assert said["version"] == {"run": "start", "label": "initial", "digest": "0" * 32, "number": None}
         assert said["state"] == "serving initial"
         refused = http.post(UNDO)
         with pytest.raises(WrongState, match="without live updates"):

@@ -87,17 +87,22 @@ def test_the_page_names_every_field_of_naps_and_weights() -> None:
     assert [field for field in SleepAnswer.__annotations__ if f'"{field}"' not in page] == []
 
 
-def status_answer(label: str | int, serving_s: float = 1.0, **more: Any) -> dict[str, Any]:
-    version = {"run": "start" if label == "initial" else "r", "label": label, "digest": str(label)}
+def status_answer(
+    label: str | int, serving_s: float = 1.0, number: int | None = None, **more: Any
+) -> dict[str, Any]:
+    run = "start" if label == "initial" else "r"
+    version = {"run": run, "label": label, "digest": str(label), "number": number}
     return {"url": str(label), "version": version, "serving_s": serving_s, "recovery": None, **more}
 
 
 def test_who_is_behind_is_told_beside_the_newest() -> None:
     gone, missed = {"url": "x", "error": "LW-205"}, {"behind": {"label": "step_9"}}
     rows = with_behind(
-        [status_answer("step_2"), status_answer("step_10", 50.0), status_answer("initial"), gone]
+        [status_answer("x", 1.0, 2), status_answer("a", 50.0, 10), status_answer("initial"), gone]
     )
-    assert [one["behind"] for one in rows] == ["step_10", None, "step_10", None]
+    assert [one["behind"] for one in rows] == ["a", None, "a", None]
+    unnumbered = with_behind([status_answer("step_2"), status_answer("step_10", 50.0)])
+    assert [one["behind"] for one in unnumbered] == [None, "step_2"]  # the one that came last
     assert [one["behind"] for one in with_behind([status_answer("initial"), status_answer("initial")])] == [
         None,
         None,

@@ -87,7 +87,7 @@ def test_an_update_is_answered_with_its_version_its_steps_and_every_ranks_costs(
         for rank in range(2)
     ]
     assert said == {
-        "version": {"run": "r", "label": "b", "digest": "bbbb"},
+        "version": {"run": "r", "label": "b", "digest": "bbbb", "number": None},
         "outcome": "committed",
         "round": "boot/1",
         "transfer_mode": "ipc",

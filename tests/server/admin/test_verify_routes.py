@@ -27,7 +27,7 @@ from tests.support.engine.echo_weights import HELD
 from tests.support.processes.http_server import Served, serving
 
 VERIFY = "/v1/weights/verify"
-START = {"run": "start", "label": "initial", "digest": "0" * 32}
+START = {"run": "start", "label": "initial", "digest": "0" * 32, "number": None}
 OFFERED = Version(run="r", label="b", digest="b" * 32)
 FORMS: dict[str, dict[str, Any]] = {
     spec.name: {"dtype": spec.dtype.value, "shape": list(spec.shape), "digest": spec.digest} for spec in HELD

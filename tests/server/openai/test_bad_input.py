@@ -44,6 +44,12 @@ CASES = {
         {"messages": [{"role": "user", "content": "a"}], "model": "x"}, "model", CHAT, 404, "not_found_error"
     ),
     "model's type": completion("model", model=5),
+    "no demand": completion("weight_version", weight_version={}),
+    "a demand of a run alone": completion("weight_version", weight_version={"run": "r"}),
+    "demand's type": completion("weight_version", weight_version=3),
+    "demand's min": completion("weight_version.min", weight_version={"min": "3"}),
+    "negative min": chat("weight_version.min", weight_version={"min": -1}),
+    "unknown demand": chat("weight_version.max", weight_version={"min": 1, "max": 2}),
     "no prompt": Case({}, "prompt"),
     "empty text": completion("prompt", prompt=""),
     "empty list": completion("prompt", prompt=[]),

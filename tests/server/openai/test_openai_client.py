@@ -28,7 +28,11 @@ def test_a_completion_has_text_usage_and_the_weights_it_came_from(
     assert answer.usage is not None
     assert answer.usage.prompt_tokens == len(engine.tokenizer.encode(TEXT))
     assert (answer.usage.completion_tokens, answer.usage.total_tokens) == (8, answer.usage.prompt_tokens + 8)
-    assert choice.model_extra["weight_version"] == {"label": "initial", "digest": "0" * 32}  # type: ignore[index]
+    assert choice.model_extra["weight_version"] == {  # type: ignore[index]
+        "label": "initial",
+        "digest": "0" * 32,
+        "number": None,
+    }
     assert "weight_spans" not in (choice.model_extra or {})
 
 

@@ -52,10 +52,10 @@ def test_chunks_come_as_they_are_made(own: Served[EchoEngine]) -> None:
 
 
 def test_weights_that_change_within_an_answer_are_told_in_spans(own: Served[EchoEngine]) -> None:
-    own.engine.switch = {3: "w1@aa", 5: "w@2@bb"}
+    own.engine.switch = {3: "w1@@aa", 5: "w@2@17@bb"}
     first, second, third = (
-        {"label": label, "digest": digest}
-        for label, digest in (("initial", "0" * 32), ("w1", "aa"), ("w@2", "bb"))
+        {"label": label, "digest": digest, "number": number}
+        for label, digest, number in (("initial", "0" * 32, None), ("w1", "aa", None), ("w@2", "bb", 17))
     )
     with own.http() as http:
         choice = http.post(COMPLETIONS, json={"prompt": "a b c", "max_tokens": 6}).json()["choices"][0]

@@ -33,6 +33,7 @@ from liveweight.errors import (
 )
 from liveweight.spec.deadline import Deadline
 from liveweight.spec.manifest import Version
+from liveweight.spec.version_demand import VersionDemand
 from liveweight.wire.messages.values import RankTimes
 from tests.support.engine.echo_weights import HELD, verify_held
 
@@ -102,7 +103,18 @@ class EchoEngine:
         self._thread = threading.Thread(target=self._run, name="echo", daemon=True)
         self._thread.start()
 
-    def submit(self, prompt: Sequence[int], sampling: Sampling, sink: Sink) -> int:
+    def check_demand(self, demand: VersionDemand | None) -> None:
+        if demand is not None:
+            demand.check(self.reported.serving)
+
+    def submit(
+        self,
+        prompt: Sequence[int],
+        sampling: Sampling,
+        sink: Sink,
+        demand: VersionDemand | None = None,
+    ) -> int:
+        self.check_demand(demand)
         if not prompt or any(not 0 <= token < self.vocab for token in prompt):
             raise RequestInvalid("no tokens, or tokens outside the vocabulary")
         if len(prompt) + sampling.max_tokens > self.context:

@@ -149,6 +149,21 @@ def test_a_commit_file_is_read_back_and_any_changed_byte_of_it_is_refused() -> N
             decode_commit(bytes(damaged), "here")
 
 
+BEFORE_NUMBERS = (
+    b'{"xxh3":"f74b856773c5b7bb","commit":{"snapshot":"aa","version":{"run":"r","label":"step_1","digest":'
+    b'"00000000000000000000000000000000"},"created_s":12.0,"manifest":{"tensors":[{"name":"w","dtype":"float32",'
+    b'"shape":[1],"aliases":[],"digest":null}],"format":1},"ranks":[],"weights_bytes":4,"format":1}}'
+)
+"""A commit file as it was written when versions had no numbers."""
+
+
+def test_a_commit_file_has_the_versions_number_and_one_from_before_is_still_read() -> None:
+    old = decode_commit(BEFORE_NUMBERS, "here")
+    assert (old.version, old.version.number) == (Version(run="r", label="step_1", digest="0" * 32), None)
+    numbered = msgspec.structs.replace(old, version=msgspec.structs.replace(old.version, number=7))
+    assert decode_commit(encode_commit(numbered), "here").version.number == 7
+
+
 @given(st.binary(max_size=200))
 def test_bytes_that_are_no_manifest_are_refused(data: bytes) -> None:
     for decode in (decode_commit, decode_manifest):

@@ -268,6 +268,7 @@ def _facts(path: Path, commit: CommitFile) -> dict[str, Any]:
             "run": commit.version.run,
             "label": commit.version.label,
             "digest": commit.version.digest,
+            "number": commit.version.number,
         },
         "created_s": commit.created_s,
         "ranks": len(commit.ranks),

@@ -29,7 +29,7 @@ Watch: TypeAlias = Annotated[
     typer.Option(min=0.1, max=3600, help="Look again every so many seconds, until Ctrl-C."),
 ]
 _COLUMNS = (
-    *("engine", "model", "version", "digest", "behind", "state"),
+    *("engine", "model", "version", "number", "digest", "behind", "state"),
     *("requests", "round", "last round", "stall"),
 )
 _FROM_THE_TOP = "\x1b[H\x1b[J"
@@ -88,14 +88,15 @@ def _print(
 def _row(answer: Mapping[str, Any]) -> Sequence[str]:
     if "error" in answer:
         return (answer["url"], *("-" for _ in _COLUMNS[1:]))
-    version, rounds = answer["version"] or {"label": "-", "digest": None}, answer["rounds"]
+    version, rounds = answer["version"] or {"label": "-", "digest": None, "number": None}, answer["rounds"]
     last, stall = "-", "-"
     if rounds:
         last = f"{rounds[-1]['version']} {rounds[-1]['outcome']} {rounds[-1]['took_s']:.2f} s"
         stalls = [one["stall_s"] for one in rounds if one["stall_s"] is not None]
         stall = f"{stalls[-1] * 1e3:.1f} ms" if stalls else "-"
     behind = "-" if answer["behind"] is None else str(answer["behind"])
-    columns = (str(version["label"]), (version["digest"] or "-")[:12], behind, _state(answer))
+    number = "-" if version.get("number") is None else str(version["number"])
+    columns = (str(version["label"]), number, (version["digest"] or "-")[:12], behind, _state(answer))
     round_id = "-" if answer["round"] is None else answer["round"]
     return (answer["url"], answer["model"], *columns, answer["paused"], round_id, last, stall)
 

@@ -33,6 +33,7 @@ from liveweight.errors import LiveWeightError, WeightsPending
 from liveweight.observe.bus import Bus
 from liveweight.observe.events import Recovered, RecoveryBegan
 from liveweight.spec.manifest import Version
+from liveweight.spec.version_demand import VersionDemand
 
 GENERATION = 1 << 40
 """Request numbers of one engine are smaller; the quotient says which engine a request belongs to."""
@@ -80,11 +81,21 @@ class RestartingEngine:
         """Whether requests run, still finish, or are paused."""
         return self._engine.paused
 
-    def submit(self, prompt: Sequence[int], sampling: Sampling, sink: Sink) -> int:
+    def submit(
+        self,
+        prompt: Sequence[int],
+        sampling: Sampling,
+        sink: Sink,
+        demand: VersionDemand | None = None,
+    ) -> int:
         """See Engine; WeightsPending while ranks are being replaced."""
         with self._changed:
             engine, generation = self._check_engine(), self._generation
-        return generation * GENERATION + engine.submit(prompt, sampling, sink)
+        return generation * GENERATION + engine.submit(prompt, sampling, sink, demand)
+
+    def check_demand(self, demand: VersionDemand | None) -> None:
+        """See Engine."""
+        self._current_engine().check_demand(demand)
 
     def cancel(self, request: int) -> None:
         """See Engine. A request of ranks that are gone has ended."""

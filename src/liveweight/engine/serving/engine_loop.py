@@ -27,6 +27,7 @@ from liveweight.engine.status import State
 from liveweight.engine.updates.live_updates import DecisionInbox
 from liveweight.errors import LiveWeightError, RankLost, Torn
 from liveweight.rounds.boundary import Decision
+from liveweight.spec.manifest import Version
 from liveweight.wire.messages.values import KvPolicy
 
 OnFailure: TypeAlias = Callable[[LiveWeightError], None]
@@ -47,11 +48,15 @@ class EngineLoop:
         kv_policy: KvPolicy,
         in_place: bool = False,
         outlives_torn: bool = True,
+        served: Callable[[], Version | None],
     ) -> None:
-        """`in_place`: a swap may leave the ranks torn, and no step may follow it before its outcome is known. `outlives_torn`: the
+        """`served`: the version that the ranks hold after the last swap of which they were told the outcome.
+
+        `in_place`: a swap may leave the ranks torn, and no step may follow it before its outcome is known. `outlives_torn`: the
         engine waits then for a round that heals it; else it fails, for others to take its place."""
         self.scheduler, self.ranks = scheduler, ranks
         self._in_place, self._outlives_torn = in_place, outlives_torn
+        self.served = served
         self.torn: Torn | None = None
         """Why no weights may serve; None while the weights are whole."""
         self._inbox, self._depth, self._kv_policy = inbox, depth, kv_policy
@@ -182,6 +187,7 @@ class EngineLoop:
                     deliveries = self.scheduler.done(number, first.weights, rows)
                 case SwapDone(torn=None):
                     deliveries, self.torn = self._swapped(first.weights), None
+                    deliveries += self.scheduler.end_unmet(self.served())
                 case SwapDone(torn=cause):
                     deliveries, self.torn, self._swapping = self.scheduler.end_all(), Torn(cause), None
                     self.scheduler.pool.forget()

@@ -19,6 +19,7 @@ from liveweight.engine.serving.sequence import Sequence
 from liveweight.engine.serving.step_stream import Drawn, Fill, Next, Step, content_of
 from liveweight.engine.status import Pausing
 from liveweight.errors import LiveWeightError, MessageInvalid, QueueFull, RequestInvalid
+from liveweight.spec.manifest import Version
 from liveweight.wire.messages.values import KvPolicy
 
 Deliveries = list[tuple[Sink, Delta]]
@@ -118,6 +119,14 @@ class Scheduler:
             sequence.keys.clear()
             sequence.reused |= sequence.stale or sequence.in_flight > 0  # also one that lost its pages since
         return deliveries
+
+    def end_unmet(self, serving: Version | None) -> Deliveries:
+        """That version serves from here on: end requests without a token whose demand it does not meet."""
+        return [
+            self._finish(sequence, Delta(fault=sequence.demand.refusal(serving)))
+            for sequence in list(self._known.values())
+            if sequence.demand is not None and not sequence.generated and not sequence.demand.met_by(serving)
+        ]
 
     # The next step.
 

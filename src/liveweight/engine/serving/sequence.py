@@ -10,6 +10,7 @@ from typing import Protocol
 from liveweight.engine.serving.kv_blocks import next_key
 from liveweight.engine.serving.requests import Delta, Finish, Sampling, Sink, Token
 from liveweight.engine.serving.step_stream import Draw, Drawn
+from liveweight.spec.version_demand import VersionDemand
 
 
 class AnswerText(Protocol):
@@ -26,13 +27,14 @@ class Sequence:
     """A request. `filled` of `target` tokens are scheduled into the cache; then it draws, `pending` draws being in flight.
 
     `fresh` until the ranks know its slot; `kept` of its pages are remembered by the pool. `stale` while its pages hold what other
-    weights computed; `reused` if that ever was so.
+    weights computed; `reused` if that ever was so. `demand` is what the version of its first token must meet.
     """
 
     __slots__ = (
         "answer_text",
         "blocks",
         "cached",
+        "demand",
         "filled",
         "finished",
         "fresh",
@@ -54,8 +56,15 @@ class Sequence:
     )
 
     def __init__(
-        self, number: int, prompt: list[int], sampling: Sampling, sink: Sink, answer_text: AnswerText
+        self,
+        number: int,
+        prompt: list[int],
+        sampling: Sampling,
+        sink: Sink,
+        answer_text: AnswerText,
+        demand: VersionDemand | None = None,
     ) -> None:
+        self.demand = demand
         self.id, self.sampling, self.sink, self.answer_text = number, sampling, sink, answer_text
         self.tokens, self.prompt_length, self.generated = prompt, len(prompt), 0
         self.slot = -1

@@ -23,8 +23,15 @@ class _Message(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fiel
 
 
 def weights_text(version: Version) -> str:
-    """The name of weights in steps and tokens: label and digest."""
-    return f"{version.label}@{version.digest}"
+    """The name of weights in steps and tokens: label, number if there is one, and digest."""
+    return f"{version.label}@{'' if version.number is None else version.number}@{version.digest}"
+
+
+def parts_of(weights: str) -> tuple[str, int | None, str]:
+    """Label, number and digest in a name from `weights_text`. A label may have an `@`, the others have none."""
+    named, _, digest = weights.rpartition("@")
+    label, _, number = named.rpartition("@")
+    return label, int(number) if number else None, digest
 
 
 def content_of(weights: str) -> str:

@@ -7,13 +7,8 @@ process's event loop.
 
 from __future__ import annotations
 
-import json
 import secrets
-from collections.abc import Awaitable, Callable, MutableMapping
-from typing import Any, TypeAlias
-
-Message: TypeAlias = MutableMapping[str, Any]
-Receive: TypeAlias = Callable[[], Awaitable[Message]]
+from typing import Any
 
 SALTED = (
     "/v1/completions",
@@ -50,43 +45,11 @@ class CacheSalt:
         if method == "POST" and not path.endswith((*SALTED, *HARMLESS)):
             self.unsalted = path
 
-    async def into(self, scope: Message, receive: Receive) -> tuple[Message, Receive]:
-        """Return the same request with a salt, which includes the user's own. A body that is no JSON object is left for vLLM to refuse."""
-        body, ends = await _read_body(receive)
-        try:
-            request = json.loads(body)
-        except ValueError:
-            request = None
-        if isinstance(request, dict):
-            own = request.get("cache_salt")
-            request["cache_salt"] = self._now if own is None else f"{self._now}.{own}"
-            body = json.dumps(request).encode()
-        headers = [(name, value) for name, value in scope["headers"] if name.lower() != b"content-length"]
-        salted = {**scope, "headers": [*headers, (b"content-length", str(len(body)).encode())]}
-        return salted, _replay({"type": "http.request", "body": body, "more_body": False}, ends, receive)
+    def put_into(self, request: dict[str, Any]) -> None:
+        """Give a request its salt, which includes the user's own."""
+        own = request.get("cache_salt")
+        request["cache_salt"] = self._now if own is None else f"{self._now}.{own}"
 
     @property
     def _now(self) -> str:
         return f"{self._boot}-{self._installs}"
-
-
-async def _read_body(receive: Receive) -> tuple[bytes, Message | None]:
-    """Read a request's body; also returns the disconnect message if the client left."""
-    body = b""
-    while True:
-        message = await receive()
-        if message["type"] != "http.request":
-            return body, message
-        body += message.get("body", b"")
-        if not message.get("more_body", False):
-            return body, None
-
-
-def _replay(first: Message, second: Message | None, receive: Receive) -> Receive:
-    """Replay these messages, then go on receiving."""
-    waiting = [first] if second is None else [first, second]
-
-    async def received() -> Message:
-        return waiting.pop(0) if waiting else await receive()
-
-    return received

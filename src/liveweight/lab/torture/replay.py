@@ -12,6 +12,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from liveweight.engine.serving.step_stream import parts_of
 from liveweight.lab.replay_thread import ReplayThread
 from liveweight.lab.torn_demo.judge import drawable, loaded, logits
 
@@ -20,7 +21,7 @@ BACKLOG = 64
 
 @dataclass(slots=True)
 class ReplayAnswer:
-    """A prompt, the tokens after it, and the weights that each token names: `LABEL@DIGEST`. Or, for the whole answer, `served`: the
+    """A prompt, the tokens after it, and the weights that each token names: see `weights_text`. Or, for the whole answer, `served`: the
     contents that may have served it, in order."""
 
     prompt: list[int]
@@ -41,7 +42,7 @@ class PublishedContents:
 
     def of_weights(self, weights: str) -> int:
         """The number of the content that a token names."""
-        label = weights.rpartition("@")[0]
+        label, _, _ = parts_of(weights)
         return 0 if label == "initial" else self.of_label(int(label))
 
     def between(self, first: str, last: str, *, since: int) -> tuple[int, ...]:

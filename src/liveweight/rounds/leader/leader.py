@@ -277,7 +277,7 @@ class Leader:
         body = msgspec.structs.replace(body, version=record.ledger.content_of(body))
         record.ledger.check(body)
         serving, sound = record.serving, not record.audits.damaged
-        if sound and serving is not None and serving.digest is not None and serving == body.version:
+        if sound and serving is not None and serving.digest is not None and _installed(serving, body.version):
             there = m.Opened(round=None, serving=serving, kept=record.ledger.kept(serving))
             confirmed = events.VersionConfirmed(replica=record.replica, version=str(serving))
             return [*before, EmitEvent(confirmed), SendReply(peer, call, there)]
@@ -363,3 +363,8 @@ class Leader:
             else:
                 self._state_calls.append(waiter)
         return actions
+
+
+def _installed(serving: Version, offered: Version) -> bool:
+    """Whether nothing is left to do. The same version under another number is installed again, so that every rank knows the number."""
+    return serving == offered and offered.number in (None, serving.number)

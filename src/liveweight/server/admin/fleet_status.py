@@ -33,8 +33,8 @@ def _behind(status: Mapping[str, Any], version: Version | None, latest: Version 
 
 def _version(status: Mapping[str, Any]) -> Version | None:
     version = status.get("version")
-    return (
-        None
-        if version is None
-        else Version(run=version["run"], label=version["label"], digest=version["digest"])
+    if version is None:
+        return None
+    return Version(
+        run=version["run"], label=version["label"], digest=version["digest"], number=version.get("number")
     )

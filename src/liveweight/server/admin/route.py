@@ -51,4 +51,9 @@ class ControlRoute(APIRoute):
 
 def version_answer(version: Version) -> VersionAnswer:
     """A version as answers have it."""
-    return {"run": version.run, "label": version.label, "digest": version.digest}
+    return {
+        "run": version.run,
+        "label": version.label,
+        "digest": version.digest,
+        "number": version.number,
+    }

@@ -14,6 +14,7 @@ from liveweight.engine.serving.requests import Sampling
 from liveweight.server.engine_port import EnginePort
 from liveweight.server.errors import BadRequest, UnknownModel
 from liveweight.server.openai.request_types import ChatRequest, CompletionRequest, GenerateRequest
+from liveweight.spec.version_demand import VersionDemand
 
 COMPLETION_TOKENS = 16
 _LONG_TEXT = 2_000  # characters from which on tokenising leaves the event loop: about a millisecond
@@ -26,11 +27,12 @@ class EngineRequest:
 
     prompt: Sequence[int]
     sampling: Sampling
+    demand: VersionDemand | None = None
 
 
 async def completion_requests(body: CompletionRequest, engine: EnginePort) -> list[EngineRequest]:
     """The engine requests of `/v1/completions`, those of one prompt together. BadRequest or UnknownModel if it cannot be answered."""
-    _check_model(body, engine)
+    _check(body, engine)
     _check_count(body, len(body.prompt), engine)
     prompts = [await _ids(prompt, engine) for prompt in body.prompt]
     if body.max_tokens is None:
@@ -42,7 +44,7 @@ async def completion_requests(body: CompletionRequest, engine: EnginePort) -> li
 
 async def chat_requests(body: ChatRequest, engine: EnginePort) -> list[EngineRequest]:
     """The engine requests of `/v1/chat/completions`. BadRequest, RequestInvalid or UnknownModel if it cannot be answered."""
-    _check_model(body, engine)
+    _check(body, engine)
     _check_count(body, 1, engine)
     messages = [message.plain() for message in body.messages]
     size = sum(len(message["content"]) for message in messages)
@@ -53,9 +55,11 @@ async def chat_requests(body: ChatRequest, engine: EnginePort) -> list[EngineReq
     return _requests(body, engine, "messages", [prompt], [wanted], logprobs)
 
 
-def _check_model(body: GenerateRequest, engine: EnginePort) -> None:
+def _check(body: GenerateRequest, engine: EnginePort) -> None:
+    """Refuse what is not served here: another model, other weights, experts."""
     if body.model is not None and body.model != engine.name:
         raise UnknownModel(f"no model {body.model!r} here, only {engine.name!r}", param="model")
+    engine.check_demand(body.demand)
     if body.return_routed_experts and engine.spec.sparse_layers == 0:
         raise BadRequest("this model has no experts to route to", param="return_routed_experts")
 
@@ -101,7 +105,11 @@ def _requests(
     for prompt, tokens in zip(prompts, wanted, strict=True):
         _check_length(len(prompt), tokens, engine.context, param)
     return [
-        EngineRequest(prompt=prompt, sampling=_sampling(body, tokens, _seed(body, choice), logprobs))
+        EngineRequest(
+            prompt=prompt,
+            sampling=_sampling(body, tokens, _seed(body, choice), logprobs),
+            demand=body.demand,
+        )
         for prompt, tokens in zip(prompts, wanted, strict=True)
         for choice in range(body.choices)
     ]

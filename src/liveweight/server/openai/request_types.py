@@ -10,6 +10,7 @@ from pydantic_core import CoreSchema
 from liveweight.engine.serving.requests import MAX_LOGPROBS, LogprobsMode
 from liveweight.server.field_types import Content, Prompts, Stops, Text, Variables, wrong
 from liveweight.server.openai import ignored_fields
+from liveweight.spec.version_demand import VersionDemand
 
 MAX_CHOICES = 1024
 _STRICT = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False, protected_namespaces=())
@@ -41,6 +42,20 @@ class StreamOptions(Strict):
     include_usage: bool | None = None
 
 
+class WeightVersionDemand(Strict):
+    """What the version that answers must be: of this number or a higher one (`min`), of this label (`exact`), of this run."""
+
+    min: Annotated[int, Field(ge=0)] | None = None
+    exact: Annotated[int, Field(ge=-(2**63), lt=2**63)] | Text | None = None
+    run: Text | None = None
+
+    @model_validator(mode="after")
+    def _demands_something(self) -> Self:
+        if self.min is None and self.exact is None:
+            raise wrong("`min` or `exact` must be given")
+        return self
+
+
 class GenerateRequest(Strict):
     """What both routes have. `null` is the same as leaving a field out."""
 
@@ -61,6 +76,7 @@ class GenerateRequest(Strict):
     stream_options: StreamOptions | None = None
     return_token_ids: bool | None = None
     return_routed_experts: bool | None = None
+    weight_version: WeightVersionDemand | None = None
     user: Text | None = None
 
     @model_validator(mode="after")
@@ -68,6 +84,12 @@ class GenerateRequest(Strict):
         if self.stream_options is not None and not self.stream:
             raise wrong("only with stream", param="stream_options")
         return self
+
+    @property
+    def demand(self) -> VersionDemand | None:
+        """What the version that answers must be."""
+        given = self.weight_version
+        return None if given is None else VersionDemand(min=given.min, exact=given.exact, run=given.run)
 
     @property
     def choices(self) -> int:

@@ -24,6 +24,7 @@ TAG = "openai"
 ERRORS: dict[int | str, dict[str, Any]] = {
     400: {"model": Error, "description": "The request is wrong; `param` says where."},
     404: {"model": Error, "description": "The model is not served here."},
+    409: {"model": Error, "description": "The request demands another version than the one that serves."},
     429: {"model": Error, "description": "As many requests wait as may wait."},
     503: {"model": Error, "description": "The engine is stopping, or has lost a rank."},
     "default": {"model": Error, "description": "Any other error."},

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from liveweight.engine.serving.requests import Token
+from liveweight.engine.serving.step_stream import parts_of
 
 
 class Attribution:
@@ -29,7 +30,7 @@ class Attribution:
         return fields
 
 
-def weights_form(weights: str) -> dict[str, str]:
-    """The name of weights in a step, `label@digest`, as two fields."""
-    label, _, digest = weights.rpartition("@")
-    return {"label": label, "digest": digest}
+def weights_form(weights: str) -> dict[str, str | int | None]:
+    """The name of weights in a step as fields."""
+    label, number, digest = parts_of(weights)
+    return {"label": label, "digest": digest, "number": number}

@@ -176,6 +176,7 @@ def _collect_ranks(
         offers=offers,
         settings=settings.settings,
         boots=agreed.boots,
+        served=agreed.served,
     )
     rank_server.answer(ShardsAccepted(size_bytes=offers.size_bytes))
     return RankZero(

@@ -14,6 +14,7 @@ from typing import Any, Literal, Protocol, TypeAlias
 
 from liveweight.errors import LiveWeightError, Unavailable
 from liveweight.spec.deadline import Deadline
+from liveweight.spec.manifest import Version
 
 PauseMode: TypeAlias = Literal["keep", "abort", "reuse"]
 """What happens to running requests: they pause and recompute their KV from their tokens; they end; or they go on with the KV they have."""
@@ -41,7 +42,7 @@ class VllmControls(Protocol):
     def update(self, info: dict[str, Any], deadline: Deadline) -> None:
         """Call every worker's `update_weights`; returns once all workers have returned."""
 
-    def name_version(self, version: str, deadline: Deadline) -> bool:
+    def name_version(self, version: Version, deadline: Deadline) -> bool:
         """Let vLLM report that version from its next token on. False if vLLM takes the name only at the end of an update."""
 
     def finish(self, version: str | None, deadline: Deadline) -> None:
@@ -124,9 +125,9 @@ class LlmControls(SequentialControls):
         """See VllmControls."""
         self._calls.call("install", lambda: self._llm.update_weights({"update_info": info}), deadline)
 
-    def name_version(self, version: str, deadline: Deadline) -> bool:
+    def name_version(self, version: Version, deadline: Deadline) -> bool:
         """See VllmControls."""
-        self._calls.call("name its version", lambda: self._llm.update_weight_version(version), deadline)
+        self._calls.call("name its version", lambda: self._llm.update_weight_version(str(version)), deadline)
         return True
 
     def finish(self, version: str | None, deadline: Deadline) -> None:
@@ -176,9 +177,9 @@ class AsyncControls(SequentialControls):
         request = WeightTransferUpdateRequest(update_info=info)
         self._run("install", self._llm.update_weights(request), deadline)
 
-    def name_version(self, version: str, deadline: Deadline) -> bool:
+    def name_version(self, version: Version, deadline: Deadline) -> bool:
         """See VllmControls."""
-        self._run("name its version", self._llm.update_weight_version(version), deadline)
+        self._run("name its version", self._llm.update_weight_version(str(version)), deadline)
         return True
 
     def finish(self, version: str | None, deadline: Deadline) -> None:
@@ -231,11 +232,11 @@ class ClientControls(SequentialControls):
         """See VllmControls."""
         self._calls.call("install", lambda: self._client.update_weights(info), deadline)
 
-    def name_version(self, version: str, deadline: Deadline) -> bool:
+    def name_version(self, version: Version, deadline: Deadline) -> bool:
         """See VllmControls."""
         name = getattr(self._client, "update_weight_version", None)
         if name is not None:
-            self._calls.call("name its version", lambda: name(version), deadline)
+            self._calls.call("name its version", lambda: name(str(version)), deadline)
         return name is not None
 
     def finish(self, version: str | None, deadline: Deadline) -> None:

@@ -12,10 +12,11 @@ import msgspec
 
 from liveweight.errors import ChannelClosed, MessageInvalid, Refused, Unavailable
 from liveweight.integrations.vllm.client.controls import PauseMode
-from liveweight.integrations.vllm.middleware import CACHES
+from liveweight.integrations.vllm.middleware import CACHES, NAMING, naming_query
 from liveweight.server.client import PendingCall, is_url
 from liveweight.spec.deadline import Deadline
 from liveweight.spec.decoders import from_json
+from liveweight.spec.manifest import Version
 
 MIDDLEWARE = "liveweight.integrations.vllm.middleware.Versions"
 _SHOWN = 600
@@ -56,9 +57,9 @@ class HttpControls:
         """See VllmControls."""
         self.call("POST", "/update_weights", {"update_info": info}, deadline)
 
-    def name_version(self, version: str, deadline: Deadline) -> bool:
+    def name_version(self, version: Version, deadline: Deadline) -> bool:
         """See VllmControls."""
-        self.call("POST", "/update_weight_version", {"new_version": version}, deadline)
+        self.call("POST", f"{NAMING}?{naming_query(version)}", {"new_version": str(version)}, deadline)
         return True
 
     def finish(self, version: str | None, deadline: Deadline) -> None:

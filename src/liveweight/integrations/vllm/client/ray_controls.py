@@ -12,6 +12,7 @@ from typing import Any
 from liveweight.errors import ChannelClosed, Unavailable
 from liveweight.integrations.vllm.client.controls import PauseMode, SequentialControls
 from liveweight.spec.deadline import Deadline
+from liveweight.spec.manifest import Version
 
 
 class RayControls(SequentialControls):
@@ -42,9 +43,9 @@ class RayControls(SequentialControls):
         """See VllmControls."""
         self._call("update_weights", deadline, SimpleNamespace(update_info=info))
 
-    def name_version(self, version: str, deadline: Deadline) -> bool:
+    def name_version(self, version: Version, deadline: Deadline) -> bool:
         """See VllmControls."""
-        self._call("update_weight_version", deadline, version)
+        self._call("update_weight_version", deadline, str(version))
         return True
 
     def finish(self, version: str | None, deadline: Deadline) -> None:

@@ -228,7 +228,7 @@ class VllmReplica:
     def _end(self, serving: Version | None, *, was_paused: bool, deadline: Deadline) -> None:
         """Name the version, resume unless somebody else had paused, and end the update last. While vLLM is paused for us an update is
         active: if this trainer dies, the next one sees that."""
-        named = serving is None or self._controls.name_version(str(serving), deadline)
+        named = serving is None or self._controls.name_version(serving, deadline)
         self._marked_behind = self._marked_behind and serving is None
         if not was_paused and not self._marked_behind:
             self._controls.resume(deadline)
