@@ -152,4 +152,4 @@ def test_streams_are_what_the_schema_says(api: Any, path: str) -> None:
 def test_the_schema_promises_no_422(http: httpx.Client) -> None:
     paths = http.get("/openapi.json").json()["paths"]
     for route in ("/v1/completions", "/v1/chat/completions"):
-        assert set(paths[route]["post"]["responses"]) == {"200", "400", "404", "429", "503", "default"}
+        assert set(paths[route]["post"]["responses"]) == {"200", "400", "404", "409", "429", "503", "default"}
