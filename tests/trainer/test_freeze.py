@@ -22,11 +22,11 @@ from liveweight.devices.memory import Memory
 from liveweight.errors import LayoutInvalid, ManifestInvalid, Unavailable
 from liveweight.plan.freezes import row_bytes
 from liveweight.spec.digest import Lanes, partial
-from liveweight.spec.dtype import DType
+from liveweight.spec.dtype import CASTABLE, DType
 from liveweight.spec.layout import contiguous_strides, packed
 from liveweight.spec.manifest import Manifest, TensorSpec
 from liveweight.spec.region import whole
-from liveweight.trainer.offers.freeze import CASTABLE, Freezer, FreezeResult, offered_manifest
+from liveweight.trainer.offers.freeze import Freezer, FreezeResult, offered_manifest
 from liveweight.trainer.offers.freeze_tables import Templates
 from liveweight.trainer.sources.host_tensor import HostTensor
 from liveweight.trainer.sources.in_memory import IteratorSource, as_source

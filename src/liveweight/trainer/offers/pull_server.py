@@ -50,9 +50,11 @@ class NothingOffered(enum.Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OfferedVersion:
-    """A version that engines may pull."""
+    """A version that engines may pull. `structure` is the name of its manifest."""
 
     version: Version
+    structure: str
+    manifest: Manifest
     digests: bytes | None
     offer: Offer
 
@@ -80,9 +82,9 @@ class _PendingCall:
 class PullServer:
     """One source's pull server. All methods are for the thread that offers; requesters are answered on a thread of its own."""
 
-    def __init__(self, address: str, secret: Secret, *, structure: str, manifest: Manifest, bus: Bus) -> None:
-        """Listen there. `manifest` is that of every version, and `structure` its name."""
-        self._structure, self._manifest, self._bus = structure, manifest, bus
+    def __init__(self, address: str, secret: Secret, *, bus: Bus) -> None:
+        """Listen there. Nothing is offered before the first `put`."""
+        self._bus = bus
         self._changed = threading.Condition()
         self._state: State = NothingOffered.EMPTY
         self._readers: dict[int, _Reader] = {}
@@ -264,8 +266,8 @@ class PullServer:
         return ReadLeaseGranted(
             lease=number,
             version=state.version,
-            structure=self._structure,
-            manifest=self._manifest,
+            structure=state.structure,
+            manifest=state.manifest,
             digests=state.digests,
             offer=state.offer,
         )

@@ -14,6 +14,7 @@ from liveweight.spec.manifest import Manifest
 from liveweight.spec.tensor_names import without_data_parallel
 from liveweight.trainer.sources.in_memory import ModuleSource
 from liveweight.trainer.sources.merged_adapters import MergedSource
+from liveweight.trainer.sources.one_shot_source import OneShotSource
 from liveweight.trainer.sources.source import Source
 from liveweight.trainer.sources.tensors import AnyTensor
 
@@ -40,6 +41,9 @@ class RenamedSource:
 def for_engines(source: Source, expected: Manifest | None) -> Source:
     """The source under the names that engines expect (None: no engine is known): without DDP's `module.`, if a wrapper put it there."""
     if isinstance(source, ModuleSource | MergedSource):
+        return source
+    if isinstance(source, OneShotSource) and expected is not None:
+        source.require(expected)
         return source
     names = data_parallel_names(source.manifest(), expected)
     return RenamedSource(source, names) if names else source

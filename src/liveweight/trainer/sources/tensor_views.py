@@ -8,8 +8,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from liveweight.devices.memory import Memory
+from liveweight.errors import Unavailable
 from liveweight.spec.layout import Placement
 from liveweight.spec.manifest import TensorSpec
+from liveweight.trainer.sources.host_tensor import HostTensor
 from liveweight.trainer.sources.tensors import AnyTensor, torch_dtypes
 
 if TYPE_CHECKING:
@@ -29,6 +31,18 @@ def view(raw: torch.Tensor, placement: Placement, spec: TensorSpec) -> torch.Ten
         return torch.empty(spec.shape, dtype=torch_dtypes()[spec.dtype])
     part = raw[placement.offset_bytes : placement.offset_bytes + spec.size_bytes]
     return part.view(torch_dtypes()[spec.dtype]).view(spec.shape)
+
+
+def copy_into(memory: Memory, placement: Placement, spec: TensorSpec, tensor: AnyTensor) -> None:
+    """Copy a tensor, and cast it, to its placement without a kernel: by torch, or by NumPy."""
+    try:
+        if isinstance(tensor, HostTensor):
+            first = placement.offset_bytes
+            memory.bytes()[first : first + spec.size_bytes] = tensor.cast(spec.dtype)
+        else:
+            view(bytes_of(memory), placement, spec).copy_(tensor)
+    except Exception as error:
+        raise Unavailable(f"{spec.name} could not be copied from {tensor.device}: {error}") from error
 
 
 def extent_bytes(tensor: AnyTensor) -> int:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import sys
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, TypeAlias
 
 from liveweight.errors import ManifestInvalid
@@ -44,6 +45,11 @@ def spec_dtype(name: str, dtype: torch.dtype) -> DType:
     return known
 
 
+def dtype_of(name: str, tensor: AnyTensor) -> DType:
+    """The tensor's dtype in our words."""
+    return tensor.dtype if isinstance(tensor, HostTensor) else spec_dtype(name, tensor.dtype)
+
+
 def spec_of(name: str, tensor: AnyTensor) -> TensorSpec:
     """The tensor as an entry of a manifest; ManifestInvalid, with the reason, where its bytes cannot be read. Touches no bytes."""
     if isinstance(tensor, HostTensor):
@@ -73,6 +79,12 @@ def _problem(tensor: object) -> str | None:
     if tensor.is_meta:
         return "is on the meta device and has no bytes"
     return None
+
+
+def without_gradients() -> AbstractContextManager[object]:
+    """torch records nothing of what a source computes. Where it is not loaded, nothing is computed by it."""
+    torch = sys.modules.get("torch")
+    return nullcontext() if torch is None else torch.no_grad()
 
 
 def is_distributed(tensor: torch.Tensor) -> bool:
