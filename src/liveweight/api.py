@@ -27,10 +27,12 @@ from liveweight.spec.deadline import Deadline
 from liveweight.spec.layout import Piece
 from liveweight.spec.manifest import Version
 from liveweight.trainer.handshake import (
+    HandshakeResult,
     check_arguments,
     describe_to,
     handshake,
     handshake_without_engines,
+    offered_dtype,
     own_host,
 )
 from liveweight.trainer.offers.live import SharedModule, source_device, source_of
@@ -41,6 +43,7 @@ from liveweight.trainer.offers.transfer_fallback import TransferFallback, in_ord
 from liveweight.trainer.settings import Behind, PublisherSettings
 from liveweight.trainer.sources.kept_tensors import Keep, plan_keep
 from liveweight.trainer.sources.module_walker import ModuleWalker
+from liveweight.trainer.sources.one_shot_source import OneShotSource
 from liveweight.trainer.spmd.join_ranks import SpmdSettings, join_ranks
 from liveweight.trainer.spmd.spmd_publisher import SpmdPublisher
 from liveweight.transports.ipc.source import allocate
@@ -92,6 +95,11 @@ class Publisher(SpmdPublisher):
     says which are `behind`, and the next round brings them along, or `catch_up()` before it. `behind="stand_back"` lets them take no
     requests until then. Without one, all commit or none. `fleet()` says at any time how each of them is.
 
+    Without a model, every version comes as an iterator: `publish(label, tensors=iterator)` of (name, tensor), in any order. It is copied
+    straight into the arena that engines read, which is laid out by what they expect, and is always run to its end, also when the round
+    fails: it may be a collective of the trainer's ranks. With `group`, every rank gives its own, and rank 0 freezes. With `address` alone
+    the first version says which tensors the later ones have.
+
     With `address`, engines that were started with `--weights-from` may pull the version that `offer` made last from there; `engines` may
     then be left out. Without engines, no dtypes are expected: the weights are offered in their own, or in `dtype`.
 
@@ -102,7 +110,7 @@ class Publisher(SpmdPublisher):
 
     def __init__(
         self,
-        model: object,
+        model: object = None,
         *,
         engines: Sequence[Engine] = (),
         address: str | None = None,
@@ -131,6 +139,8 @@ class Publisher(SpmdPublisher):
         group: ProcessGroup | None = None,
     ) -> None:
         self._calls = ExclusiveCalls()
+        model = OneShotSource() if model is None else model
+        self._source = model
         bus = logging_bus() if bus is None else bus
         held, secret_file = _secret(secret), secret if isinstance(secret, Path) else None
         reach = partial(connect, secret=held, secret_file=secret_file, key=control_key)
@@ -178,16 +188,18 @@ class Publisher(SpmdPublisher):
             for replica in replicas:
                 stack.callback(replica.close)
             if engines or address is None:
-                agreed = handshake(replicas, deadline, quorum)
+                agreed: HandshakeResult | None = handshake(replicas, deadline, quorum)
+            elif isinstance(source, OneShotSource):
+                agreed = None  # the first offer learns what is offered
             else:
                 agreed = handshake_without_engines(source, None if dtype is None else str(dtype))
-            kept = plan_keep(keep, source, agreed.expected)
+            kept = plan_keep(keep, source, None if agreed is None else agreed.expected)
             hosts = [own_host(host, each, replicas, address) for each in chosen]
             fallback = TransferFallback.open(chosen, hosts, sockets, held, there, bus)
             stack.callback(fallback.close)
             offers = SingleSourceOffers(
                 source=source,
-                expected=agreed.expected,
+                expected=None if agreed is None else agreed.expected,
                 fallback=fallback,
                 kernels=choose_kernels(bus, there.choose()),
                 shared=shared,
@@ -195,18 +207,13 @@ class Publisher(SpmdPublisher):
                 bus=bus,
                 ring=ring,
                 keep=kept,
+                dtype=offered_dtype(None if dtype is None else str(dtype)),
             )
-            describe_to(replicas, offers, agreed, deadline)
+            if agreed is not None:
+                describe_to(replicas, offers, agreed, deadline)
             pull_server = None
             if address is not None:
-                pull_server = PullServer(
-                    address,
-                    held,
-                    structure=offers.structure,
-                    manifest=offers.manifest,
-                    bus=bus,
-                    kept=kept.kept,
-                )
+                pull_server = PullServer(address, held, bus=bus)
                 stack.callback(pull_server.close)
             super().__init__(
                 name=name,
@@ -215,8 +222,8 @@ class Publisher(SpmdPublisher):
                 offers=offers,
                 pull_server=pull_server,
                 settings=settings,
-                boots=agreed.boots,
-                served=agreed.served,
+                boots=() if agreed is None else agreed.boots,
+                served=() if agreed is None else agreed.served,
             )
             stack.pop_all()
         self._fallback, self._source = fallback, source

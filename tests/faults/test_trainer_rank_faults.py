@@ -174,14 +174,15 @@ def test_a_freeze_that_fails_at_one_rank_fails_for_all(cluster: Cluster) -> None
     assert_holds(ranks, 1)
 
 
-def test_a_failed_gather_is_run_to_its_end_by_every_rank(cluster: Cluster) -> None:
+@pytest.mark.parametrize(("style", "code"), [("gathered", "LW-102"), ("one-shot", "LW-101")])
+def test_a_failed_gather_is_run_to_its_end_by_every_rank(cluster: Cluster, style: str, code: str) -> None:
     ranks = cluster.replica(1)
-    trainer = cluster.trainer_ranks(3, style="gathered")
+    trainer = cluster.trainer_ranks(3, style=style)
     all_of(trainer, "publish", label=1)
     trainer[0].ask("fail")
     for answer in all_of(trainer, "publish", label=2):
         assert (answer["error"]["code"], answer["error"]["rank"], answer["error"]["step"]) == (
-            "LW-102",
+            code,
             0,
             "freeze",
         )

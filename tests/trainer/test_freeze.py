@@ -22,17 +22,16 @@ from liveweight.devices.memory import Memory
 from liveweight.errors import LayoutInvalid, ManifestInvalid, Unavailable
 from liveweight.plan.freezes import row_bytes
 from liveweight.spec.digest import Lanes, partial
-from liveweight.spec.dtype import DType
+from liveweight.spec.dtype import CASTABLE, DType
 from liveweight.spec.layout import contiguous_strides, packed
 from liveweight.spec.manifest import Manifest, TensorSpec
 from liveweight.spec.region import whole
-from liveweight.trainer.offers.freeze import CASTABLE, Freezer, FreezeResult, offered_manifest
+from liveweight.trainer.offers.freeze import Freezer, FreezeResult, offered_manifest
 from liveweight.trainer.offers.freeze_tables import Templates
 from liveweight.trainer.sources.host_tensor import HostTensor
 from liveweight.trainer.sources.in_memory import IteratorSource, as_source
 from liveweight.trainer.sources.source import Source
-from liveweight.trainer.sources.tensor_views import bytes_of, view
-from liveweight.trainer.sources.tensors import torch_dtypes
+from liveweight.trainer.sources.tensors import bytes_of, torch_dtypes, view
 
 KERNELS = choose_kernels()
 FLOATS = [dtype for dtype in DType if dtype in CASTABLE]

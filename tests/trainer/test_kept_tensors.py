@@ -232,3 +232,44 @@ def test_names_that_are_one_tensor_in_the_engine_are_kept_together(short_path: P
         pytest.raises(Refused, match="embed and head are one tensor in the engine"),
     ):
         publisher(source, address, short_path, keep=["embed"])
+
+
+@pytest.mark.parametrize("given", ["names", "content"])
+def test_an_iterator_brings_only_what_is_trained(short_path: Path, given: str) -> None:
+    net = Net()
+    live = held(net)
+    tower = {name: tensor.clone() for name, tensor in live.items() if name.startswith("visual")}
+    keep: Any = ["visual.*"] if given == "names" else tower
+    with (
+        scene(live, short_path) as (address, _),
+        publisher(None, address, short_path, keep=keep) as sender,
+    ):
+        for step in (1, 2):
+            with torch.no_grad():
+                net.head.weight.fill_(float(step + 1))
+            trained = ((name, one) for name, one in net.named_parameters() if one.requires_grad)
+            assert sender.publish(step, tensors=trained).replicas[0].staged_bytes == net.head.weight.nbytes
+            assert torch.equal(live["head.weight"], net.head.weight)
+        assert sender.verify().match
+        with pytest.raises(ManifestMismatch, match=r"visual\.weight unexpected"):
+            sender.publish(3, tensors=net.named_parameters())
+        with pytest.raises(ManifestMismatch, match=r"head\.weight missing"):
+            sender.publish(4, tensors=iter(()))
+    assert all(torch.equal(live[name], tensor) for name, tensor in tower.items())
+
+
+def test_an_iterators_keep_is_compared_and_needs_engines_that_say_what_they_have(short_path: Path) -> None:
+    net = Net()
+    live = held(net)
+    tower = {name: tensor + 1 for name, tensor in live.items() if name == "visual.bias"}
+    with scene(live, short_path) as (address, seen):
+        with (
+            pytest.raises(KeptDiffers, match=r"visual\.bias$"),
+            publisher(None, address, short_path, keep=tower),
+        ):
+            pass
+        with pytest.raises(Refused, match="keep='frozen' needs a torch module"):
+            publisher(None, address, short_path, keep="frozen")
+        assert not seen.of(RoundOpened)
+    with pytest.raises(Refused, match="keep needs a model, or engines"):
+        lw.Publisher(address=f"ipc://{short_path}/pulled", keep=["visual.*"], secret=short_path / "secret")

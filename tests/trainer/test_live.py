@@ -18,8 +18,7 @@ from liveweight.spec.digest import partial
 from liveweight.spec.manifest import Manifest, TensorSpec
 from liveweight.trainer.offers.live import SharedModule, live_digest, share_module, why_not_live
 from liveweight.trainer.sources.in_memory import IteratorSource, ModuleSource, as_source
-from liveweight.trainer.sources.tensor_views import bytes_of, view
-from liveweight.trainer.sources.tensors import torch_dtypes
+from liveweight.trainer.sources.tensors import bytes_of, torch_dtypes, view
 from liveweight.transports.ipc.arena import SharedArena
 
 

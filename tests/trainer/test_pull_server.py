@@ -38,18 +38,21 @@ BUS = Bus()
 WITHIN_S = 30.0
 
 
-def on_offer(label: str | int, generation: int = 1) -> OfferedVersion:
+def on_offer(label: str | int, generation: int = 1, manifest: Manifest | None = None) -> OfferedVersion:
     offer = Offer(mode="ipc", kind="frozen", source="ipc:///s", layout="l", generation=generation)
-    return OfferedVersion(version=Version(run="r", label=label, digest="d"), digests=bytes(16), offer=offer)
+    version = Version(run="r", label=label, digest="d")
+    return OfferedVersion(
+        version=version, structure="structure", manifest=manifest or MANIFEST, digests=bytes(16), offer=offer
+    )
 
 
-def pull_server_at(place: Path, manifest: Manifest) -> PullServer:
-    return PullServer(f"ipc://{place}/s.sock", SECRET, structure="structure", manifest=manifest, bus=BUS)
+def pull_server_at(place: Path) -> PullServer:
+    return PullServer(f"ipc://{place}/s.sock", SECRET, bus=BUS)
 
 
 @pytest.fixture
 def pull_server(short_path: Path) -> Iterator[PullServer]:
-    made = pull_server_at(short_path, MANIFEST)
+    made = pull_server_at(short_path)
     yield made
     made.close()
 
@@ -250,9 +253,9 @@ def test_where_no_source_is_that_is_said_and_a_wait_for_one_can_be_ended(short_p
 
 def test_a_manifest_that_could_not_be_told_is_refused_when_it_is_offered(short_path: Path) -> None:
     long = Manifest(tensors=(TensorSpec(name="w" * (65 << 20), dtype=DType.FLOAT32, shape=(2,)),))
-    pull_server = pull_server_at(short_path, long)
+    pull_server = pull_server_at(short_path)
     try:
         with pytest.raises(MessageTooLarge), pull_server.changing():
-            pull_server.put(on_offer("step_1"))
+            pull_server.put(on_offer("step_1", manifest=long))
     finally:
         pull_server.close()

@@ -23,6 +23,7 @@ STYLES = [
     (4, 2, "fsdp2 offloaded"),
     (4, 4, "rows and columns"),
     (2, 2, "gathered"),
+    (3, 2, "one-shot"),
 ]
 """Trainer ranks, engine ranks, and how the trainer holds the model. Tensors of 3 x 5 leave uneven and empty shards."""
 

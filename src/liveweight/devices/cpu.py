@@ -66,9 +66,10 @@ class Allocation:
         self.close()
 
 
-def allocate(size_bytes: int, what: str = "a shadow") -> Allocation:
-    """That many bytes of zeros, faulted in. Raises OutOfMemory, and then leaves nothing behind."""
-    check_available(what, size_bytes)
+def allocate(size_bytes: int, what: str = "a shadow", *, populated: bool = True) -> Allocation:
+    """That many bytes of zeros, faulted in if `populated`. Raises OutOfMemory, and then leaves nothing behind."""
+    if populated:
+        check_available(what, size_bytes)
     try:
         mapping = mmap.mmap(-1, max(size_bytes, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     except (OSError, OverflowError) as error:
@@ -77,7 +78,8 @@ def allocate(size_bytes: int, what: str = "a shadow") -> Allocation:
     with suppress(OSError):
         mapping.madvise(mmap.MADV_HUGEPAGE)
     try:
-        populate(address_of(mapping), len(mapping), writable=True)
+        if populated:
+            populate(address_of(mapping), len(mapping), writable=True)
     except OSError as error:
         mapping.close()
         raise out_of_memory(what, size_bytes, error) from error

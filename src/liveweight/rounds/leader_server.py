@@ -133,8 +133,9 @@ class LeaderServer:
                 member = self._leader.membership.members.get(rank)
                 if member is not None and member.peer == incoming.peer:  # otherwise it was refused
                     self._watch.watch(rank, host, pid)
-            case Open(host=host, pid=pid) as request:
-                if self._leader.open_request is request:
+            case Open(publisher=publisher, host=host, pid=pid):
+                opened = self._leader.open_request
+                if opened is not None and opened.publisher == publisher:  # otherwise it was refused
                     self._watch.watch(PUBLISHER, host, pid)
             case _:
                 return

@@ -78,3 +78,12 @@ _FACTS = {
     DType.BOOL: _Facts(1, "BOOL"),
 }
 _BY_SAFETENSORS = {facts.safetensors: dtype for dtype, facts in _FACTS.items()}
+
+
+CASTABLE = frozenset({DType.FLOAT64, DType.FLOAT32, DType.FLOAT16, DType.BFLOAT16})
+"""Dtypes that a freeze casts between. An eight-bit float means nothing without its scale: no cast gives or takes one."""
+
+
+def castable(have: DType, want: DType) -> bool:
+    """Whether a freeze makes one of the other: they are the same, or floats that it casts between."""
+    return have is want or {have, want} <= CASTABLE

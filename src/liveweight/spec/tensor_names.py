@@ -77,6 +77,17 @@ def clean_all(names: Iterable[str]) -> list[str]:
     return list(originals)
 
 
+def find_expected(name: str, expected: Container[str]) -> str:
+    """The expected name that a name which comes alone stands for: itself, or without wrappers, `module.` of DDP included.
+
+    A name that stands for none comes back as it is; ManifestInvalid for one of an adapter's tensors.
+    """
+    found = name if name in expected else clean(name)
+    while found not in expected and found.startswith(DATA_PARALLEL_PREFIX):
+        found = clean(found.removeprefix(DATA_PARALLEL_PREFIX))
+    return found if found in expected else name
+
+
 def without_data_parallel(names: Sequence[str], expected: Container[str] | None) -> Sequence[str]:
     """Clean names without the `module.` of DDP, where only names are known (a state dict, an iterator).
 

@@ -18,8 +18,8 @@ from liveweight.observe.events import OfferKind
 from liveweight.rounds.fleet import get_state
 from liveweight.rounds.replica import Replica, ReplicaRefused
 from liveweight.spec.deadline import Deadline
+from liveweight.spec.dtype import CASTABLE, DType
 from liveweight.spec.manifest import Manifest, OptionalGroup, Version, compare
-from liveweight.trainer.offers.freeze import CASTABLE
 from liveweight.trainer.offers.port import OfferMaker
 from liveweight.trainer.settings import PATIENCE
 from liveweight.trainer.sources.renamed_source import for_engines
@@ -113,17 +113,22 @@ def check_arguments(
 def handshake_without_engines(source: Source, dtype: str | None) -> HandshakeResult:
     """The result for a source without engines to ask: the source's own tensors as checkpoints name them. Floats are in `dtype`, if it is
     given; other tensors keep their dtypes."""
-    own, known = (
-        checkpoint_manifest(for_engines(source, None).manifest()),
-        {castable.value: castable for castable in CASTABLE},
-    )
-    if dtype is None:
+    own, wanted = checkpoint_manifest(for_engines(source, None).manifest()), offered_dtype(dtype)
+    if wanted is None:
         return HandshakeResult(expected=own, optional=())
+    tensors = [replace(spec, dtype=wanted) if spec.dtype in CASTABLE else spec for spec in own]
+    return HandshakeResult(expected=Manifest(tensors=tuple(tensors)), optional=())
+
+
+def offered_dtype(dtype: str | None) -> DType | None:
+    """What floats are offered as; None: as they are. Refused for a dtype that no float is cast to."""
+    known = {castable.value: castable for castable in CASTABLE}
+    if dtype is None:
+        return None
     wanted = known.get(dtype.removeprefix("torch."))
     if wanted is None:
         raise Refused(f"weights cannot be offered as {dtype}, only as {', '.join(sorted(known))}")
-    tensors = [replace(spec, dtype=wanted) if spec.dtype in CASTABLE else spec for spec in own]
-    return HandshakeResult(expected=Manifest(tensors=tuple(tensors)), optional=())
+    return wanted
 
 
 def own_host(given: str | None, chosen: Mode, replicas: Sequence[Replica], address: str | None) -> str | None:

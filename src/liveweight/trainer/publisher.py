@@ -87,12 +87,15 @@ class RoundPublisher:
         (the engines still serve what they served), VersionConflict for a label that stood for other content in this run,
         OutcomeUnknown where the engines' answer did not come in time.
         """
+        self._check_engines()
+        self.offer(label)
+        return self.wait()
+
+    def _check_engines(self) -> None:
         if not self._replicas:
             raise WrongState(
                 "it has no engines (offer holds a version ready for engines that pull)", "publish"
             )
-        self.offer(label)
-        return self.wait()
 
     def offer(self, label: str | int, *, readers: int = 1) -> Version:
         """Begin a round; returns as soon as the parameters may change: after the freeze; live or a ring, when all ranks have staged,
@@ -139,7 +142,16 @@ class RoundPublisher:
             )
             version = self._version_of(label, made)
             if pull_server is not None:
-                pull_server.put(OfferedVersion(version=version, digests=made.digests, offer=made.offer))
+                described = self._offers.description()
+                offered = OfferedVersion(
+                    version=version,
+                    structure=described.structure,
+                    manifest=described.manifest,
+                    digests=made.digests,
+                    offer=made.offer,
+                    kept=described.kept,
+                )
+                pull_server.put(offered)
                 self._offered = version
         return version, made
 

@@ -64,8 +64,11 @@ class TransportSource(Protocol):
     def address(self) -> str:
         """Where ranks attach."""
 
-    def allocate(self, size_bytes: int, kind: OfferKind = "frozen") -> Arena:
-        """Allocate an arena for offers of that kind, on the transport source's device. Raises OutOfMemory."""
+    def allocate(self, size_bytes: int, kind: OfferKind = "frozen", *, populated: bool = True) -> Arena:
+        """Allocate an arena for offers of that kind, on the transport source's device. Raises OutOfMemory.
+
+        `populated=False`: host memory is not faulted in, for a caller that gives other memory back while it fills the arena.
+        """
 
     def offer(self, layout: Layout, arenas: Sequence[Arena], kind: OfferKind) -> Offer:
         """Let ranks read these arenas (one per memory of the layout), as they are now: waits for queued writes to them."""

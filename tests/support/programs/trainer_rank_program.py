@@ -37,14 +37,15 @@ def main(config: dict[str, Any]) -> None:
     weights: Any = (
         Checkpoint(world, config["checkpoint"]) if "checkpoint" in config else STYLES[config["style"]](world)
     )
-    gathering = isinstance(weights, Gathered)
+    one_shot = isinstance(weights, OneShot)
+    gathering = isinstance(weights, Gathered) and not one_shot
     secret = load_or_create_secret(Path(config["secret"]))
     with ExitStack() as stack:
         stack.enter_context(bus.subscribe(console.on_event))
         try:
             publisher = stack.enter_context(
                 lw.Publisher(
-                    weights.source if gathering else weights,
+                    weights.source if gathering else None if one_shot else weights,
                     engines=engines(console, secret, config["engines"]),
                     secret=secret,
                     directory=Path(config["directory"]),
@@ -80,14 +81,15 @@ def act(command: dict[str, Any], publisher: lw.Publisher, weights: Any) -> dict[
     match command["do"]:
         case "offer":
             weights.load(command["label"])
-            publisher.offer(command["label"])
+            publisher.offer(command["label"], tensors=next_pass(weights))
             weights.load(-1)  # the optimiser goes on: what was frozen does not change
             return {}
         case "wait":
             return report_json(publisher.wait())
         case "publish":
             weights.load(command["label"])
-            return report_json(publisher.publish(command.get("name", command["label"])))
+            label = command.get("name", command["label"])
+            return report_json(publisher.publish(label, tensors=next_pass(weights)))
         case "fail":
             weights.fails = True
             return {}
@@ -101,6 +103,11 @@ def act(command: dict[str, Any], publisher: lw.Publisher, weights: Any) -> dict[
             return {"passes": weights.passes, "ended": weights.ended}
         case other:
             raise ValueError(other)
+
+
+def next_pass(weights: Any) -> Any:
+    """The iterator of the next version, of a trainer without a model; else None."""
+    return weights.gather() if isinstance(weights, OneShot) else None
 
 
 def report_json(report: lw.Report) -> dict[str, object]:
@@ -221,13 +228,14 @@ class Gathered:
         self.label, self.passes, self.ended, self.fails = 0, 0, 0, False
         self._world = world
         metadata = [(name, spec.dtype, spec.shape) for name, spec in model.specs().items()]
-        self.source = lw.GatheringSource(metadata, self._gather)
+        self.source = lw.GatheringSource(metadata, self.gather)
 
     def load(self, label: int) -> None:
         """The version that the next pass gathers."""
         self.label = label
 
-    def _gather(self) -> Any:
+    def gather(self) -> Any:
+        """One pass."""
         self.passes += 1
         for name, value in model.full(abs(self.label)).items():
             arrived = torch.ones(1)
@@ -238,6 +246,14 @@ class Gathered:
             else:
                 yield name, value
         self.ended += 1
+
+
+class OneShot(Gathered):
+    """The same passes, handed over one by one."""
+
+    def __init__(self, world: int) -> None:
+        super().__init__(world)
+        del self.source
 
 
 def line(*placements: Placement) -> Any:
@@ -259,6 +275,7 @@ STYLES: dict[str, Any] = {
     "rows twice": square(Shard(0), Shard(0)),
     "copies of rows": square(Replicate(), Shard(0)),
     "gathered": Gathered,
+    "one-shot": OneShot,
     "big": Big,
 }
 """How a rank may hold the model."""

@@ -27,7 +27,7 @@ from liveweight.lab.bench.child_process import reset_peak, resident_bytes
 from liveweight.lab.bench.model_shapes import decoder
 from liveweight.spec.layout import Layout, packed
 from liveweight.spec.manifest import Version
-from liveweight.trainer.sources.tensor_views import view
+from liveweight.trainer.sources.tensors import view
 from liveweight.transports.snapshot.disk.parts import PART_BYTES
 from liveweight.transports.snapshot.disk.store import Store
 from liveweight.transports.snapshot.disk.writer import Image, WriteSettings

@@ -6,10 +6,8 @@ revoked and when the arena may be offered. After a freeze that raises, the arena
 
 from __future__ import annotations
 
-import sys
 import time
-from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeAlias
 
@@ -19,25 +17,28 @@ import numpy as np
 from liveweight.devices.copy_ranges import ranges, run_shared, summed
 from liveweight.devices.kernels import BoundDigest, BoundFreeze, Kernels
 from liveweight.devices.memory import Memory
-from liveweight.errors import LayoutInvalid, Unavailable
+from liveweight.errors import LayoutInvalid, ManifestMismatch
 from liveweight.plan.freezes import CASTS, row_bytes
 from liveweight.spec.digest import SEEDS, Lanes
-from liveweight.spec.dtype import DType
+from liveweight.spec.dtype import DType, castable
 from liveweight.spec.layout import packed_regions
 from liveweight.spec.manifest import Manifest, TensorSpec, named_as
 from liveweight.spec.region import Region, whole
 from liveweight.spec.row_table import Table
 from liveweight.trainer.offers.freeze_tables import Templates, digest_rows, freeze_rows
-from liveweight.trainer.sources.host_tensor import HostTensor
+from liveweight.trainer.sources.one_shot_source import OneShotSource
 from liveweight.trainer.sources.source import Source, check_tensor, one_pass, whole_pass
-from liveweight.trainer.sources.tensor_views import bytes_of, extent_bytes, strides_bytes, view
-from liveweight.trainer.sources.tensors import AnyTensor
+from liveweight.trainer.sources.tensors import (
+    AnyTensor,
+    copy_into,
+    dtype_of,
+    extent_bytes,
+    strides_bytes,
+    without_gradients,
+)
 
 if TYPE_CHECKING:
     import torch
-
-CASTABLE = frozenset({DType.FLOAT64, DType.FLOAT32, DType.FLOAT16, DType.BFLOAT16})
-"""Dtypes that a freeze casts between. An eight-bit float means nothing without its scale: no cast gives or takes one."""
 
 SMALL_BYTES = 256 << 10
 """A streamed tensor below this is copied without a kernel and digested with the others at the end: binding it would cost more."""
@@ -84,10 +85,15 @@ class _BoundDigests:
     bound: BoundDigest
     sizes_bytes: Table
 
+    def run(self, threads: int) -> Lanes:
+        """Their digests."""
+        shares = ranges(self.sizes_bytes, threads)
+        return summed(run_shared(self.bound.run, shares, threads), len(self.numbers))
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _BoundSource:
-    """The bound moves of a held source, valid while no tensor moves."""
+    """The bound moves of a held source, or of one tensor of a stream, valid while no tensor moves."""
 
     arena: Memory
     locations: Sequence[TensorLocation]
@@ -97,7 +103,7 @@ class _BoundSource:
 
 def offered_manifest(source: Manifest, expected: Manifest) -> Manifest:
     """The source's tensors under the engine's names, in the dtypes that they are offered in: the engine's, where that is a cast between
-    CASTABLE ones.
+    `CASTABLE` ones.
 
     Every other difference is left for `compare` to refuse.
     """
@@ -107,7 +113,7 @@ def offered_manifest(source: Manifest, expected: Manifest) -> Manifest:
 
 def _offered(spec: TensorSpec, wanted: Mapping[str, TensorSpec]) -> TensorSpec:
     want = next((wanted[name] for name in spec.names if name in wanted), spec)
-    if want.dtype is spec.dtype or not {want.dtype, spec.dtype} <= CASTABLE:
+    if want.dtype is spec.dtype or not castable(spec.dtype, want.dtype):
         return spec
     return msgspec.structs.replace(spec, dtype=want.dtype, digest=None)
 
@@ -138,6 +144,7 @@ class Freezer:
         self._size_bytes = offered.size_bytes
         self._templates = Templates()
         self._bound_source: _BoundSource | None = None
+        self._bound_streamed: dict[int, _BoundSource] = {}
         self._bound_digests: _BoundDigests | None = None
 
     def freeze(self, source: Source, arena: Memory, *, threads: int, digest: bool) -> FreezeResult:
@@ -149,7 +156,7 @@ class Freezer:
                 f"a {kind} arena of {arena.size_bytes} bytes for {self.layout.memories_bytes[0]} bytes of tensors"
             )
         lanes = np.zeros((len(self._offsets), SEEDS), dtype=np.uint32) if digest else None
-        with _without_gradients():
+        with without_gradients():
             freeze = self._freeze_held if source.held else self._freeze_streamed
             freeze(source, arena, threads, lanes)
         return FreezeResult(lanes=lanes, size_bytes=self._size_bytes, took_s=time.monotonic() - began_s)
@@ -157,6 +164,7 @@ class Freezer:
     def forget(self) -> None:
         """Drop the references to the arena. Called before the arena is closed."""
         self._bound_source = self._bound_digests = None
+        self._bound_streamed.clear()
 
     def _freeze_held(self, source: Source, arena: Memory, threads: int, lanes: Lanes | None) -> None:
         tensors = whole_pass(source, self._names)
@@ -166,24 +174,55 @@ class Freezer:
             self._bound_source = bound = self._bind_held(tensors, arena)
         bound.moves.run(threads, lanes)
         for number in bound.by_cast:
-            self._cast(arena, number, tensors[number])
+            spec, placement = self._offered.tensors[number], self.layout.placements[number]
+            copy_into(arena, placement, spec, tensors[number])
         self._digest(bound.by_cast, arena, threads, lanes)
 
     def _freeze_streamed(self, source: Source, arena: Memory, threads: int, lanes: Lanes | None) -> None:
         later: list[int] = []
-        passing = one_pass(source, self._names)
-        for number, spec in enumerate(self._source):
-            tensor = next(passing)
-            check_tensor(spec, tensor)
-            if spec.size_bytes < SMALL_BYTES or not self._has_kernel(number, tensor):
-                self._cast(arena, number, tensor)
-                later.append(number)
+        tied: set[int] = set()
+        for number, tensor in self._arrivals(source):
+            spec = self._offered.tensors[number]
+            before = None if lanes is None or number not in tied else lanes[number].copy()
+            if spec.size_bytes >= SMALL_BYTES and self._has_kernel(number, tensor):
+                self._bind_streamed(number, tensor, arena).run(threads, lanes)
             else:
-                self._bind([number], [tensor], arena).run(threads, lanes)
+                copy_into(arena, self.layout.placements[number], spec, tensor)
+                if not spec.aliases:
+                    later.append(number)
+                elif lanes is not None:
+                    lanes[[number]] = self._bind_digests([number], arena).run(threads)
             del tensor  # the iterator may want its memory for the next one
-        for _ in passing:
-            pass  # one more is refused
-        self._digest(later, arena, threads, lanes)
+            if spec.aliases:
+                tied.add(number)
+            if before is not None and lanes is not None and (lanes[number] != before).any():
+                raise ManifestMismatch(
+                    [
+                        f"{' and '.join(spec.names)} are one tensor at the engine, and came with different content"
+                    ]
+                )
+        self._digest(sorted(later), arena, threads, lanes)
+
+    def _arrivals(self, source: Source) -> Iterator[tuple[int, AnyTensor]]:
+        """One pass over a source: the number of each tensor, and the tensor, checked. Of a one-shot source in any order."""
+        if isinstance(source, OneShotSource):
+            yield from source.arrivals()
+            return
+        number = 0
+        for tensor in one_pass(source, self._names):
+            check_tensor(self._source.tensors[number], tensor)
+            yield number, tensor
+            del tensor
+            number += 1  # noqa: SIM113 - enumerate would hold the tensor while the next one is made
+
+    def _bind_streamed(self, number: int, tensor: AnyTensor, arena: Memory) -> _BoundMoves:
+        """The moves of one tensor; those of the pass before, if it comes from the same place again."""
+        known = self._bound_streamed.get(number)
+        if known is None or known.arena is not arena or not unmoved([tensor], known.locations):
+            moves = self._bind([number], [tensor], arena)
+            known = _BoundSource(arena=arena, locations=[location_of(tensor)], moves=moves, by_cast=())
+            self._bound_streamed[number] = known
+        return known.moves
 
     def _bind_held(self, tensors: Sequence[AnyTensor], arena: Memory) -> _BoundSource:
         by_kernel: list[int] = []
@@ -198,7 +237,7 @@ class Freezer:
 
     def _has_kernel(self, number: int, tensor: AnyTensor) -> bool:
         """Whether a kernel can read the tensor where it lies and write it in the offered dtype."""
-        have, want = self._source.tensors[number].dtype, self._offered.tensors[number].dtype
+        have, want = dtype_of(self._names[number], tensor), self._offered.tensors[number].dtype
         return tensor.is_cpu and not tensor.is_neg() and (have is want or (have, want) in CASTS)
 
     def _bind(self, numbers: Sequence[int], tensors: Sequence[AnyTensor], arena: Memory) -> _BoundMoves:
@@ -208,7 +247,7 @@ class Freezer:
             for t in tensors
         ]
         parts = [
-            self._templates.freeze(self._source.tensors[n].dtype, *self._parts[n], strides_bytes(t))
+            self._templates.freeze(dtype_of(self._names[n], t), *self._parts[n], strides_bytes(t))
             for n, t in zip(numbers, tensors, strict=True)
         ]
         rows = freeze_rows(parts, [self._offsets[number] for number in numbers])
@@ -217,38 +256,20 @@ class Freezer:
             numbers=np.array(numbers, dtype=np.int64), bound=bound, sizes_bytes=row_bytes(rows)
         )
 
-    def _cast(self, arena: Memory, number: int, tensor: AnyTensor) -> None:
-        """Copy a tensor to its place without a kernel, by torch or NumPy."""
-        spec, placement = self._offered.tensors[number], self.layout.placements[number]
-        try:
-            if isinstance(tensor, HostTensor):
-                first = placement.offset_bytes
-                arena.bytes()[first : first + spec.size_bytes] = tensor.cast(spec.dtype)
-            else:
-                view(bytes_of(arena), placement, spec).copy_(tensor)
-        except Exception as error:
-            raise Unavailable(f"{spec.name} could not be copied from {tensor.device}: {error}") from error
-
     def _digest(self, numbers: Sequence[int], arena: Memory, threads: int, lanes: Lanes | None) -> None:
         """Digest tensors that are in the arena already."""
         if lanes is None or not numbers:
             return
         known = self._bound_digests
         if known is None or known.arena is not arena or known.numbers != numbers:
-            templates = [self._templates.digest(*self._parts[number]) for number in numbers]
-            rows = digest_rows(templates, [self._offsets[number] for number in numbers])
-            bound = self._kernels.bind_digest(rows, [arena], len(numbers))
-            known = _BoundDigests(numbers=numbers, arena=arena, bound=bound, sizes_bytes=row_bytes(rows))
-            self._bound_digests = known
-        shares = ranges(known.sizes_bytes, threads)
-        parts = run_shared(known.bound.run, shares, threads)
-        lanes[numbers] = summed(parts, len(numbers))
+            self._bound_digests = known = self._bind_digests(numbers, arena)
+        lanes[numbers] = known.run(threads)
 
-
-def _without_gradients() -> AbstractContextManager[object]:
-    """torch records nothing of what a source computes. Where it is not loaded, nothing is computed by it."""
-    torch = sys.modules.get("torch")
-    return nullcontext() if torch is None else torch.no_grad()
+    def _bind_digests(self, numbers: Sequence[int], arena: Memory) -> _BoundDigests:
+        templates = [self._templates.digest(*self._parts[number]) for number in numbers]
+        rows = digest_rows(templates, [self._offsets[number] for number in numbers])
+        bound = self._kernels.bind_digest(rows, [arena], len(numbers))
+        return _BoundDigests(numbers=numbers, arena=arena, bound=bound, sizes_bytes=row_bytes(rows))
 
 
 def location_of(tensor: AnyTensor) -> TensorLocation:

@@ -27,8 +27,7 @@ from liveweight.trainer.sources.merged_adapters import MergedSource
 from liveweight.trainer.sources.module_walker import ModuleWalker
 from liveweight.trainer.sources.source import Source, whole_pass
 from liveweight.trainer.sources.stacked_experts import split_manifest, splits_for
-from liveweight.trainer.sources.tensor_views import extent_bytes, view
-from liveweight.trainer.sources.tensors import AnyTensor
+from liveweight.trainer.sources.tensors import AnyTensor, extent_bytes, view
 from liveweight.trainer.sources.tied_tensors import UniqueTensors, find_unique_tensors
 from liveweight.transports.port import Arena
 

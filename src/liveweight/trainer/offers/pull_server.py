@@ -50,11 +50,14 @@ class NothingOffered(enum.Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OfferedVersion:
-    """A version that engines may pull."""
+    """A version that engines may pull. `structure` is the name of its manifest; `kept` are tensors that engines keep."""
 
     version: Version
+    structure: str
+    manifest: Manifest
     digests: bytes | None
     offer: Offer
+    kept: KeptSet | None = None
 
 
 State: TypeAlias = OfferedVersion | NothingOffered
@@ -80,18 +83,9 @@ class _PendingCall:
 class PullServer:
     """One source's pull server. All methods are for the thread that offers; requesters are answered on a thread of its own."""
 
-    def __init__(
-        self,
-        address: str,
-        secret: Secret,
-        *,
-        structure: str,
-        manifest: Manifest,
-        bus: Bus,
-        kept: KeptSet | None = None,
-    ) -> None:
-        """Listen there. `manifest` is that of every version, and `structure` its name; `kept` are tensors that engines keep."""
-        self._structure, self._manifest, self._kept, self._bus = structure, manifest, kept, bus
+    def __init__(self, address: str, secret: Secret, *, bus: Bus) -> None:
+        """Listen there. Nothing is offered before the first `put`."""
+        self._bus = bus
         self._changed = threading.Condition()
         self._state: State = NothingOffered.EMPTY
         self._readers: dict[int, _Reader] = {}
@@ -273,9 +267,9 @@ class PullServer:
         return ReadLeaseGranted(
             lease=number,
             version=state.version,
-            structure=self._structure,
-            manifest=self._manifest,
-            kept=self._kept,
+            structure=state.structure,
+            manifest=state.manifest,
+            kept=state.kept,
             digests=state.digests,
             offer=state.offer,
         )

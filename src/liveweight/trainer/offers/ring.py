@@ -22,8 +22,7 @@ from liveweight.spec.region import Region, counts, whole
 from liveweight.trainer.offers.freeze import TensorLocation, location_of, unmoved
 from liveweight.trainer.sources.host_tensor import HostTensor
 from liveweight.trainer.sources.source import Source, check_tensor, whole_pass
-from liveweight.trainer.sources.tensor_views import bytes_of, extent_bytes, strides_bytes
-from liveweight.trainer.sources.tensors import AnyTensor, torch_dtypes
+from liveweight.trainer.sources.tensors import AnyTensor, bytes_of, extent_bytes, strides_bytes, torch_dtypes
 from liveweight.transports.packing_source import PackingSource, Put, RingCounts, RingSettings
 from liveweight.transports.port import Arena, TransportSource
 from liveweight.wire.messages.values import Offer

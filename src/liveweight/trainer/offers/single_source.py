@@ -13,21 +13,22 @@ from dataclasses import dataclass
 from typing import cast
 
 from liveweight.devices.kernels import Kernels
-from liveweight.errors import LiveWeightError, RoundFailed
+from liveweight.errors import LiveWeightError, RoundFailed, WrongState
 from liveweight.observe import events
 from liveweight.observe.bus import Bus
 from liveweight.observe.events import OfferKind
 from liveweight.plan.digest_sums import lanes_to_bytes
 from liveweight.rounds.report import FailedMode
 from liveweight.spec.digest import ContentDigest, Lanes, to_hex
+from liveweight.spec.dtype import DType
 from liveweight.spec.layout import Layout
 from liveweight.spec.manifest import Manifest
 from liveweight.trainer.offers.freeze import Freezer, offered_manifest
 from liveweight.trainer.offers.live import SharedModule, live_digest, moved_since, why_not_live
 from liveweight.trainer.offers.ring import RingOffers, RingTransportSource
 from liveweight.trainer.offers.transfer_fallback import OpenMode, TransferFallback
-from liveweight.trainer.sources.kept_tensors import NOTHING_KEPT, KeepPlan, PartialSource
-from liveweight.trainer.sources.renamed_source import for_engines
+from liveweight.trainer.sources.kept_tensors import NOTHING_KEPT, KeepPlan
+from liveweight.trainer.sources.one_shot_source import OneShotSource
 from liveweight.trainer.sources.source import Source
 from liveweight.trainer.sources.stacked_experts import SplitSource, split_layout, splits_for
 from liveweight.transports.packing_source import RingSettings
@@ -60,7 +61,7 @@ class SingleSourceOffers:
         self,
         *,
         source: Source,
-        expected: Manifest,
+        expected: Manifest | None,
         fallback: TransferFallback,
         kernels: Kernels,
         shared: SharedModule | None,
@@ -68,37 +69,46 @@ class SingleSourceOffers:
         bus: Bus,
         ring: RingSettings | None = None,
         keep: KeepPlan = NOTHING_KEPT,
+        dtype: DType | None = None,
     ) -> None:
-        source = for_engines(source, expected)
-        whole, source = source, PartialSource(source, keep.left_out) if keep.left_out else source
+        """`expected` None, of a one-shot source without engines: the first offer learns the manifest, floats in `dtype` if it is given, and
+        `manifest`, `content`, `size_bytes` and `structure` exist from then on."""
+        self._fallback, self._open_mode = fallback, fallback.now
+        self._kernels, self._shared, self._threads, self._bus = kernels, shared, threads, bus
+        self._ring_settings, self._dtype, self._keep = ring or RingSettings(), dtype, keep
+        self._invalidated = False
+        self._said: tuple[OfferKind, str] | None = None
+        self._live_layout: Layout | None = None
+        self._freezer: Freezer | None = None
+        self._ring: RingOffers | None = None
+        self._arena: Arena | None = None
+        self.current: Offer | None = None
+        """The offer made last."""
+        self._source = source
+        if expected is not None:
+            self._use_manifest(expected)
+
+    def _use_manifest(self, expected: Manifest) -> None:
+        """Offer the source's tensors as engines expect them from now on."""
+        self._whole, source = self._keep.reduce(self._source, expected)
         splits = splits_for(source.manifest(), expected)
-        source = SplitSource(source, splits) if splits else source
-        own = source.manifest()
-        self._kept = keep.kept
+        self._source = SplitSource(source, splits) if splits else source
+        own = self._source.manifest()
         self.manifest = offered_manifest(own, expected)
         self.content = ContentDigest(self.manifest)
         self.size_bytes = self.manifest.size_bytes
         """Bytes of one version."""
-        self._source, self._whole = source, whole
-        self._fallback, self._open_mode = fallback, fallback.now
-        self._live_layout = (
-            None if shared is None else split_layout(shared.layout.without(keep.left_out), splits)
-        )
-        self._kernels, self._shared, self._threads, self._bus = kernels, shared, threads, bus
-        self._never_live = why_not_live(whole, expected, shared)
-        self._invalidated = False
-        self._said: tuple[OfferKind, str] | None = None
-        self._freezer = Freezer(own, self.manifest, kernels)
+        if self._shared is not None:
+            self._live_layout = split_layout(self._shared.layout.without(self._keep.left_out), splits)
+        self._never_live = why_not_live(self._whole, expected, self._shared)
+        self._freezer = Freezer(own, self.manifest, self._kernels)
         self.structure = self._freezer.layout.fingerprint
         """The name that rounds use for the manifest: the same only for the same tensors in the same order."""
-        self._ring = RingOffers(source, own, self._freezer.layout, kernels, ring or RingSettings())
-        self._arena: Arena | None = None
-        self.current: Offer | None = None
-        """The offer made last."""
+        self._ring = RingOffers(self._source, own, self._freezer.layout, self._kernels, self._ring_settings)
 
     def description(self) -> Describe:
         """See OfferMaker."""
-        return Describe(structure=self.structure, manifest=self.manifest, kept=self._kept)
+        return Describe(structure=self.structure, manifest=self.manifest, kept=self._keep.kept)
 
     def make(self, label: str, kind: OfferKind, *, verify: bool, release: Callable[[], None]) -> MadeOffer:
         """Offer the source's current values. `release` waits a limited time for readers of the offer before.
@@ -108,6 +118,8 @@ class SingleSourceOffers:
         """
         self._use(self._fallback.now)
         try:
+            if self._freezer is None and isinstance(self._source, OneShotSource):
+                self._use_manifest(self._source.learn(self._dtype))
             made = self._make(label, kind, verify=verify, release=release)
         except LiveWeightError as error:
             self._fallback.after_offering(error)
@@ -128,6 +140,22 @@ class SingleSourceOffers:
         self._open_mode = open_mode
 
     @property
+    def _frozen_by(self) -> Freezer:
+        if self._freezer is None:
+            raise WrongState("without a first offer, which learns the manifest", "freezing")
+        return self._freezer
+
+    @property
+    def _layout(self) -> Layout:
+        return self._frozen_by.layout
+
+    @property
+    def _rings(self) -> RingOffers:
+        if self._ring is None:
+            raise WrongState("without a first offer, which learns the manifest", "packing a ring")
+        return self._ring
+
+    @property
     def _transport_source(self) -> TransportSource:
         return self._open_mode.transport_source
 
@@ -143,7 +171,7 @@ class SingleSourceOffers:
                 return made
             return self.freeze(label, reason or "nothing is shared", release=release)
         if kind == "ring":
-            reason = self._ring.why_not()
+            reason = self._rings.why_not()
             if reason is None:
                 self._said = None
                 return self._packed(label, digest=verify)
@@ -183,7 +211,7 @@ class SingleSourceOffers:
     def end(self, offer: Offer) -> None:
         """The parameters of a live or a ring offer may change from now on: its readers are revoked."""
         if offer.kind == "ring":
-            counts = self._ring.end()
+            counts = self._rings.end()
             for damaged in () if counts is None else counts.damaged:
                 self._bus.emit(events.BucketDamaged(bucket=damaged.bucket, tensor=damaged.tensor))
         if offer.kind == "live" and self._shared is not None and not self._shared.closed:
@@ -194,7 +222,7 @@ class SingleSourceOffers:
         if made.offer.kind != "ring":
             return made
         began_s = time.monotonic()
-        lanes = self._ring.digests()
+        lanes = self._rings.digests()
         return dataclasses.replace(made, lanes=lanes, digest_s=time.monotonic() - began_s)
 
     def manifest_of(self, made: MadeOffer) -> Manifest | None:
@@ -205,13 +233,15 @@ class SingleSourceOffers:
 
     def close(self) -> None:
         """Close the frozen arena and release the tensors of a ring offer. A shared module belongs to its owner."""
-        self._ring.close()
+        if self._ring is not None:
+            self._ring.close()
         self._close_arena()
 
     def _close_arena(self) -> None:
-        self._freezer.forget()
+        if self._freezer is not None:
+            self._freezer.forget()
         if self._arena is not None:
-            self._transport_source.withdraw(self._freezer.layout)
+            self._transport_source.withdraw(self._layout)
             self._arena.close()
             self._arena = None
 
@@ -227,19 +257,21 @@ class SingleSourceOffers:
         transport_source = cast(
             "RingTransportSource", self._transport_source
         )  # the registry says which modes have rings
-        self.current = offer = self._ring.make(transport_source, digest=digest)
-        self._emit_offer_made(label, "ring", self._freezer.layout)
+        self.current = offer = self._rings.make(transport_source, digest=digest)
+        self._emit_offer_made(label, "ring", self._layout)
         return MadeOffer(offer=offer, lanes=None, freeze_s=0.0, digest_s=0.0)
 
     def _frozen(self, label: str, *, release: Callable[[], None]) -> MadeOffer:
         began_s = time.monotonic()
-        layout = self._freezer.layout
+        freezer, layout = self._frozen_by, self._layout
         if self._arena is None:
-            self._arena = self._transport_source.allocate(layout.memories_bytes[0])
+            # The copies of a first pass are given back one by one while the arena fills: both are never there whole.
+            learned = isinstance(self._source, OneShotSource) and self._source.learned
+            self._arena = self._transport_source.allocate(layout.memories_bytes[0], populated=not learned)
         else:
             release()
             self._arena.raise_generation()
-        frozen = self._freezer.freeze(self._source, self._arena.memory, threads=self._threads, digest=True)
+        frozen = freezer.freeze(self._source, self._arena.memory, threads=self._threads, digest=True)
         took_s = time.monotonic() - began_s
         self._bus.emit(events.SourceFrozen(version=label, rank=0, size_bytes=self.size_bytes, took_s=took_s))
         self.current = offer = self._transport_source.offer(layout, [self._arena], "frozen")

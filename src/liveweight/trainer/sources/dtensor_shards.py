@@ -21,7 +21,7 @@ from liveweight.spec.tensor_names import clean_all
 from liveweight.trainer.offers.freeze import Part, offered_manifest
 from liveweight.trainer.sources.dtensor_placements import Index, cuts_of, held, local_of
 from liveweight.trainer.sources.module_walker import ModuleWalker
-from liveweight.trainer.sources.renamed_source import data_parallel_names, for_engines, renamed
+from liveweight.trainer.sources.renamed_source import data_parallel_names, renamed
 from liveweight.trainer.sources.source import Source
 from liveweight.trainer.sources.stacked_experts import Splits, SplitSource, split_manifest, splits_for
 from liveweight.trainer.sources.tensors import StorageKey, is_distributed, spec_of, storage_key
@@ -202,8 +202,7 @@ class _LocalSource:
 
 
 def cut_whole(source: Source, expected: Manifest) -> ShardPlan:
-    """All of a source that gives whole tensors."""
-    source = for_engines(source, expected)
+    """All of a source that gives whole tensors, under the names that engines expect."""
     splits = splits_for(source.manifest(), expected)
     source = SplitSource(source, splits) if splits else source
     own = source.manifest()

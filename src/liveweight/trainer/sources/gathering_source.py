@@ -6,8 +6,7 @@ wait in it for ever. What an iterator raises itself is its own matter.
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 
 from liveweight.trainer.sources.in_memory import IteratorSource
@@ -35,24 +34,34 @@ class GatheringSource(IteratorSource):
 
     def exhaust(self) -> None:
         """Run a whole pass for its own sake: this rank has no use for what comes."""
-        _drain(self.tensors())
+        with run_to_end(self.tensors):
+            pass
 
     @contextmanager
     def owed(self) -> Iterator[None]:
         """Make sure that one whole pass is made for the other ranks: on leaving, also with an error, begin or end the pass if the block did
         not."""
         before = self._passes
-        try:
+        with run_to_end(lambda: self._current if self._passes > before else self.tensors()):
             yield
-        finally:
-            # An error of ours says what was wrong; one that the rest of the pass raises would hide it.
-            with suppress(Exception) if sys.exc_info()[0] is not None else nullcontext():
-                _drain(self._current if self._passes > before else self.tensors())
 
 
 def ensure_pass(source: object) -> AbstractContextManager[None]:
     """`GatheringSource.owed`; for any other source, nothing."""
     return source.owed() if isinstance(source, GatheringSource) else nullcontext()
+
+
+@contextmanager
+def run_to_end(tensors: Callable[[], Iterable[object]]) -> Iterator[None]:
+    """On leaving, also with an error, run the pass to its end: `tensors` is called then, and says which."""
+    try:
+        yield
+    except BaseException:
+        # An error of ours says what was wrong; one that the rest of the pass raises would hide it.
+        with suppress(Exception):
+            _drain(tensors())
+        raise
+    _drain(tensors())
 
 
 def _drain(tensors: Iterable[object]) -> None:

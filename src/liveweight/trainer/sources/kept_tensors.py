@@ -17,6 +17,7 @@ from liveweight.spec.manifest import KeptSet, Manifest, TensorSpec
 from liveweight.trainer.sources.gathering_source import GatheringSource
 from liveweight.trainer.sources.in_memory import StateDictSource
 from liveweight.trainer.sources.merged_adapters import MergedSource
+from liveweight.trainer.sources.one_shot_source import OneShotSource
 from liveweight.trainer.sources.renamed_source import for_engines
 from liveweight.trainer.sources.source import Source
 from liveweight.trainer.sources.source_digests import digest_source
@@ -34,6 +35,19 @@ class KeepPlan:
 
     left_out: frozenset[str] = frozenset()
     kept: KeptSet | None = None
+
+    def reduce(self, source: Source, expected: Manifest) -> tuple[Source, Source]:
+        """A source under the names that engines expect: all of it, and what is published of it."""
+        if isinstance(source, OneShotSource):
+            source.require(self._published(expected))
+            return source, source
+        whole = for_engines(source, expected)
+        return whole, PartialSource(whole, self.left_out) if self.left_out else whole
+
+    def _published(self, expected: Manifest) -> Manifest:
+        """What engines expect, without what they keep."""
+        kept = frozenset() if self.kept is None else frozenset(spec.name for spec in self.kept.tensors)
+        return Manifest(tensors=tuple(spec for spec in expected if kept.isdisjoint(spec.names)))
 
 
 NOTHING_KEPT = KeepPlan()
@@ -68,15 +82,17 @@ class PartialSource:
             del tensor
 
 
-def plan_keep(keep: Keep | None, source: Source | None, expected: Manifest) -> KeepPlan:
-    """Which tensors are left out and kept, by engines that expect that. `source` None: the trainer's tensors come one by one later.
+def plan_keep(keep: Keep | None, source: Source, expected: Manifest | None) -> KeepPlan:
+    """Which tensors are left out and kept, by engines that expect that. None: nobody says yet what a one-shot source has.
 
     Reads every tensor that is left out, for its digest; but not of a source whose passes are collectives, since other ranks take no
     part in this one. Raises Refused for a `keep` that fits nothing or contradicts itself.
     """
     if keep is None:
         return NOTHING_KEPT
-    if source is None:
+    if expected is None:
+        raise Refused("keep needs a model, or engines that say which tensors they have")
+    if isinstance(source, OneShotSource):
         left_out = names_left_out(keep, (), {})
         return KeepPlan(left_out=left_out, kept=kept_set(keep, expected, (), _mapped(keep, expected), ()))
     source = for_engines(source, expected)

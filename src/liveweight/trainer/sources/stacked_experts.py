@@ -32,14 +32,14 @@ Splits: TypeAlias = Mapping[str, tuple[TensorSpec, ...]]
 def splits_for(have: Manifest, expected: Manifest) -> Splits:
     """The stacked tensors of a source whose parts the engine expects under names of their own."""
     wanted = expected.by_name()
-    found = ((spec.name, _parts(spec)) for spec in have if spec.name not in wanted and not spec.aliases)
+    found = ((spec.name, parts_of(spec)) for spec in have if spec.name not in wanted and not spec.aliases)
     return {name: parts for name, parts in found if parts and all(part.name in wanted for part in parts)}
 
 
 def checkpoint_manifest(manifest: Manifest) -> Manifest:
     """The same tensors as a checkpoint has them: every stack of experts in its parts. For a source without engines."""
     return split_manifest(
-        manifest, {spec.name: parts for spec in manifest if not spec.aliases and (parts := _parts(spec))}
+        manifest, {spec.name: parts for spec in manifest if not spec.aliases and (parts := parts_of(spec))}
     )
 
 
@@ -92,7 +92,7 @@ class SplitSource:
             if parts is None:
                 yield name, tensor
                 continue
-            for part, view in zip(parts, _views(tensor, parts[0].shape[0]), strict=True):
+            for part, view in zip(parts, views_of(tensor, parts[0].shape[0]), strict=True):
                 yield part.name, view
 
 
@@ -100,7 +100,7 @@ def _split(tensors: tuple[TensorSpec, ...], splits: Splits) -> tuple[TensorSpec,
     return tuple(part for spec in tensors for part in splits.get(spec.name, (spec,)))
 
 
-def _parts(spec: TensorSpec) -> tuple[TensorSpec, ...]:
+def parts_of(spec: TensorSpec) -> tuple[TensorSpec, ...]:
     """What a tensor of that name and shape is made of; nothing where it is no stack of experts."""
     *above, parent, last = ("", *spec.name.rsplit(".", 2))[-3:]
     kinds = STACKED.get(last, ())
@@ -123,7 +123,7 @@ def _parts(spec: TensorSpec) -> tuple[TensorSpec, ...]:
     )
 
 
-def _views(stacked: AnyTensor, rows: int) -> Iterator[AnyTensor]:
+def views_of(stacked: AnyTensor, rows: int) -> Iterator[AnyTensor]:
     """Its parts of so many rows each: views, whatever its strides."""
     if isinstance(stacked, HostTensor):
         yield from stacked.parts(rows)

@@ -1,4 +1,5 @@
-"""Tensors of torch or of the host: their dtype and shape as our types, where they lie, and whether their bytes can be read.
+"""Tensors of torch or of the host: their dtype and shape as our types, where they lie, whether their bytes can be read, and views of a
+Memory.
 
 The only table between torch's dtypes and ours. torch is imported by those who call, never by importing this.
 """
@@ -7,10 +8,13 @@ from __future__ import annotations
 
 import functools
 import sys
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, TypeAlias
 
-from liveweight.errors import ManifestInvalid
+from liveweight.devices.memory import Memory
+from liveweight.errors import ManifestInvalid, Unavailable
 from liveweight.spec.dtype import DType
+from liveweight.spec.layout import Placement
 from liveweight.spec.manifest import TensorSpec
 from liveweight.trainer.sources.host_tensor import HostTensor
 
@@ -44,6 +48,11 @@ def spec_dtype(name: str, dtype: torch.dtype) -> DType:
     return known
 
 
+def dtype_of(name: str, tensor: AnyTensor) -> DType:
+    """The tensor's dtype in our words."""
+    return tensor.dtype if isinstance(tensor, HostTensor) else spec_dtype(name, tensor.dtype)
+
+
 def spec_of(name: str, tensor: AnyTensor) -> TensorSpec:
     """The tensor as an entry of a manifest; ManifestInvalid, with the reason, where its bytes cannot be read. Touches no bytes."""
     if isinstance(tensor, HostTensor):
@@ -75,6 +84,12 @@ def _problem(tensor: object) -> str | None:
     return None
 
 
+def without_gradients() -> AbstractContextManager[object]:
+    """torch records nothing of what a source computes. Where it is not loaded, nothing is computed by it."""
+    torch = sys.modules.get("torch")
+    return nullcontext() if torch is None else torch.no_grad()
+
+
 def is_distributed(tensor: torch.Tensor) -> bool:
     """Whether it is a DTensor. One exists only where its module is loaded, which is not done here."""
     distributed = sys.modules.get("torch.distributed.tensor")
@@ -86,3 +101,46 @@ def storage_key(tensor: AnyTensor) -> StorageKey:
     if tensor.numel() == 0:
         return ("empty", id(tensor))
     return tensor.device, tensor.data_ptr(), tensor.dtype, tuple(tensor.shape), tensor.stride()
+
+
+def bytes_of(memory: Memory) -> torch.Tensor:
+    """All bytes of a writable memory as one tensor of uint8, without a copy, wherever they lie.
+
+    A view holds its memory's owner: the pages stay mapped as long as a view, or a parameter that is one, can be reached.
+    """
+    return memory.tensor()
+
+
+def view(raw: torch.Tensor, placement: Placement, spec: TensorSpec) -> torch.Tensor:
+    """The whole tensor that lies contiguously at its placement in these bytes."""
+    import torch
+
+    if spec.elements == 0:
+        return torch.empty(spec.shape, dtype=torch_dtypes()[spec.dtype])
+    part = raw[placement.offset_bytes : placement.offset_bytes + spec.size_bytes]
+    return part.view(torch_dtypes()[spec.dtype]).view(spec.shape)
+
+
+def copy_into(memory: Memory, placement: Placement, spec: TensorSpec, tensor: AnyTensor) -> None:
+    """Copy a tensor, and cast it, to its placement without a kernel: by torch, or by NumPy."""
+    try:
+        if isinstance(tensor, HostTensor):
+            first = placement.offset_bytes
+            memory.bytes()[first : first + spec.size_bytes] = tensor.cast(spec.dtype)
+        else:
+            view(bytes_of(memory), placement, spec).copy_(tensor)
+    except Exception as error:
+        raise Unavailable(f"{spec.name} could not be copied from {tensor.device}: {error}") from error
+
+
+def extent_bytes(tensor: AnyTensor) -> int:
+    """How many bytes lie between the first byte of a strided tensor and the end of its last element."""
+    if tensor.numel() == 0:
+        return 0
+    steps = ((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return (sum(steps) + 1) * tensor.itemsize
+
+
+def strides_bytes(tensor: AnyTensor) -> tuple[int, ...]:
+    """Its strides, in bytes."""
+    return tuple(stride * tensor.itemsize for stride in tensor.stride())

@@ -37,14 +37,12 @@ from liveweight.trainer.sources.dtensor_shards import ShardPlan, Shards, cut_who
 from liveweight.trainer.sources.in_memory import ModuleSource, StateDictSource, as_source
 from liveweight.trainer.sources.kept_tensors import (
     Keep,
-    PartialSource,
     by_expected_name,
     kept_set,
     names_left_out,
     plan_keep,
 )
 from liveweight.trainer.sources.merged_adapters import MergedSource
-from liveweight.trainer.sources.renamed_source import for_engines
 from liveweight.trainer.sources.source import Source
 from liveweight.trainer.spmd.other_rank import OtherRank
 from liveweight.trainer.spmd.process_group import TrainerGroup
@@ -250,10 +248,8 @@ class _RankWeights:
         if self.source is None:
             return _RankCut()
         planned = plan_keep(keep, self.source, expected)
-        source = self.source
-        if planned.left_out:
-            source = PartialSource(for_engines(source, expected), planned.left_out)
-        return _RankCut(plan=cut_whole(source, expected), kept=planned.kept)
+        _, published = planned.reduce(self.source, expected)
+        return _RankCut(plan=cut_whole(published, expected), kept=planned.kept)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

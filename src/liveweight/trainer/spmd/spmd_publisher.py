@@ -6,6 +6,9 @@ it is the publisher itself; with several ranks it forwards to RankZero or OtherR
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 from liveweight.errors import Refused
 from liveweight.rounds.fleet import Fleet
 from liveweight.rounds.one_thread import ExclusiveCalls, exclusive
@@ -14,7 +17,9 @@ from liveweight.rounds.undo_and_verify import Verification
 from liveweight.spec.manifest import Version
 from liveweight.trainer.fleet_publisher import FleetPublisher
 from liveweight.trainer.offers.transfer_fallback import TransferFallback
-from liveweight.trainer.sources.gathering_source import ensure_pass
+from liveweight.trainer.sources.gathering_source import ensure_pass, run_to_end
+from liveweight.trainer.sources.one_shot_source import NamedTensors, OneShotSource, as_pass
+from liveweight.trainer.sources.tensors import AnyTensor
 from liveweight.trainer.spmd.other_rank import OtherRank
 from liveweight.trainer.spmd.rank_zero import RankZero
 
@@ -28,21 +33,20 @@ class SpmdPublisher(FleetPublisher):
     _fallback: TransferFallback | None = None
     _source: object = None
 
-    @exclusive
-    def publish(self, label: str | int) -> Report:
+    def publish(self, label: str | int, *, tensors: NamedTensors | None = None) -> Report:
         """Send the current weights as that version and wait until the engines serve it.
 
         A label is a text of 1 to 256 printable characters or an integer; LabelInvalid, at once, for anything else. Raises RoundFailed
         (the engines still serve what they served), VersionConflict for a label that stood for other content in this run,
-        OutcomeUnknown where the engines' answer, or rank 0's, did not come in time.
+        OutcomeUnknown where the engines' answer, or rank 0's, did not come in time. `tensors`: see `offer`.
         """
-        if self._ranked is None:
-            return super().publish(label)
-        self._ranked.offer(label)
-        return self._ranked.wait()
+        with _run_to_end(tensors) as given, self._calls.running("publish"):
+            if self._ranked is None:
+                self._check_engines()
+            self.offer(label, tensors=given)
+            return self.wait()
 
-    @exclusive
-    def offer(self, label: str | int, *, readers: int = 1) -> Version:
+    def offer(self, label: str | int, *, readers: int = 1, tensors: NamedTensors | None = None) -> Version:
         """Begin a round; returns as soon as the parameters of this process may change: after the freeze, or, live, when all have staged.
 
         With a source's address, engines may pull the version from now on, until the next offer or `close`. With a group, the version's
@@ -50,15 +54,25 @@ class SpmdPublisher(FleetPublisher):
 
         Without engines, a live or ring offer stands until `readers` engines or streams have read it. DeadlineExceeded says how many have,
         if it was not all of them within the publisher's `timeout_s`.
+
+        `tensors` is for a publisher without a model, and needed there: an iterator of (name, tensor), in any order. Each tensor is copied
+        before the next one is asked for, and not kept. A tied tensor may come under one of its names, or under several with the same
+        content. The iterator is run to its end whatever happens. ManifestMismatch names what is missing, unexpected, or of a shape or dtype
+        that does not fit; ManifestInvalid, what came twice or has no bytes.
         """
-        if self._ranked is not None:
-            if readers != 1:
-                raise Refused(
-                    "readers is for a publisher without engines, and a trainer of several ranks drives its own"
-                )
-            return self._ranked.offer(label)
-        with ensure_pass(self._source):
-            return super().offer(label, readers=readers)
+        with _run_to_end(tensors) as given, self._calls.running("offer"):
+            if isinstance(self._source, OneShotSource):
+                self._source.hand_over(given)
+            elif given is not None:
+                raise Refused("tensors= is for a publisher without a model: this one publishes its model")
+            if self._ranked is not None:
+                if readers != 1:
+                    raise Refused(
+                        "readers is for a publisher without engines, and a trainer of several ranks drives its own"
+                    )
+                return self._ranked.offer(label)
+            with ensure_pass(self._source):
+                return super().offer(label, readers=readers)
 
     @exclusive
     def wait(self) -> Report:
@@ -99,3 +113,14 @@ class SpmdPublisher(FleetPublisher):
         super().close()
         if self._fallback is not None:
             self._fallback.close()
+
+
+@contextmanager
+def _run_to_end(tensors: NamedTensors | None) -> Iterator[Iterator[tuple[str, AnyTensor]] | None]:
+    """The iterator that was given, if any; run to its end on leaving, also if this thread may not call the publisher now."""
+    if tensors is None:
+        yield None
+        return
+    given = as_pass(tensors)
+    with run_to_end(lambda: given):
+        yield given

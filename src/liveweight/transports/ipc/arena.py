@@ -56,14 +56,15 @@ class SharedArena:
 
     device: Device = CPU
 
-    def __init__(self, size_bytes: int) -> None:
-        """Allocate it, faulted in and sealed. OutOfMemory where it cannot be had; nothing is left behind then."""
-        check_available("an arena", size_bytes)
+    def __init__(self, size_bytes: int, *, populated: bool = True) -> None:
+        """Allocate it, faulted in if `populated`, and sealed. OutOfMemory where it cannot be had; nothing is left behind then."""
+        if populated:
+            check_available("an arena", size_bytes)
         self.size_bytes = size_bytes
         self._lock = threading.Lock()
         generation = 1 + secrets.randbits(_GENERATION_BITS)
         try:
-            self.descriptor, mapping = _create(size_bytes, generation)
+            self.descriptor, mapping = _create(size_bytes, generation, populated=populated)
         except OSError as error:
             if error.errno in _NO_MEMORY:
                 raise out_of_memory("an arena", size_bytes, error) from error
@@ -162,7 +163,7 @@ def combined(generations: Iterable[int]) -> int:
     return CLOSED if CLOSED in each else sum(each)
 
 
-def _create(size_bytes: int, generation: int) -> tuple[int, mmap.mmap]:
+def _create(size_bytes: int, generation: int, *, populated: bool) -> tuple[int, mmap.mmap]:
     """A sealed memfd and its one writable mapping. OSError leaves neither."""
     total = _total_bytes(size_bytes)
     descriptor = os.memfd_create("liveweight", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
@@ -170,7 +171,7 @@ def _create(size_bytes: int, generation: int) -> tuple[int, mmap.mmap]:
         os.ftruncate(descriptor, total)
         mapping = mmap.mmap(descriptor, total, mmap.MAP_SHARED)
         try:
-            populate(address_of(mapping), total, writable=True)
+            populate(address_of(mapping), total if populated else DATA_OFFSET_BYTES, writable=True)
             _HEADER.pack_into(mapping, 0, _MAGIC, FORMAT, size_bytes, generation)
             fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, SEALS)
         except BaseException:

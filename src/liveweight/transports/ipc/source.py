@@ -110,9 +110,15 @@ class IpcSource:
         """Where ranks attach."""
         return self._server.address
 
-    def allocate(self, size_bytes: int, kind: OfferKind = "frozen") -> SourceArena | RingArena:
+    def allocate(
+        self, size_bytes: int, kind: OfferKind = "frozen", *, populated: bool = True
+    ) -> SourceArena | RingArena:
         """An arena of that size, the caller's to close; OutOfMemory where it cannot be had. A ring's is private memory."""
-        return RingArena(size_bytes) if kind == "ring" else allocate(size_bytes, self._device)
+        return (
+            RingArena(size_bytes)
+            if kind == "ring"
+            else allocate(size_bytes, self._device, populated=populated)
+        )
 
     def ring(self, settings: RingSettings | None = None) -> Ring:
         """The ring that offers are packed into: made at its first use, and made anew for other settings."""
@@ -267,9 +273,13 @@ def _check_kind(kind: OfferKind) -> None:
         raise Refused(f"{MODE} has no {kind} offers, only {', '.join(offers)}")
 
 
-def allocate(size_bytes: int, device: Device) -> SourceArena:
+def allocate(size_bytes: int, device: Device, *, populated: bool = True) -> SourceArena:
     """An arena that ranks on that device of this host can read. OutOfMemory where it cannot be had."""
-    return SharedArena(size_bytes) if device.handles is None else DeviceArena(size_bytes, device)
+    return (
+        SharedArena(size_bytes, populated=populated)
+        if device.handles is None
+        else DeviceArena(size_bytes, device)
+    )
 
 
 def _fitting(layout: Layout, arenas: Sequence[Arena]) -> tuple[SourceArena, ...]:

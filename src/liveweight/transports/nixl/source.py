@@ -84,9 +84,15 @@ class NixlSource:
         """The process id of the registration process; None while there is none."""
         return self._registration_client.pid
 
-    def allocate(self, size_bytes: int, kind: OfferKind = "frozen") -> SharedArena:  # noqa: ARG002 - all alike
+    def allocate(
+        self,
+        size_bytes: int,
+        kind: OfferKind = "frozen",  # noqa: ARG002 - all alike
+        *,
+        populated: bool = True,
+    ) -> SharedArena:
         """An arena of that size, the caller's to close; OutOfMemory where it cannot be had."""
-        return SharedArena(size_bytes)
+        return SharedArena(size_bytes, populated=populated)
 
     def offer(self, layout: Layout, arenas: Sequence[Arena], kind: OfferKind) -> Offer:
         """Let ranks read these arenas (one per memory of the layout), as they are now. Other arenas replace those of before."""

@@ -47,10 +47,10 @@ _GENERATION_BITS = 48
 class FileArena:
     """Memory of the source's process, with its generation in a file. Used by the publisher's driver thread."""
 
-    def __init__(self, size_bytes: int, device: Device, path: Path) -> None:
+    def __init__(self, size_bytes: int, device: Device, path: Path, *, populated: bool = True) -> None:
         """Allocate it. OutOfMemory where it cannot be had; nothing is left behind then."""
         self.size_bytes, self.device, self.path = size_bytes, device, path
-        self._memory: Memory | None = _allocate(size_bytes, device)
+        self._memory: Memory | None = _allocate(size_bytes, device, populated=populated)
         self.generation = 1 + secrets.randbits(_GENERATION_BITS)
         """As in the file; CLOSED after `close`."""
         write_whole(path, self.generation.to_bytes(8, "little"), durable=False)
@@ -77,10 +77,10 @@ class FileArena:
             self.path.unlink()
 
 
-def _allocate(size_bytes: int, device: Device) -> Memory:
+def _allocate(size_bytes: int, device: Device, *, populated: bool) -> Memory:
     """Allocates host memory without torch, which a trainer may not have."""
     if device is CPU:
-        return allocate(size_bytes, "an arena").memory
+        return allocate(size_bytes, "an arena", populated=populated).memory
     return Memory.of_view(device.allocate([size_bytes], "an arena")[0])
 
 
@@ -116,9 +116,16 @@ class SnapshotSource:
         """The directory of the files, as a URL."""
         return f"{SCHEME}{self._directory}"
 
-    def allocate(self, size_bytes: int, kind: OfferKind = "frozen") -> FileArena:  # noqa: ARG002 - all alike
+    def allocate(
+        self,
+        size_bytes: int,
+        kind: OfferKind = "frozen",  # noqa: ARG002 - all alike
+        *,
+        populated: bool = True,
+    ) -> FileArena:
         """An arena of that size, the caller's to close; OutOfMemory where it cannot be had."""
-        return FileArena(size_bytes, self._device, self._directory / f"arena-{secrets.token_hex(8)}")
+        path = self._directory / f"arena-{secrets.token_hex(8)}"
+        return FileArena(size_bytes, self._device, path, populated=populated)
 
     def offer(self, layout: Layout, arenas: Sequence[Arena], kind: OfferKind) -> Offer:
         """Write what these arenas hold, as they are now, and offer it in directory of what was written before.
