@@ -13,7 +13,8 @@ LiveWeightError
 │   ├── WeightsExchanged       LW-109   weights changed while they were being verified
 │   ├── SnapshotNotFound       LW-110   no snapshot in any place that was searched
 │   ├── SnapshotRefused        LW-111   files that could be another rank's, or not all of them
-│   └── LabelInvalid           LW-112   a label that is neither text nor a number
+│   ├── LabelInvalid           LW-112   a label that is neither text nor a number
+│   └── TrainerRefused         LW-116   a framework's trainer that asks for what engines do not do
 ├── WireError                  two processes do not understand each other
 │   ├── ProtocolMismatch       LW-201   another protocol version
 │   ├── WrongSecret            LW-202   the peer does not hold the shared secret
@@ -208,6 +209,13 @@ class LabelInvalid(Refused):
 
     code = "LW-112"
     remedy = "give a label such as 100 or step_100"
+
+
+class TrainerRefused(Refused):
+    """A framework's trainer, or a release of the framework, asks for what this package or its engines do not do."""
+
+    code = "LW-116"
+    remedy = "change what the message names; docs/trl.md lists what is supported"
 
 
 class WireError(LiveWeightError):
