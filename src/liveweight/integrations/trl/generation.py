@@ -80,14 +80,15 @@ class EngineGeneration:
 
     def connect(self) -> None:
         """Make the publisher, which compares the trainer's tensors with those of the engines. Called at every process."""
+        if self._made:
+            return
         error: Exception | None = None
-        if not self._made:
-            try:
-                self.publisher = self._make_publisher()
-                if self.publisher is not None:
-                    self.resources.callback(self.publisher.close)
-            except Exception as failed:  # of any kind: every process must hear of it
-                error = failed
+        try:
+            self.publisher = self._make_publisher()
+            if self.publisher is not None:
+                self.resources.callback(self.publisher.close)
+        except Exception as failed:  # of any kind: every process must hear of it
+            error = failed
         self._processes.agree(error)
         self._made = True
 
@@ -99,12 +100,11 @@ class EngineGeneration:
         """
         if self._closed:
             raise WrongState("closed", "generating rollouts")
-        self.connect()
         if not self._changed:
             return
-        label = self._next_label()
         with self._merged():
-            self._publish(label)
+            self.connect()
+            self._publish(self._next_label())
         self._changed = False
         if self.report is not None:
             self._log(self.report.metrics())
