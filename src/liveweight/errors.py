@@ -15,7 +15,8 @@ LiveWeightError
 │   ├── SnapshotRefused        LW-111   files that could be another rank's, or not all of them
 │   ├── LabelInvalid           LW-112   a label that is neither text nor a number
 │   ├── KeptDiffers            LW-113   tensors that the trainer leaves out are not what the engine has
-│   └── VersionNotServed       LW-114   a request demands another version than the one that serves
+│   ├── VersionNotServed       LW-114   a request demands another version than the one that serves
+│   └── TrainerRefused         LW-115   a framework's trainer that asks for what engines do not do
 ├── WireError                  two processes do not understand each other
 │   ├── ProtocolMismatch       LW-201   another protocol version
 │   ├── WrongSecret            LW-202   the peer does not hold the shared secret
@@ -243,6 +244,13 @@ class VersionNotServed(Refused):
             served = f"{serving['label']}, {number}, of run {serving['run']}"
         super().__init__(f"the request demands {_cut(wanted)}; this engine serves {served}")
         self.demanded, self.serving = demanded, serving
+
+
+class TrainerRefused(Refused):
+    """A framework's trainer, or a release of the framework, asks for what this package or its engines do not do."""
+
+    code = "LW-115"
+    remedy = "change what the message names; docs/trl.md lists what is supported"
 
 
 class WireError(LiveWeightError):

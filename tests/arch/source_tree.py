@@ -11,6 +11,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 SRC = ROOT / "src"
 PACKAGE = "liveweight"
+FRAMEWORKS = ("integrations.trl",)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -39,8 +40,12 @@ class Source:
 
 
 def part_of(module: str) -> str:
-    """The first name below the package. The package itself counts as `api`, `python -m` as `cli`."""
-    first = module.partition(".")[2].partition(".")[0]
+    """The first name below the package. The package itself counts as `api`, `python -m` as `cli`. Adapters of training frameworks are parts
+    of their own: they use what a training loop uses, while `api` uses the adapters of engines beside them."""
+    first, _, rest = module.partition(".")[2].partition(".")
+    second = f"{first}.{rest.partition('.')[0]}"
+    if second in FRAMEWORKS:
+        return second
     return {"": "api", "__main__": "cli"}.get(first, first)
 
 

@@ -8,7 +8,7 @@ from tests.arch.source_tree import PACKAGE, ROOT, Source, imports, part_of, sour
 
 ORDER = (
     "errors < spec | observe < plan | wire | devices < transports | checkpoint < rounds | snapshots < worker | trainer "
-    "< engine < server < integrations < api < lab < cli"
+    "< engine < server < integrations < api < integrations.trl | lab < cli"
 )
 PLACE = {part: i for i, group in enumerate(ORDER.split(" < ")) for part in group.split(" | ")}
 

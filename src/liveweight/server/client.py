@@ -6,8 +6,9 @@ Owns URLs, the key and the errors of a response. Rounds do not go over HTTP.
 from __future__ import annotations
 
 import http.client
+import socket
 from collections.abc import Mapping, Sequence
-from contextlib import closing
+from contextlib import closing, suppress
 from pathlib import Path
 from typing import Any, cast
 from urllib.parse import SplitResult, urlsplit
@@ -182,6 +183,8 @@ class PendingCall:
         headers = {"Accept": "application/json", "Connection": "close"}
         headers |= {} if key is None else {"Authorization": f"Bearer {key}"}
         headers |= {} if body is None else {"Content-Type": "application/json"}
+        self.headers: Mapping[str, str] = {}
+        """The headers of the response, with names in small letters, once `answer` has returned."""
         try:
             self._connection.request(
                 method, url.path + path, None if body is None else msgspec.json.encode(body), headers
@@ -193,6 +196,7 @@ class PendingCall:
     def answer(self) -> tuple[int, bytes]:
         """Wait for the response: status and body."""
         response = self._connection.getresponse()
+        self.headers = {name.lower(): value for name, value in response.headers.items()}
         raw = bytearray()
         while part := response.read1(1 << 16):
             raw += part
@@ -201,6 +205,13 @@ class PendingCall:
             if self._ends.over:
                 raise TimeoutError
         return response.status, bytes(raw)
+
+    def interrupt(self) -> None:
+        """End `answer`, which another thread is in, as if the connection had broken."""
+        opened = self._connection.sock
+        if opened is not None:
+            with suppress(OSError):
+                opened.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
         """Close the connection."""

@@ -22,7 +22,7 @@ from liveweight.errors import MessageInvalid, MessageTooLarge, ProtocolMismatch
 from liveweight.spec.decoders import msgpack_decoder
 from liveweight.wire.limits import WireLimits
 
-PROTOCOL = 7
+PROTOCOL = 8
 """The version that this release speaks."""
 
 REFUSAL = 0
