@@ -100,7 +100,11 @@ class ServedEngine:
     def prompt_tokens(self) -> float:
         """How many tokens of prompts it was sent, all together."""
         lines = httpx.get(f"{self.url}/metrics", timeout=WITHIN_S).text.splitlines()
-        return sum(float(line.split()[-1]) for line in lines if line.startswith("liveweight_engine_prompt_tokens_total"))
+        return sum(
+            float(line.split()[-1])
+            for line in lines
+            if line.startswith("liveweight_engine_prompt_tokens_total")
+        )
 
     def __enter__(self) -> Self:
         return self.start() if self._process is None else self

@@ -125,9 +125,7 @@ def test_adapters_are_merged_on_the_way_and_the_base_is_not_touched(
     from peft import LoraConfig
 
     trainer = make_trainer(model, tmp_path, peft=LoraConfig(r=4, target_modules=["q_proj", "v_proj"]))
-    base = {
-        name: tensor.clone() for name, tensor in trainer.model.state_dict().items() if "lora" not in name
-    }
+    base = {name: tensor.clone() for name, tensor in trainer.model.state_dict().items() if "lora" not in name}
     with attach(trainer, engines=[engine.url]):
         trainer.train()
     assert max(logged(trainer, "sampling/sampling_logp_difference/max")) < 1e-4
@@ -139,7 +137,7 @@ def test_adapters_are_merged_on_the_way_and_the_base_is_not_touched(
 def test_a_fleet_shares_the_prompts(
     model: Path, engine: ServedEngine, other_engine: ServedEngine, tmp_path: Path
 ) -> None:
-    trainer = make_trainer(model, tmp_path, max_steps=3, per_device_train_batch_size=64)
+    trainer = make_trainer(model, tmp_path, max_steps=3)  # two prompts each: one for each engine
     before = [one.prompt_tokens() for one in (engine, other_engine)]
     with attach(trainer, engines=[engine.url, other_engine.url]):
         trainer.train()
