@@ -15,6 +15,7 @@ PADDLE_VENV := .venv-paddle
 # TRL, with its own versions of transformers, accelerate and peft. Other versions of the range in pyproject.toml: `make test-trl TRL=1.15.0`.
 TRL ?= 1.16.0
 TRL_VENV := .venv-trl
+TRL_PYTEST := $(TRL_VENV)/bin/python -m pytest tests/trl
 BENCH_VENV := .venv-bench
 
 # vLLM's CPU package, a third party's build, for tests only. Its versions are pinned with their hashes in tests/vllm/pins.
@@ -72,11 +73,9 @@ $(PADDLE_VENV)/.ready: pyproject.toml setup.py $(wildcard native/*.c native/*.h)
 test-trl: $(TRL_VENV)/.ready
 	$(TRL_PYTEST) -m "not soak" --durations 15 || $(TRL_PYTEST) -m "not soak" --last-failed --last-failed-no-failures none
 
-# Whole training runs: three seeds, killed engines and ranks.
-soak-trl: $(TRL_VENV)/.ready
-	$(TRL_PYTEST) -m soak --timeout 3600
-
-TRL_PYTEST := $(TRL_VENV)/bin/python -m pytest tests/trl
+# Whole training runs: three seeds, killed engines and ranks, vLLM's server.
+soak-trl: $(TRL_VENV)/.ready $(VLLM_VENV)/.ready
+	LIVEWEIGHT_VLLM_PYTHON=$(VLLM_VENV)/bin/python $(TRL_PYTEST) -m soak --timeout 3600
 
 # torch first, as above; then TRL, so that nothing after it brings another one.
 $(TRL_VENV)/.ready: pyproject.toml setup.py $(wildcard native/*.c native/*.h)

@@ -61,6 +61,7 @@ def test_ci_runs_the_checks_and_all_tests_but_the_long_ones() -> None:
         "make check",
         "hostile make test",
         "make test-paddle",
+        "make test-trl",
         "make test-vllm",
     ]
 

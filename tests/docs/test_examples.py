@@ -25,16 +25,19 @@ LONG = pytest.mark.soak
 """Four ranks do what two do."""
 
 
-BESIDE_VLLM = dict.fromkeys(
-    ("vllm_live_update.py", "vllm_rlhf_over_http.py"), ROOT / "tests" / "vllm" / "test_vllm_programs.py"
-)
+ELSEWHERE = {
+    **dict.fromkeys(
+        ("vllm_live_update.py", "vllm_rlhf_over_http.py"), ROOT / "tests" / "vllm" / "test_vllm_programs.py"
+    ),
+    "trl_grpo.py": ROOT / "tests" / "trl" / "test_trl_example.py",
+}
 """What needs another environment, and which tests run it there."""
 
 
 def test_every_example_is_run() -> None:
     names = {path.name for path in EXAMPLES.iterdir() if path.is_file()}
-    assert {command.split()[0] for command in SHOWN} | set(BESIDE_VLLM) == names
-    assert all(f'"examples/{name}"' in tests.read_text() for name, tests in BESIDE_VLLM.items())
+    assert {command.split()[0] for command in SHOWN} | set(ELSEWHERE) == names
+    assert all(f'"examples/{name}"' in tests.read_text() for name, tests in ELSEWHERE.items())
 
 
 @pytest.mark.timeout(300)

@@ -1,7 +1,7 @@
 """One process of a trainer of several: trains, and says in JSON what it saw. Started by test_trl_processes.py, once per process.
 
-Arguments: the model, the place for files, the engine's URL, and how the model is spread: `ddp`, `fsdp2`, `fsdp2-lora`. After training it waits
-for a line on stdin: the test has killed the engine then, and an evaluation must fail at every process.
+Arguments: the model, the place for files, the engine's URL, and how the model is spread: `ddp`, `fsdp2`, `fsdp2-lora`. After training it
+waits for a line on stdin: the test has killed the engine then, and an evaluation must fail at every process.
 """
 
 from __future__ import annotations

@@ -110,11 +110,11 @@ def test_a_dead_engine_is_left_out_where_a_quorum_is_enough(
         assert exact(trainer, trainer.vllm_generation.generate(PROMPTS, None, 4))
         trainer.train()
         assert attached.report is not None
-        assert attached.report.behind == (own_engine.url,)
+        assert list(attached.report.behind) == [own_engine.url]
         own_engine.start()
         attached.weights_changed()
         trainer.vllm_generation.sync_weights()
-        assert attached.report.behind == ()
+        assert not attached.report.behind
     assert max(logged(trainer, "sampling/sampling_logp_difference/max")) < 1e-4
 
 

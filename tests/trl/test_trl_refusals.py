@@ -82,9 +82,7 @@ def test_options_that_attach_decides_are_refused(model: Path, engine: ServedEngi
         attach(make_trainer(model, tmp_path), engines=[engine.url], group=object())
 
 
-def test_another_model_than_the_engines_is_refused(
-    model: Path, engine: ServedEngine, tmp_path: Path, place: Path
-) -> None:
+def test_another_model_than_the_engines_is_refused(model: Path, engine: ServedEngine, tmp_path: Path) -> None:
     trainer = make_trainer(model, tmp_path)
     trainer.model.model.layers = trainer.model.model.layers[:2]
     with pytest.raises(ManifestMismatch, match="missing"):
@@ -92,7 +90,8 @@ def test_another_model_than_the_engines_is_refused(
     assert trainer.use_vllm is False
 
 
-def test_what_is_no_trainer_is_refused(place: Path) -> None:
+@pytest.mark.usefixtures("place")
+def test_what_is_no_trainer_is_refused() -> None:
     with pytest.raises(TrainerRefused, match="takes a GRPOTrainer or an RLOOTrainer, not str"):
         attach("trainer", engines=["http://127.0.0.1:1"])
 
@@ -102,8 +101,8 @@ def test_a_release_of_trl_that_is_built_otherwise_is_refused_with_its_version(
 ) -> None:
     from trl import GRPOTrainer
 
-    class Renamed(GRPOTrainer):  # type: ignore[misc, valid-type]
-        def _generate_single_turn(self, *_: object) -> None:
+    class Renamed(GRPOTrainer):  # type: ignore[misc]
+        def _generate_single_turn(self, *_: object) -> Any:
             return self.engine.generate()
 
     trainer = make_trainer(model, tmp_path)
@@ -146,9 +145,10 @@ def namespace(fields: Any) -> Any:
 
 def test_an_engine_that_is_not_there_fails_the_attachment(model: Path, tmp_path: Path) -> None:
     trainer = make_trainer(model, tmp_path)
-    with pytest.raises(LiveWeightError, match="http://127.0.0.1:1 "):
+    with pytest.raises(LiveWeightError, match=r"http://127\.0\.0\.1:1 "):
         attach(trainer, engines=["http://127.0.0.1:1"], timeout_s=2.0)
 
 
-def test_the_tested_release_is_the_one_that_is_installed(place: Path) -> None:
+@pytest.mark.usefixtures("place")
+def test_the_tested_release_is_the_one_that_is_installed() -> None:
     assert checks.trl_version().startswith(checks.TESTED)

@@ -137,7 +137,7 @@ def test_adapters_are_merged_on_the_way_and_the_base_is_not_touched(
 def test_a_fleet_shares_the_prompts(
     model: Path, engine: ServedEngine, other_engine: ServedEngine, tmp_path: Path
 ) -> None:
-    trainer = make_trainer(model, tmp_path, max_steps=3, per_device_train_batch_size=64)
+    trainer = make_trainer(model, tmp_path, max_steps=3)  # two prompts each: one for each engine
     before = [one.prompt_tokens() for one in (engine, other_engine)]
     with attach(trainer, engines=[engine.url, other_engine.url]):
         trainer.train()

@@ -195,7 +195,10 @@ class CompletionEndpoint:
     def try_out(self, sampling: SamplingFields, count: int, token: int) -> EngineProblem | None:
         """Ask for `count` answers of one token with these settings, whatever version answers. None if it takes such requests; else why it
         takes none at present. Raises if it refuses them."""
-        body = {**self._body([token], count, sampling), "max_tokens": 1}
+        body = {
+            **self._body([token], count, sampling),
+            "max_tokens": max(1, sampling.more.get("min_tokens", 0)),
+        }
         if self.dialect == "liveweight":
             demanding = {**body, **version_demand(Version(run="start", label="initial"))}
             tried = self._try(demanding)

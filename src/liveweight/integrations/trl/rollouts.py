@@ -7,7 +7,7 @@ caller's `recover`. Runs in the trainer's main process; one batch at a time.
 from __future__ import annotations
 
 import threading
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -85,6 +85,7 @@ class RolloutBatch:
     _answers: dict[int, GroupAnswer] = field(default_factory=dict)
     _problems: dict[int, str] = field(default_factory=dict)
     _lost: set[int] = field(default_factory=set)
+    _running: Counter[int] = field(default_factory=Counter)
     _failure: BaseException | None = None
     _stalled: Deadline | None = None
 
@@ -171,27 +172,34 @@ class RolloutBatch:
                 self._fail(error)
                 raise
             if isinstance(found, GroupAnswer):
-                self._answered(number, found)
+                self._answered(place, number, found)
             else:
                 self._again(place, number, found)
 
     def _next(self, place: int) -> int | None:
-        """The next prompt for that engine, once it serves; None at the end of the batch."""
+        """The next prompt for that engine, once it serves and no other that serves has fewer to answer; None at the end of the batch."""
         with self._changed:
             while not self._over:
-                if self._waiting and place in self.serving:
+                if self._waiting and place in self.serving and self._running[place] == self._fewest():
+                    self._running[place] += 1
+                    self._changed.notify_all()  # it may be another's turn now
                     return self._waiting.popleft()
                 self._changed.wait()
         return None
 
-    def _answered(self, number: int, answer: GroupAnswer) -> None:
+    def _fewest(self) -> int:
+        return min(self._running[place] for place in self.serving)
+
+    def _answered(self, place: int, number: int, answer: GroupAnswer) -> None:
         with self._changed:
+            self._running[place] -= 1
             self._answers[number] = answer
             self._stalled = None
             self._changed.notify_all()
 
     def _again(self, place: int, number: int, problem: EngineProblem) -> None:
         with self._changed:
+            self._running[place] -= 1
             self._waiting.appendleft(number)
             self._problems[place] = problem.reason
             self.counts.asked_again += 1
