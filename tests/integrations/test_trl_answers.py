@@ -145,6 +145,7 @@ def test_our_engines_are_asked_for_tokens_and_processed_logprobs(serve: Callable
             "logprobs": 0,
             "logprobs_mode": "processed_logprobs",
             "return_token_ids": True,
+            "weight_version": {"exact": "step_3", "run": "run"},
         }
     ]
 
@@ -250,27 +251,25 @@ def test_what_asking_again_would_not_mend_is_raised(serve: Callable[..., Script]
         complete(serve(reply).url)
 
 
-def test_an_engine_that_knows_demands_gets_one_with_every_request(serve: Callable[..., Script]) -> None:
-    script = serve(error(409, "serves step_2"), answer(choice()))
-    endpoint = CompletionEndpoint.of(script.url, None)
-    assert endpoint.try_out(SAMPLING, 4, 1) is None
-    assert endpoint.takes_demands
+@pytest.mark.parametrize("dialect", ["liveweight", "vllm"])
+def test_every_request_demands_its_version(serve: Callable[..., Script], dialect: str) -> None:
+    script = serve(answer(choice(), **HEADERS))
+    engine: Engine = script.url if dialect == "liveweight" else lw.vllm(script.url)
+    endpoint = CompletionEndpoint.of(engine, None)
     endpoint.complete([1], 1, SAMPLING, VERSION, Deadline.after(10))
-    assert script.asked[1]["weight_version"] == {"exact": "step_3", "run": "run"}
+    run = {"run": "run"} if dialect == "liveweight" else {}  # vLLM knows labels only
+    assert script.asked[0]["weight_version"] == {"exact": "step_3", **run}
 
 
-def test_an_engine_that_knows_no_demands_gets_none(serve: Callable[..., Script]) -> None:
-    script = serve(error(400, "weight_version: extra", "weight_version"), answer(choice()))
-    endpoint = CompletionEndpoint.of(script.url, None)
-    assert endpoint.try_out(SAMPLING, 4, 1) is None
-    assert not endpoint.takes_demands
-    endpoint.complete([1], 1, SAMPLING, VERSION, Deadline.after(10))
-    assert ["weight_version" in body for body in script.asked] == [True, False, False]
-    assert (script.asked[1]["n"], script.asked[1]["max_tokens"]) == (4, 1)
+def test_settings_are_tried_out_whatever_version_serves(serve: Callable[..., Script]) -> None:
+    script = serve(answer(choice(weight_version={"label": "initial"})))
+    assert CompletionEndpoint.of(script.url, None).try_out(SAMPLING, 4, 1) is None
+    assert "weight_version" not in script.asked[0]
+    assert (script.asked[0]["n"], script.asked[0]["max_tokens"]) == (4, 1)
 
 
 def test_settings_that_an_engine_refuses_are_refused_beforehand(serve: Callable[..., Script]) -> None:
-    script = serve(error(400, "weight_version: extra", "weight_version"), error(400, "n: too many", "n"))
+    script = serve(error(400, "n: too many", "n"))
     with pytest.raises(RequestInvalid, match="n: too many"):
         CompletionEndpoint.of(script.url, None).try_out(SAMPLING, 4, 1)
 

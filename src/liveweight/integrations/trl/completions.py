@@ -104,11 +104,6 @@ class SamplingFields:
         }
 
 
-def version_demand(version: Version) -> dict[str, Any]:
-    """The request's field by which an engine that serves another version refuses (409), before it takes the request."""
-    return {"weight_version": {"exact": str(version.label), "run": version.run}}
-
-
 class _WeightVersion(msgspec.Struct):
     label: str
     digest: str | None = None
@@ -155,8 +150,6 @@ class CompletionEndpoint:
         self._parts = urlsplit(self.url)
         self._calls: set[PendingCall] = set()
         self._model: str | None = None
-        self.takes_demands = False
-        """Whether its requests can name the version that they must be answered by; `try_out` finds that out."""
 
     @classmethod
     def of(cls, engine: Engine, api_key: str | None) -> CompletionEndpoint:
@@ -199,16 +192,12 @@ class CompletionEndpoint:
             **self._body([token], count, sampling),
             "max_tokens": max(1, sampling.more.get("min_tokens", 0)),
         }
-        if self.dialect == "liveweight":
-            demanding = {**body, **version_demand(Version(run="start", label="initial"))}
-            tried = self._try(demanding)
-            if tried is None or not isinstance(tried, _UnknownField):
-                self.takes_demands = tried is None or tried.kind == "other_version"
-                return tried if tried is not None and tried.kind == "lost" else None
-        tried = self._try(body)
-        if isinstance(tried, _UnknownField):
-            raise RequestInvalid(f"{self.url} refuses the request: {tried.text}")
-        return tried if tried is not None and tried.kind == "lost" else None
+        found = self._call("POST", ROUTE, body, Deadline.after(DESCRIBE_S))
+        if isinstance(found, EngineProblem):
+            return found
+        status, raw, headers = found
+        problem = None if status == 200 else self._problem(status, raw, _retry_s(headers))
+        return problem if problem is not None and problem.kind == "lost" else None
 
     def complete(
         self,
@@ -219,9 +208,7 @@ class CompletionEndpoint:
         deadline: Deadline,
     ) -> GroupAnswer | EngineProblem:
         """Ask for `count` answers to one prompt, all of that version. Raises for a request that no engine would take."""
-        body = self._body(prompt, count, sampling)
-        if self.takes_demands:
-            body |= version_demand(version)
+        body = {**self._body(prompt, count, sampling), "weight_version": self._demand(version)}
         found = self._call("POST", ROUTE, body, deadline)
         if isinstance(found, EngineProblem):
             return found
@@ -276,18 +263,10 @@ class CompletionEndpoint:
                 kind="lost", reason=f"{self.url} broke off its answer: {error or type(error).__name__}"
             )
 
-    def _try(self, body: Mapping[str, Any]) -> EngineProblem | _UnknownField | None:
-        found = self._call("POST", ROUTE, body, Deadline.after(DESCRIBE_S))
-        if isinstance(found, EngineProblem):
-            return found
-        status, raw, headers = found
-        if status == 200:
-            return None
-        if status == 400:
-            problem = _error_of(raw)
-            if problem.get("param") == "weight_version":
-                return _UnknownField(str(problem.get("message")))
-        return self._problem(status, raw, _retry_s(headers))
+    def _demand(self, version: Version) -> dict[str, Any]:
+        """An engine that serves another version refuses the request (409) before it takes it. vLLM itself knows only labels."""
+        exact = {"exact": str(version.label)}
+        return exact if self.dialect == "vllm" else exact | {"run": version.run}
 
     def _problem(self, status: int, raw: bytes, retry_s: float) -> EngineProblem:
         """What a status other than 200 means. Raises if the request itself is at fault: no engine would take it."""
@@ -368,13 +347,6 @@ class CompletionEndpoint:
 
 
 _NO_MIDDLEWARE = f"start vLLM with --middleware {MIDDLEWARE}"
-
-
-@dataclass(frozen=True, slots=True)
-class _UnknownField:
-    """The engine does not know a field of the request that it can do without."""
-
-    text: str
 
 
 def _is(found: _WeightVersion, version: Version) -> bool:
