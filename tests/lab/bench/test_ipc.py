@@ -29,6 +29,8 @@ def test_a_small_run_has_every_figure() -> None:
         assert 0 < times["best"] <= times["median"]
     assert report["rounds"]["fsdp2"]["verified_s"]["best"] > 0
     assert report["ratios"]["fsdp2_of_frozen"] > 0
+    assert report["iterator"]["of_frozen"] > 0
+    assert report["iterator"]["iterator_s"]["best"] > 0
     for name in ("limit_s", "cast_copy_s", "freeze_s", "cold_s"):
         assert report[name] > 0
     assert report["ring_bytes"] == RingSettings().size_bytes

@@ -119,6 +119,11 @@ def _show_ipc(report: dict[str, Any]) -> None:
             )
     extra, ring = report["ring_peak_extra_bytes"], report["ring_bytes"]
     print(f"ring of {ring / 1e6:.1f} MB: {extra / 1e6:.1f} MB beside the trainer's weights at their peak")
+    iterator = report["iterator"]
+    print(
+        f"from an iterator: {iterator['of_frozen']:.2f} x a frozen round, {iterator['median_of_frozen']:.2f} by medians; "
+        f"{iterator['peak_extra_bytes'] / report['bytes']:.2f} x the weights beside them at their peak"
+    )
     if "freeze_s" in report:
         print(f"freeze from float32: {report['freeze_ratio']:.2f} x a plain cast-copy")
 

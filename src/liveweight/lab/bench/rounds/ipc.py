@@ -27,6 +27,7 @@ from liveweight.lab.bench.rounds.freeze import bench_freeze
 from liveweight.lab.bench.rounds.fsdp2 import sharded_rounds
 from liveweight.lab.bench.rounds.ipc_rank import WAIT_S
 from liveweight.lab.bench.rounds.ipc_rank import main as rank_main
+from liveweight.lab.bench.rounds.iterators import bench_iterators
 from liveweight.observe.events import OfferKind
 from liveweight.plan.digest_sums import DigestSums, lanes_from_bytes
 from liveweight.spec.deadline import Deadline
@@ -84,6 +85,8 @@ def bench_ipc(settings: IpcSettings) -> dict[str, Any]:
                 times[contender].append(scene.publish(*contender))
         scene.check()
         peaks = scene.peaks()
+        iterator = scene.iterated()
+        scene.check()
         sharded = scene.sharded() if settings.sharded else []
         freeze = bench_freeze(scene.shared, settings.rounds) if settings.cast else {}
     limit_s = min(spans)
@@ -99,6 +102,7 @@ def bench_ipc(settings: IpcSettings) -> dict[str, Any]:
         "cold_live_s": cold_live_s,
         **ring,
         "peak_extra_bytes": peaks,
+        "iterator": iterator,
         "rounds": rounds_of(times) | ({"fsdp2": {"verified_s": figures_of(sharded)}} if sharded else {}),
         "ratios": ratios_of(times, limit_s)
         | ({"fsdp2_of_frozen": min(sharded) / min(times["frozen", True])} if sharded else {}),
@@ -174,10 +178,11 @@ class Scene:
         for rank in self._ranks:
             rank.line.receive(deadline)
         stack.callback(self._stop)
+        self._addresses = [replica["address"] for replica in replicas]
         self._made = {
             name: publishing(
                 self.shared,
-                addresses=[replica["address"] for replica in replicas],
+                addresses=self._addresses,
                 directory=directory,
                 files=self._files,
                 timeout_s=WAIT_S,
@@ -201,8 +206,7 @@ class Scene:
 
     def publish(self, kind: OfferKind, verify: bool, transfer_mode: str = "ipc") -> float:
         """One round of new content; seconds from the call to the last commit."""
-        self._label += 1
-        change(self.shared, self._label)
+        self._change()
         publisher, offers = self._made[transfer_mode].publisher, self._made[transfer_mode].offers
         publisher.settings = PublisherSettings(offer=kind, verify=verify, timeout_s=WAIT_S)
         began_s = time.monotonic()
@@ -213,6 +217,21 @@ class Scene:
         if transfer_mode == "ipc" and kind != "ring":
             self._readable = offers.current
         return took_s
+
+    def iterated(self) -> dict[str, Any]:
+        """Rounds of the same tensors from an iterator, beside frozen ones."""
+        return bench_iterators(
+            self.shared,
+            self._addresses,
+            Path(self._config["secret"]).parent,
+            rounds=self._settings.rounds,
+            frozen_round=lambda: self.publish("frozen", verify=True),
+            change=self._change,
+        )
+
+    def _change(self) -> None:
+        self._label += 1
+        change(self.shared, self._label)
 
     def sharded(self) -> list[float]:
         """Verified rounds of the same tensors from two ranks of a trainer; seconds of each."""
