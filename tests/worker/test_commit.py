@@ -237,3 +237,32 @@ def test_a_decision_about_another_round_than_the_staged_one_swaps_nothing(short_
         s.shadow_lock.staged = RoundId(boot="b", epoch=7, publisher="p")
         assert s.committer.carry_out(COMMIT) == BACK
     assert (target.swaps, target.holds) == (0, "old")
+
+
+def test_an_interrupt_before_the_swap_is_no_success(
+    short_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target = Words()
+
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    with scene(short_path, target, [], [BACK]) as s:
+        with monkeypatch.context() as patched:
+            patched.setattr(s.committer, "_swap_and_run_hooks", interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                s.committer.carry_out(COMMIT)
+        assert s.committer.resolve(5.0) == BACK
+        assert s.received[0].fault is not None
+    assert (target.swaps, target.holds) == (0, "old")
+
+
+def test_content_that_is_live_already_is_committed_and_undone_without_a_swap(short_path: Path) -> None:
+    target = Words()
+    undo = Decision(epoch=2, undo=True, timeout_s=20.0)
+    with scene(short_path, target, [failing({1, 2})], [KEEP, KEEP, KEEP]) as s:
+        s.shadow_lock.unchanged = True
+        assert s.committer.carry_out(COMMIT) == KEEP
+        assert s.committer.carry_out(undo) == KEEP
+        assert [report.fault for report in s.received] == [None, None]
+        assert (target.swaps, target.holds) == (0, "old")

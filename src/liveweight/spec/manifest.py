@@ -213,6 +213,12 @@ class KeptSet(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         return OptionalGroup(name=self.name, tensors=tuple(spec.name for spec in self.tensors))
 
 
+def structure_of(layout: str, kept: KeptSet | None) -> str:
+    """The name that rounds use for what a publisher offers, from the fingerprint of its layout: the same only for the same tensors in the
+    same order, and the same kept tensors with the same content."""
+    return layout if kept is None else f"{layout}-{xxhash.xxh3_128_hexdigest(msgspec.msgpack.encode(kept))}"
+
+
 def left_out(offered: Manifest, optional: Iterable[OptionalGroup]) -> tuple[OptionalGroup, ...]:
     """The groups of which an offer has nothing. One of which it has a part is no such group: the rest of it is missing."""
     offers = offered.by_name()

@@ -16,7 +16,7 @@ from liveweight.observe.events import OfferKind
 from liveweight.plan.digest_sums import DigestSums, lanes_from_bytes
 from liveweight.spec.digest import ContentDigest, to_hex
 from liveweight.spec.layout import Layout, packed
-from liveweight.spec.manifest import KeptSet, Manifest
+from liveweight.spec.manifest import KeptSet, Manifest, structure_of
 from liveweight.trainer.offers.single_source import MadeOffer
 from liveweight.wire.messages import AnnounceShards, Describe, ShardsFrozen
 from liveweight.wire.messages.values import Offer, Shard
@@ -40,7 +40,7 @@ class ShardedOffers:
         self._digest_sums = DigestSums([rank.layout for rank in announced])
         self.manifest: Manifest = self._digest_sums.expected
         self.content = ContentDigest(self.manifest)
-        self.structure = packed(self.manifest.tensors).fingerprint
+        self.structure = structure_of(packed(self.manifest.tensors).fingerprint, kept)
         self.size_bytes = self.manifest.size_bytes
         self._with_shards = [rank for rank in announced if rank.layout.memories_bytes[0]]
         self._layout = xxhash.xxh3_128_hexdigest(

@@ -22,7 +22,7 @@ from liveweight.rounds.report import FailedMode
 from liveweight.spec.digest import ContentDigest, Lanes, to_hex
 from liveweight.spec.dtype import DType
 from liveweight.spec.layout import Layout
-from liveweight.spec.manifest import Manifest
+from liveweight.spec.manifest import Manifest, structure_of
 from liveweight.trainer.offers.freeze import Freezer, offered_manifest
 from liveweight.trainer.offers.live import SharedModule, live_digest, moved_since, why_not_live
 from liveweight.trainer.offers.ring import RingOffers, RingTransportSource
@@ -102,8 +102,7 @@ class SingleSourceOffers:
             self._live_layout = split_layout(self._shared.layout.without(self._keep.left_out), splits)
         self._never_live = why_not_live(self._whole, expected, self._shared)
         self._freezer = Freezer(own, self.manifest, self._kernels)
-        self.structure = self._freezer.layout.fingerprint
-        """The name that rounds use for the manifest: the same only for the same tensors in the same order."""
+        self.structure = structure_of(self._freezer.layout.fingerprint, self._keep.kept)
         self._ring = RingOffers(self._source, own, self._freezer.layout, self._kernels, self._ring_settings)
 
     def description(self) -> Describe:
