@@ -221,7 +221,11 @@ def _send_failure(channel: StepChannel[Entry], error: Exception, *, rank: int, s
 
 def _end_with(parent: int) -> None:
     """Let the process die with its parent, even while it waits for a peer inside a collective."""
-    descriptor = os.pidfd_open(parent)
+    try:
+        descriptor = os.pidfd_open(parent)
+    except ProcessLookupError:  # it died while this process was starting
+        os.kill(os.getpid(), signal.SIGKILL)
+        return
 
     def watch() -> None:
         select.select([descriptor], [], [])
