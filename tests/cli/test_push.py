@@ -87,7 +87,7 @@ def test_a_push_changes_what_a_served_engine_says_and_an_undo_takes_it_back(
         assert after["text"] == expected != before["text"]
         assert weights["address"] == address
         assert address.startswith(f"ipc://{secret_file(short_path).parent}/engine-")
-        version = {name: weights["version"][name] for name in ("label", "digest")}
+        version = {name: weights["version"][name] for name in ("label", "digest", "number")}
         assert (
             version
             == after["weight_version"]
@@ -237,7 +237,12 @@ def test_a_publisher_finds_an_engine_by_its_url_and_its_control_key(
         weights = httpx.get(f"{served.url}/v1/weights", headers=shown).json()
         refused = cli.run(short_path, "pause", served.url)
         paused = cli.run(short_path, "pause", served.url, LIVEWEIGHT_CONTROL_KEY="c")
-    assert weights["version"] == {"run": publisher.run, "label": 3, "digest": report.version.digest}
+    assert weights["version"] == {
+        "run": publisher.run,
+        "label": 3,
+        "digest": report.version.digest,
+        "number": 1,
+    }
     assert (refused.returncode, refused.stderr.partition(" ")[0]) == (1, "LW-207")
     assert paused.stdout == f"{served.url} is paused\n"
 
@@ -259,7 +264,7 @@ def test_a_stream_across_a_push_says_which_tokens_came_from_which_weights(
     labels = [version["label"] for version in versions if version is not None]
     assert labels == sorted(labels)
     assert set(labels) == {"initial", "step_1"}
-    assert versions[-1] == {"label": "step_1", "digest": report.version.digest}
+    assert versions[-1] == {"label": "step_1", "digest": report.version.digest, "number": 1}
     assert stream.chunks[-1]["choices"][0]["kv"] == "reused"
     assert "kv" not in stream.chunks[0]["choices"][0]
 

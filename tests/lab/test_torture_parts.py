@@ -174,9 +174,9 @@ def test_only_tokens_that_their_version_would_not_have_drawn_are_torn(
     tokens = greedy(versions, 1, prompt, 6)
     elsewhere = [(token + 1) % 500 for token in tokens]
     with Replay(versions, attributed=attributed) as replay:
-        replay.put(ReplayAnswer(prompt, tokens, ["3@x"] * 6))  # the label's content is that of its number
-        replay.put(ReplayAnswer(prompt, tokens, ["initial@y"] * 6))
-        replay.put(ReplayAnswer(prompt, elsewhere, ["3@x"] * 6))
+        replay.put(ReplayAnswer(prompt, tokens, ["3@1@x"] * 6))  # the label's content is that of its number
+        replay.put(ReplayAnswer(prompt, tokens, ["initial@@y"] * 6))
+        replay.put(ReplayAnswer(prompt, elsewhere, ["3@1@x"] * 6))
         replay.put(ReplayAnswer(prompt))
         replay.finish(Deadline.after(WITHIN_S))
     assert replay.tokens == 18

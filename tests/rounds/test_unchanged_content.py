@@ -10,6 +10,7 @@ import torch
 from liveweight.observe.bus import Bus, Recorder
 from liveweight.observe.events import RoundOpened, RoundUndone, StagingBegan
 from tests.support.stepping import engine, publisher, serving
+from tests.support.wire import wait_until
 
 
 def tensors(value: float) -> dict[str, torch.Tensor]:
@@ -50,7 +51,7 @@ def test_its_undo_goes_back_to_the_label_before_and_not_to_older_weights(short_p
         sender.publish("step_2")
         assert [str(version) for version in sender.undo()] == ["step_1"]
         assert torch.equal(live["w"], torch.ones(4, 3))
-        assert len(seen.of(RoundUndone)) == 1
+        wait_until("the event of the undo", lambda: len(seen.of(RoundUndone)) == 1)
         # Rounds that swap again swap back again.
         source["w"].fill_(2.0)
         sender.publish("step_3")

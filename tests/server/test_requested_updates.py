@@ -115,7 +115,7 @@ def test_an_engine_takes_the_newest_or_a_named_version_and_answers_as_one_starte
         answer = stage.ask()
         body = answer.json()
         assert (answer.status_code, body["outcome"], body["verified"]) == (200, "committed", True)
-        assert body["version"] == {"run": "run", "label": "step_1", "digest": digest}
+        assert body["version"] == {"run": "run", "label": "step_1", "digest": digest, "number": 1}
         assert [rank["rank"] for rank in body["results"]] == [0, 1]
         for rank in body["results"]:
             assert (rank["version"], rank["staged_bytes"] > 0) == ("step_1", True)

@@ -52,9 +52,9 @@ def test_a_message_comes_back_as_it_went(body: Small, call: int) -> None:
 
 
 def test_the_bytes_of_a_frame_are_fixed() -> None:
-    assert CODEC.encode(Ping(3), call=7, limits=LIMITS) == b"LW\x07\x00\x92\x07\x82\xa4type\xa4Ping\xa1n\x03"
-    assert CODEC.refusal(9) == b"LW\x00\x00\x82\xa4ours\x07\xa6theirs\x09"
-    assert CODEC.greeting == b"LW\x07\x00"
+    assert CODEC.encode(Ping(3), call=7, limits=LIMITS) == b"LW\x08\x00\x92\x07\x82\xa4type\xa4Ping\xa1n\x03"
+    assert CODEC.refusal(9) == b"LW\x00\x00\x82\xa4ours\x08\xa6theirs\x09"
+    assert CODEC.greeting == b"LW\x08\x00"
 
 
 @settings(deadline=None)

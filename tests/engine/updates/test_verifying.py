@@ -144,6 +144,6 @@ def test_what_the_source_offers_can_be_compared_with(
         offered = trainer.offer("same")
         answer = engine.verify(VerificationRequest(against="source"))
         assert (answer.verdict.match, answer.compared_with) == (True, offered)
-        assert answer.verdict.digest == offered.digest == engine.start.digest
+        assert answer.verdict.digest == engine.start.digest
         with pytest.raises(lw.LiveWeightError, match="same"):
             engine.verify(VerificationRequest(against="source", version="other"))
